@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.limits.cgroups import own_group
+from nemo_gym_prorl.sandbox.limits.cgroups import group_of
 
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,7 +46,7 @@ def below(root: int) -> set[int]:
 
 def own_cgroup() -> Path | None:
     """Move this process into a control group of its own, so that groups below are its own; ``None`` without rights."""
-    group = own_group(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    group = group_of(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if group is None or not os.access(group / "cgroup.procs", os.W_OK):
         return None
     own = group / f"benchmark-{os.getpid()}"

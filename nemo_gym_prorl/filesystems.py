@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of file system a folder is on, where that decides what can be done in it.
+"""The type of the file system that holds a path, where the type decides what works there.
 
-Locks, sockets and overlays are one machine's: on a file system that machines share they hang, fail, or are believed by
-one and not by another. And what is written to a file system in memory is memory.
+Locks, Unix sockets and overlays belong to one machine. On a file system that machines share they hang, fail, or hold
+for one machine only. Files on a file system in memory use up memory.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ _SHARED_KINDS = re.compile(
 )
 
 
-def on_shared_disk(path: Path) -> bool:
-    """Whether ``path``, or the folder it would be made in, is on a file system that other machines may have too."""
-    return _SHARED_KINDS.fullmatch(kind_under(path)) is not None
+def is_shared(path: Path) -> bool:
+    """Return whether ``path``, or the folder where it would be created, may be on a file system shared by machines."""
+    return _SHARED_KINDS.fullmatch(filesystem_type(path)) is not None
 
 
-def kind_under(path: Path) -> str:
-    """The type of the file system that holds ``path``, or the folder it would be made in."""
+def filesystem_type(path: Path) -> str:
+    """Return the type of the file system that holds ``path`` or the folder where it would be created."""
     while not path.exists():
         path = path.parent
-    return kind_of_disk(Path("/proc/self/mountinfo").read_text(), str(path.resolve()))
+    return filesystem_type_in(Path("/proc/self/mountinfo").read_text(), str(path.resolve()))
 
 
-def kind_of_disk(mounts: str, path: str) -> str:
-    """The type of the file system that holds the absolute ``path``, by the text of ``/proc/PID/mountinfo``."""
+def filesystem_type_in(mounts: str, path: str) -> str:
+    """Return the type of the file system of the absolute ``path``, given the text of ``/proc/PID/mountinfo``."""
     best, kind = "", ""
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         target = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-        # The last one of those on the same place covers the others.
+        # Of several mounts on one folder the last one is visible.
         if len(target) >= len(best) and (path == target or path.startswith(target.rstrip("/") + "/")):
             best, kind = target, after.split()[0]
     return kind
 
 
-def in_memory(kind: str) -> bool:
-    """Whether file systems of this type keep everything in memory."""
+def is_in_memory(kind: str) -> bool:
+    """Return whether file systems of this type keep all contents in memory."""
     return kind in ("tmpfs", "ramfs")

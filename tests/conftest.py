@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image
-from nemo_gym_prorl.sandbox.images.entries import silent
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from tests import watchdog
@@ -70,12 +70,12 @@ def interruptible() -> None:
 
 @pytest.fixture(scope="session")
 def runtime() -> Runtime:
-    return ensure_runtime(silent)
+    return ensure_runtime(ignore_progress)
 
 
 @pytest.fixture(scope="session")
 def image(runtime: Runtime) -> Path:
-    return ensure_image(DEFAULT, silent)
+    return ensure_image(DEFAULT, ignore_progress)
 
 
 @pytest.fixture(scope="session")

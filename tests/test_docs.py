@@ -37,8 +37,8 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.turns import gym_reads_trajectories
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
-from nemo_gym_prorl.sandbox.images.entries import silent
-from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
+from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from tests.agent.gym_host import hosting, instance, url_of
 from tests.agent.test_gym_environment import counting, gym_rows, scripted
 from tests.cli.command_line import prorl
@@ -411,10 +411,10 @@ async def test_python_of_the_client(
 @pytest.mark.sandbox
 @pytest.mark.parametrize("snippet", [s for s in PYTHON if s.file == "docs/sandbox.md"], ids=str)
 async def test_python_of_sandboxes(snippet: Snippet, image: Path) -> None:
-    if "users=True" in snippet.text and (trouble := no_several_users()):
+    if "users=True" in snippet.text and (trouble := multi_user_error()):
         pytest.skip(trouble)
     if 'image="kernel"' in snippet.text:
-        await asyncio.to_thread(ensure_image, KERNEL, silent)
+        await asyncio.to_thread(ensure_image, KERNEL, ignore_progress)
     spec = ContainerSpec(image=image)
     async with await Container.start(spec) as database, await Container.start(spec) as server:
         await execute(snippet.text, database=database, server=server)

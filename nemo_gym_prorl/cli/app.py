@@ -72,7 +72,7 @@ def setup() -> None:
         DEFAULT,
         default_image_path,
         ensure_image,
-        try_image,
+        run_self_test,
     )
     from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
@@ -83,7 +83,7 @@ def setup() -> None:
     with progress_step(console, "Default sandbox image") as say:
         say(str(ensure_image(DEFAULT, say)))
     with progress_step(console, "Test container") as say:
-        say(", ".join(try_image(default_image_path(), runtime).splitlines()))
+        say(", ".join(run_self_test(default_image_path(), runtime).splitlines()))
 
 
 @app.command()

@@ -130,7 +130,6 @@ def swe(
     datasets.
     """
     from nemo_gym_prorl.failures import CallerError
-    from nemo_gym_prorl.sandbox.images.reference import registry
     from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 
     if dataset not in CONVERTERS:
@@ -139,7 +138,7 @@ def swe(
 
     def row_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
         row = CONVERTERS[dataset](record, prefix)
-        registry(row["image"])  # raises if the image is not a valid reference
+        parse_registry(row["image"])  # raises if the image is not a valid reference
         return row
 
     _convert(file, output, row_of, data_source, dry_run)
@@ -199,11 +198,11 @@ def build_image(
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images import builder as build
     from nemo_gym_prorl.sandbox.images import recipe
-    from nemo_gym_prorl.sandbox.images.builder import SHIPPED, ensure_image
+    from nemo_gym_prorl.sandbox.images.builder import BUILTIN_IMAGES, ensure_image
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
-    if name is None and base is None and template in SHIPPED and not show:
+    if name is None and base is None and template in BUILTIN_IMAGES and not show:
         with progress_step(Console(highlight=False), template) as say:
             say(str(ensure_image(template, say)))
         return
@@ -212,7 +211,7 @@ def build_image(
     values = [entry.partition("=") for entry in variables or ()]
     if wrong := [name for name, equals, _value in values if not equals]:
         raise CallerError(f"must be NAME=VALUE, not {wrong[0]!r}", field="--set")
-    order = build.Order(
+    order = build.BuildRequest(
         template,
         base,
         name,

@@ -29,25 +29,32 @@ from rich.table import Table
 
 from nemo_gym_prorl.deployment.venvs import python_path_error
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.filesystems import in_memory, kind_under
+from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
 from nemo_gym_prorl.http.server_process import open_files_needed
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
-from nemo_gym_prorl.sandbox.isolation.mounts import covers, uncovered
+from nemo_gym_prorl.sandbox.isolation.mounts import namespace_without_overmounts, overmounts
 from nemo_gym_prorl.sandbox.isolation.privilege import (
-    Attempt,
-    Ending,
-    has_one_id,
+    ProbeStep,
+    UserNamespaceProbe,
+    has_single_id,
     in_user_namespace,
     is_machine_root,
-    is_machine_root_outside,
+    is_machine_root_in_namespace,
     remedies,
 )
 from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.limits.rlimits import By, Facts, Limit, limits, remedy_here, shortcomings
+from nemo_gym_prorl.sandbox.limits.rlimits import (
+    Enforcement,
+    HostFacts,
+    Limit,
+    cgroup_remedy_here,
+    enforced_limits,
+    weak_limits,
+)
 from nemo_gym_prorl.sandbox.runtime import debian
-from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
+from nemo_gym_prorl.sandbox.runtime.apptainer import INSTALL_HINT, Runtime, find_runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
 
@@ -106,7 +113,7 @@ def examine() -> Iterator[Check]:
     yield _gym()
     runtime = find_runtime()
     yield _runtime(runtime)
-    namespaces = user_namespaces_check(Attempt.here())
+    namespaces = user_namespaces_check(UserNamespaceProbe.run())
     yield namespaces
     container = container_check() if in_user_namespace() else None
     if container:
@@ -152,22 +159,22 @@ def _gym() -> Check:
 def _runtime(runtime: Runtime | None) -> Check:
     name = "Container runtime"
     if runtime is None:
-        return Check(name, Level.MISSING, "Apptainer not found", f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+        return Check(name, Level.MISSING, "Apptainer not found", f"{_SETUP} (on Debian), or {INSTALL_HINT}")
     if runtime.flavor != "apptainer":
         found = f"SingularityCE {runtime.version_text}, {runtime.path}: untested, Apptainer is recommended"
         if runtime.version < SINGULARITY_WITH_AUTHFILE:
             found += "; versions before 4.1 have no --authfile, so images cannot be pulled or built"
-        return Check(name, Level.WARN, found, f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+        return Check(name, Level.WARN, found, f"{_SETUP} (on Debian), or {INSTALL_HINT}")
     extra = "".join(f", with {key}={value}" for key, value in runtime.env.items())
     return Check(name, Level.OK, f"{runtime.flavor} {runtime.version_text}, {runtime.path}{extra}")
 
 
-def user_namespaces_check(attempt: Attempt) -> Check:
+def user_namespaces_check(attempt: UserNamespaceProbe) -> Check:
     """Check whether user namespaces can be created and give rights."""
     name = "User namespaces"
-    if attempt.ending is Ending.DONE:
+    if attempt.step is ProbeStep.DONE:
         return Check(name, Level.OK, "can be created")
-    found = "cannot be created" if attempt.ending is Ending.MAKE else "can be created, but give no rights"
+    found = "cannot be created" if attempt.step is ProbeStep.MAKE else "can be created, but give no rights"
     fix = _administrator("; ".join(remedies(attempt)))
     return Check(name, Level.MISSING, f"{found}: sandboxes cannot run, not even with a setuid Apptainer", fix)
 
@@ -175,21 +182,24 @@ def user_namespaces_check(attempt: Attempt) -> Check:
 def container_check() -> Check:
     """Check the container around this process, if it has a user namespace of its own."""
     name = "Container"
-    ids = "one id" if has_one_id() else "several ids"
+    ids = "one id" if has_single_id() else "several ids"
     found = f"in a user namespace with {ids}, as in containers of enroot, Pyxis and Apptainer"
-    if (hidden := covers()) and not uncovered():
+    if (hidden := overmounts()) and not namespace_without_overmounts():
         fix = (
-            "be root in the container, which lets sandboxes remove the covers (Pyxis: --container-remap-root, enroot: "
-            "--root), or start the container without the devices whose drivers add them "
+            "be root in the container, which lets sandboxes remove the overmounts (Pyxis: --container-remap-root, "
+            "enroot: --root), or start the container without the devices whose drivers add them "
             "(NVIDIA_VISIBLE_DEVICES=void, MELLANOX_VISIBLE_DEVICES=void)"
         )
         if not any(path.startswith("/proc/") for path in hidden):
-            found += f", which covers {', '.join(hidden)}: the runtime starts sandboxes, and they see its /sys"
+            found += f", which overmounts {', '.join(hidden)}: the runtime starts sandboxes, and they see its /sys"
             return Check(name, Level.WARN, found, fix)
         return Check(
-            name, Level.MISSING, f"{found}, which covers {', '.join(hidden)}: the kernel gives no sandbox a /proc", fix
+            name,
+            Level.MISSING,
+            f"{found}, which overmounts {', '.join(hidden)}: the kernel gives no sandbox a /proc",
+            fix,
         )
-    if is_machine_root_outside():
+    if is_machine_root_in_namespace():
         fix = "start the server outside of the namespace, or as an unprivileged user"
         return Check(
             name, Level.WARN, f"{found}; mapped to the machine's root, whose processes the kernel does not limit", fix
@@ -263,21 +273,27 @@ def _fuse() -> Check:
 
 
 def _limits() -> Check:
-    granted = cgroups.delegation()
+    granted = cgroups.probe_delegation()
     controllers = granted.controllers if granted else frozenset()
-    return limits_check(limits(Facts.here(controllers)))
+    return limits_check(enforced_limits(HostFacts.of_host(controllers)))
 
 
 def limits_check(found: Sequence[Limit]) -> Check:
     """Check which limits of sandboxes the kernel enforces."""
     name = "Sandbox limits"
-    enforced = "enforced: " + ", ".join(f"{limit.name} ({limit.how})" for limit in found if limit.by is By.KERNEL)
-    weak = shortcomings(found)
+    enforced = "enforced: " + ", ".join(
+        f"{limit.name} ({limit.mechanism})" for limit in found if limit.enforcement is Enforcement.KERNEL
+    )
+    weak = weak_limits(found)
     if not weak:
         return Check(name, Level.OK, enforced)
     # No machine lets the kernel limit the size of an overlay, so there is nothing to fix.
-    level = Level.OK if all(limit.name == "disk" for limit in found if limit.by is not By.KERNEL) else Level.WARN
-    return Check(name, level, f"{enforced}; {weak}", remedy_here() if level is Level.WARN else "")
+    level = (
+        Level.OK
+        if all(limit.name == "disk" for limit in found if limit.enforcement is not Enforcement.KERNEL)
+        else Level.WARN
+    )
+    return Check(name, level, f"{enforced}; {weak}", cgroup_remedy_here() if level is Level.WARN else "")
 
 
 def _image_source() -> Check:
@@ -333,14 +349,14 @@ def _state() -> Check:
         folder = state_dir.state_root()
     except OSError as error:
         return Check(name, Level.MISSING, str(error), _STATE)
-    return state_check(str(folder), kind_under(folder), shutil.disk_usage(folder).free)
+    return state_check(str(folder), filesystem_type(folder), shutil.disk_usage(folder).free)
 
 
 def state_check(folder: str, kind: str, free: int) -> Check:
     """Check the folder for files of sandboxes, on a file system of type ``kind`` with ``free`` bytes."""
     name = "State folder"
     found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
-    if in_memory(kind):
+    if is_in_memory(kind):
         each = ContainerSpec(image=Path()).disk_mib * 2**20 / 1e9
         found += f": files of sandboxes take memory, up to {each:.0f} GB per sandbox unless disk_mib is set"
         return Check(name, Level.WARN, found, _STATE)

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.images.builder import SHIPPED, image_path
-from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
-from nemo_gym_prorl.sandbox.images.reference import Registry, registry
+from nemo_gym_prorl.sandbox.images.builder import BUILTIN_IMAGES, image_path
+from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_in_rows, pull_all
+from nemo_gym_prorl.sandbox.images.reference import RegistryImage, parse_registry
 from nemo_gym_prorl.sandbox.images.store import Image, ImageStore
 
 
@@ -46,21 +46,21 @@ def progress_step(console: Console, title: str) -> Iterator[Callable[[str], None
         console.print(f"{title}: done in {time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
 
 
-def wanted_images(names: Sequence[str], rows: Path | None, field: str) -> list[Registry]:
+def wanted_images(names: Sequence[str], rows: Path | None, field: str) -> list[RegistryImage]:
     """Return the images to pull: those named on the command line and those of a file of rows.
 
     Raises:
         CallerError: no image is named, or a reference is invalid.
     """
-    wanted = [registry(name) for name in names]
+    wanted = [parse_registry(name) for name in names]
     if rows:
-        wanted += images_of(rows, field)
+        wanted += images_in_rows(rows, field)
     if not wanted:
         raise CallerError("give images, or a file of rows with --from", field="NAMES")
     return list(dict.fromkeys(wanted))
 
 
-def pull(puller: Puller, wanted: Sequence[Registry], jobs: int, console: Console) -> list[PullOutcome]:
+def pull(puller: Puller, wanted: Sequence[RegistryImage], jobs: int, console: Console) -> list[PullOutcome]:
     """Pull images with a progress bar, and return the failed pulls."""
     failed: list[PullOutcome] = []
     pulled = 0
@@ -110,7 +110,7 @@ def collect(
     store: ImageStore, max_gb: float | None, older_than: float | None, dry_run: bool, console: Console
 ) -> None:
     """Remove images and copies that are not in use, except the default images of this version."""
-    current = map(image_path, SHIPPED)
+    current = map(image_path, BUILTIN_IMAGES)
     removed, leftovers = store.collect(
         [path.parent.name for path in current if path],
         max_bytes=None if max_gb is None else int(max_gb * GIB),

@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.isolation import mounts
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
 
 
 CLOSED = (Path("/proc"), Path("/sys"))
@@ -124,7 +124,7 @@ def _source(text: str, path: str) -> Path:
         raise _refusal(text, f"there is no {path} on this machine: make it, or name another") from error
     except OSError as error:
         raise _refusal(text, f"{path} can't be read: {error.strerror}") from error
-    if is_machine_root() and (wall := walled_in(source)):
+    if is_machine_root() and (wall := first_untraversable_parent(source)):
         reason = "sandboxes of root run under unprivileged user ids, which can't enter"
         raise _refusal(text, f"{reason} {wall}: chmod o+x it, or bind another path")
     return source
@@ -142,7 +142,7 @@ def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBin
             raise _refusal(bind.text, "would hide the image: name a folder inside, /mnt say")
         if own := next((own for own in OWN if place == own or place.startswith(f"{own}/")), ""):
             raise _refusal(bind.text, f"{own} is the sandbox's own: name another path, /mnt say")
-        if place == "/etc" or place in mounts.OF_THE_RUNTIME:
+        if place == "/etc" or place in mounts.RUNTIME_MOUNTED_FILES:
             reason = "has files that are made for each sandbox: bind other single files of /etc, or upload the file"
             raise _refusal(bind.text, f"{place} {reason}")
     # The contents at the path come from the deepest earlier bind above it, else from the image if that is unpacked.
@@ -176,6 +176,6 @@ def _depth(bind: _CheckedBind) -> int:
 def _led(text: str, root: Path, path: str) -> str:
     """Resolve a path in a folder, following links without leaving the folder."""
     try:
-        return str("/" / rootfs.inside(root, path).relative_to(root))
+        return str("/" / rootfs.resolve_inside(root, path).relative_to(root))
     except OSError as error:
         raise _refusal(text, f"{path} leads nowhere in {root}: {error.strerror}") from error

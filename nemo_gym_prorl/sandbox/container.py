@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.fields import Bounds, Program, SandboxPath, checked
-from nemo_gym_prorl.sandbox.images.rootfs import UNPACK
+from nemo_gym_prorl.sandbox.images.rootfs import UNPACK_COMMAND
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
@@ -149,9 +149,9 @@ class Container:
         try:
             reply = StartReply(**message)
             LOGGER.debug("sandbox %s is up: %s", name, reply.steps)
-            rlimits.say_once(frozenset(reply.controllers), in_memory=reply.in_memory)
+            rlimits.warn_weak_limits_once(frozenset(reply.controllers), in_memory=reply.in_memory)
             container.start_method, container.fallback_reason = reply.start_method, reply.fallback_reason
-            rlimits.say_once_why_slow(reply.fallback_reason)
+            rlimits.warn_slow_start_once(reply.fallback_reason)
             container.environment = {**defaults.environment(reply.environment, root=spec.root), **spec.env}
             await container.configure({}, spec.workdir or (defaults.config.workdir if defaults.config else ""))
         except BaseException:
@@ -482,7 +482,7 @@ KNOWN_CAUSES = {
     "no space left|disk quota": "make room where PRORL_STATE is, or set it to a folder on another local disk",
     "sandbox can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
     "squashfuse|squashfs|/dev/fuse": "the image is damaged, or this machine has no FUSE: build the image "
-    f"again, or unpack it with '{UNPACK} IMAGE' and name FOLDER",
+    f"again, or unpack it with '{UNPACK_COMMAND} IMAGE' and name FOLDER",
     "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",
     "overlay": "PRORL_STATE must be a folder on a local disk that can carry an overlay (ext4, xfs, tmpfs; not NFS)",
 }

@@ -32,7 +32,7 @@ from nemo_gym.sandbox.providers.base import (
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import Container, container_of
-from nemo_gym_prorl.sandbox.images.pull import AsyncImageStore
+from nemo_gym_prorl.sandbox.images.async_store import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime

@@ -29,16 +29,16 @@ _PF_EXITING = 0x4
 def start_time(pid: int) -> int | None:
     """Return a process's start time in ticks since boot; ``None`` if it has ended."""
     try:
-        found = usage.status(pid)
+        found = usage.read_stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if found[usage.STATE] in usage.ENDED else int(found[usage.STARTED])
+    return None if found[usage.STATE] in usage.ENDED_STATES else int(found[usage.STARTED])
 
 
 def is_exiting(pid: int) -> bool:
     """Return whether a process is exiting or has ended. The first of a PID namespace exits after all others."""
     try:
-        return bool(int(usage.status(pid)[usage.FLAGS]) & _PF_EXITING)
+        return bool(int(usage.read_stat(pid)[usage.FLAGS]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -154,8 +154,8 @@ class Session:
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with contextlib.suppress(OSError):
-                    state, parent, *numbers = usage.status(int(name))[:4]
-                    if state not in usage.ENDED and list(map(int, numbers)) == [group, self.pid]:
+                    state, parent, *numbers = usage.read_stat(int(name))[:4]
+                    if state not in usage.ENDED_STATES and list(map(int, numbers)) == [group, self.pid]:
                         yield _Member(int(name), int(parent), state not in "Tt")
 
     def _send(self, pid: int, group: int, number: signal.Signals) -> None:

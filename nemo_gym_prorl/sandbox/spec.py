@@ -43,7 +43,7 @@ from nemo_gym_prorl.sandbox.images.store import config_of
 from nemo_gym_prorl.sandbox.isolation import privilege, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import SANDBOX_UID
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.launch import image_variables
 from nemo_gym_prorl.sandbox.sessions.commands import OUTPUT_LIMIT
@@ -223,7 +223,7 @@ class ImageDefaults:
     def of(cls, image: Path) -> ImageDefaults:
         """Return an image's defaults. User names are resolved only in unpacked images, which have ``/etc/passwd``."""
         config = config_of(image)
-        uid, home = (config and config.user and oci_config.account(config.user, image)) or (0, "")
+        uid, home = (config and config.user and oci_config.lookup_account(config.user, image)) or (0, "")
         return cls(config, uid, home if uid else "")
 
     def environment(self, reported: Mapping[str, str], *, root: bool) -> dict[str, str]:
@@ -255,26 +255,26 @@ def create_request(
         InfrastructureError: this user's sandboxes cannot be started with this runtime or image.
     """
     # The sandbox's user reaches the image through a mount, but the runtime's parts only by their path.
-    if is_machine_root() and (wall := walled_in(runtime.path)):
+    if is_machine_root() and (wall := first_untraversable_parent(runtime.path)):
         raise InfrastructureError(
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
-    added = privilege.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
+    added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network)
     # The runtime's first process has all capabilities inside and no seccomp filter, so a sandbox with ptrace must not
     # have such a process. The first process of a direct start has no capabilities, and is filtered.
-    traces = privilege.GRANTED["SYS_PTRACE"] in added
+    traces = privilege.GRANTABLE_CAPABILITIES["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
     if spec.start == "runtime" or os.path.isfile(spec.image):  # noqa: PTH113 - Path raises where a folder is closed
         for wanted in (option for option, given in only_direct.items() if given):
             value = "SYS_PTRACE" if wanted == "capabilities" else str(getattr(spec, wanted)).lower()
             raise CallerError(f"{value} needs an unpacked image, and not start: runtime", field=wanted)
     check_image(spec.image)
-    if spec.users and (trouble := user_ids.no_several_users()):
+    if spec.users and (trouble := user_ids.multi_user_error()):
         raise CallerError(trouble, field="users")
     defaults = ImageDefaults.of(spec.image)
     start: Start = "direct" if any(only_direct.values()) else spec.start if spec.image.is_dir() else "runtime"
-    host_id = user_ids.draw(several=spec.users)
+    host_id = user_ids.draw_host_id(several=spec.users)
     request = CreateRequest(
         sandbox=name,
         runtime=str(runtime.path),

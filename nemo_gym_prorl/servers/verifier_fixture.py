@@ -19,8 +19,8 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.sandbox.images.builder import KERNEL, Order, build, ensure_image
-from nemo_gym_prorl.sandbox.images.entries import silent
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, BuildRequest, build, ensure_image
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.servers.task_server import CLOSE_PATH, RELEASE_PATH, TaskServer, TaskVerifyRequest
@@ -108,8 +108,10 @@ def _nothing_to_seed(server: TaskServer, request: TaskVerifyRequest) -> None:
 def _build_image(server: str, recipe: Path) -> None:
     if not recipe.exists():
         return
-    order = Order(str(recipe), str(ensure_image(KERNEL, silent)), f"{server}-verifier", format="folder")
-    build(order, ImageStore(), require_runtime(), silent)
+    order = BuildRequest(
+        str(recipe), str(ensure_image(KERNEL, ignore_progress)), f"{server}-verifier", format="folder"
+    )
+    build(order, ImageStore(), require_runtime(), ignore_progress)
 
 
 async def _post(client: httpx.AsyncClient, path: str, body: Any) -> httpx.Response:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.builder import DEFAULT, Order, build, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, BuildRequest, build, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, machine
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -39,7 +39,7 @@ def ensure_base(runtime: Runtime, progress: Progress) -> Path:
         InfrastructureError: the image could not be built.
     """
     base = ensure_image(DEFAULT, progress)
-    order = Order(str(TEMPLATE), str(base), "swe-tasks", wheels=WHEELS, format="folder")
+    order = BuildRequest(str(TEMPLATE), str(base), "swe-tasks", wheels=WHEELS, format="folder")
     return build(order, ImageStore(), runtime, progress)
 
 

@@ -21,7 +21,7 @@ import orjson
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, cache_dir
-from nemo_gym_prorl.sandbox.images.reference import written
+from nemo_gym_prorl.sandbox.images.reference import portable_path
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.task import make_row
@@ -101,7 +101,7 @@ async def make(
         tasks = Tasks(**orjson.loads(kept.read_bytes()))
         # The folder may have been moved since the tasks were made.
         return replace(
-            tasks, rows=[{**row, "image": written(image_path(row["instance_id"], folder))} for row in tasks.rows]
+            tasks, rows=[{**row, "image": portable_path(image_path(row["instance_id"], folder))} for row in tasks.rows]
         )
 
     # Finished packages are kept if another one fails.
@@ -180,7 +180,7 @@ def _task(
         PASS_TO_PASS=tuple(sorted(bug.effect.kept)),
         test_command=pytest_command(" ".join(sorted(by_file(bug.effect.broken)))),
     )
-    return make_row(name, written(image), instance), made.partial
+    return make_row(name, portable_path(image), instance), made.partial
 
 
 def statement(package: str, version: str, broken: Mapping[str, str]) -> str:

@@ -553,8 +553,8 @@ def test_a_place_that_is_none_says_so(place: str, said: str) -> None:
 
 def test_a_shared_disk_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = f"21 1 0:20 / {tmp_path} rw - nfs4 server:/home rw\n"
-    assert filesystems.kind_of_disk(mounts, str(tmp_path / "a")) == "nfs4"
-    monkeypatch.setattr(filesystems, "kind_under", lambda path: "lustre")
+    assert filesystems.filesystem_type_in(mounts, str(tmp_path / "a")) == "nfs4"
+    monkeypatch.setattr(filesystems, "filesystem_type", lambda path: "lustre")
     with pytest.raises(CallerError, match="this machine's own disk"):
         opened(tmp_path)
 

@@ -19,8 +19,8 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.entries import silent
-from nemo_gym_prorl.sandbox.isolation.syscalls import MS_NOSUID, mount, private_mounts
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
+from nemo_gym_prorl.sandbox.isolation.syscalls import MS_NOSUID, mount, unshare_mounts
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 
@@ -39,7 +39,7 @@ def own_mounts() -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-    private_mounts()
+    unshare_mounts()
 
 
 def fill(path: Path) -> None:
@@ -171,6 +171,6 @@ def state(pid: int) -> str:
 
 if __name__ == "__main__":
     own_mounts()
-    ensure_runtime(silent).activate()
+    ensure_runtime(ignore_progress).activate()
     program = {"full_disk": full_disk, "deaf_disk": deaf_disk}[sys.argv[1]]
     asyncio.run(program(Path(sys.argv[2]), Path(sys.argv[3])))

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
-from nemo_gym_prorl.sandbox.isolation.syscalls import mount, mount_for, private_mounts, walled_in
-from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent, mount, mount_as_owner, unshare_mounts
+from nemo_gym_prorl.sandbox.isolation.user_ids import create_single_user_namespace
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -81,20 +81,20 @@ def main() -> None:
     gid = pwd.getpwuid(uid).pw_gid
     cache = cache_dir()
     needed = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], cache]
-    owner = user_namespace(0, uid, gid)
-    walls = {path: wall for path in needed if (wall := walled_in(path)) or path == cache}
-    private_mounts()
+    owner = create_single_user_namespace(0, uid, gid)
+    walls = {path: wall for path in needed if (wall := first_untraversable_parent(path)) or path == cache}
+    unshare_mounts()
     # Never removed from here: the real folders are to be seen below it.
     temporary = tempfile.mkdtemp()
     held = {path: Path(temporary, str(number)) for number, path in enumerate(walls)}
     for path, place in held.items():
         place.mkdir()
-        mount_for(str(path), str(place), owner if path == cache else None)
+        mount_as_owner(str(path), str(place), owner if path == cache else None)
     for wall in {wall for wall in walls.values() if wall}:
         mount("tmpfs", str(wall), "tmpfs", 0, "mode=755,size=64k")
     for path, place in held.items():
         path.mkdir(parents=True, exist_ok=True)
-        mount_for(str(place), str(path), None)
+        mount_as_owner(str(place), str(path), None)
     os.setgroups([OTHER_GROUP])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)

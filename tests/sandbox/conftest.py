@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from nemo_gym_prorl.sandbox import container as containers
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images import build_tools
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
-from nemo_gym_prorl.sandbox.images.entries import silent
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
@@ -49,7 +49,7 @@ def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_sif(tiny_root: Path, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SIF image of :func:`tiny_root`."""
     work = tmp_path_factory.mktemp("tiny-sif")  # another one with each try
-    made = programs.build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
+    made = build_tools.build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
     return made.rename(tiny_root.parent / "tiny.sif")
 
 
@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture(scope="session")
 def kernel_image(image: Path) -> Path:
-    return ensure_image(KERNEL, silent)
+    return ensure_image(KERNEL, ignore_progress)
 
 
 @pytest.fixture(params=["direct", "runtime"])

@@ -19,7 +19,7 @@ from pathlib import Path
 from nemo_gym_prorl import syscall_filter
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
-from nemo_gym_prorl.sandbox.isolation.user_ids import Span, write_maps
+from nemo_gym_prorl.sandbox.isolation.user_ids import IdSpan, write_id_maps
 from nemo_gym_prorl.sandbox.runtime.apptainer import ROOT_CACHE
 
 
@@ -31,6 +31,8 @@ PRETENDED = {
 }
 """``chown`` and ``setuid`` with their kin."""
 
+MS_NODEV = 4
+
 EVERY_ID = [(0, 0, (1 << 32) - 1)]
 
 
@@ -39,14 +41,14 @@ def command(*options: str) -> list[str]:
     return [sys.executable, str(HERE), *options]
 
 
-def enter_namespace(uids: Sequence[Span], gids: Sequence[Span]) -> None:
+def enter_namespace(uids: Sequence[IdSpan], gids: Sequence[IdSpan]) -> None:
     """Become a user of a new user namespace, mapped from outside where this process may not do it itself."""
     ready, done, pid = os.pipe(), os.pipe(), os.getpid()
     child = os.fork()
     if child == 0:
         os.read(ready[0], 1)
         try:
-            write_maps(pid, uids, gids, deny_groups=True)
+            write_id_maps(pid, uids, gids, deny_groups=True)
             os.write(done[1], b"\n")
         finally:
             os._exit(0)
@@ -61,19 +63,19 @@ def enter_namespace(uids: Sequence[Span], gids: Sequence[Span]) -> None:
 
 def enter_root(image: Path, covered: Sequence[str]) -> None:
     """Have the folders of an image for root, with what the tests need in it, and no other of the machine's."""
-    syscalls.private_mounts()
+    syscalls.unshare_mounts()
     home = os.environ.get("TMPDIR", "/tmp")
     root = Path("/tmp")
     seen = [sys.prefix, sys.base_prefix, HERE.parents[2], cache_dir(), ROOT_CACHE, "/etc/passwd", "/etc/group"]
     sources = {str(path): str(path) for path in seen if Path(path).exists()}
     sources |= {f"/{entry.name}": str(entry) for entry in image.iterdir() if entry.is_dir() and not entry.is_symlink()}
     held = {
-        path: syscalls.detached(sources[path]) for path in sorted(sources) if path not in ("/tmp", "/root", "/var")
+        path: syscalls.open_tree(sources[path]) for path in sorted(sources) if path not in ("/tmp", "/root", "/var")
     }
-    kernels = {path: syscalls.detached(path, recursive=True) for path in ("/proc", "/sys", "/dev")}
-    syscalls.restrict(kernels["/sys"], syscalls.ATTRIBUTE_RDONLY, recursive=True)
+    kernels = {path: syscalls.open_tree(path, recursive=True) for path in ("/proc", "/sys", "/dev")}
+    syscalls.set_mount_attributes(kernels["/sys"], syscalls.ATTRIBUTE_RDONLY, recursive=True)
     links = {entry.name: entry.readlink() for entry in image.iterdir() if entry.is_symlink()}
-    syscalls.mount("tmpfs", str(root), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755")
+    syscalls.mount("tmpfs", str(root), "tmpfs", syscalls.MS_NOSUID | MS_NODEV, "mode=755")
     for name, target in links.items():
         (root / name).symlink_to(target)
     for path, tree in (held | kernels).items():
@@ -83,7 +85,7 @@ def enter_root(image: Path, covered: Sequence[str]) -> None:
             place.touch()
         else:
             place.mkdir(exist_ok=True)
-        syscalls.attach(tree, str(place))
+        syscalls.move_mount(tree, str(place))
     for path in ("tmp", "var/tmp", home.lstrip("/")):
         (root / path).mkdir(parents=True, exist_ok=True)
     for place in covered:
@@ -112,7 +114,7 @@ def main() -> None:
     if options.root:
         table = seccomp.TABLES[os.uname().machine]
         seccomp.install(
-            syscall_filter.program(
+            syscall_filter.compile_filter(
                 table.audit, dict.fromkeys(PRETENDED[os.uname().machine], syscall_filter._ERRNO), 1 << 12
             )
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.sandbox.container import ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.user_ids import draw
+from nemo_gym_prorl.sandbox.isolation.user_ids import draw_host_id
 from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 
 
@@ -27,7 +27,7 @@ def request_for(image: Path = Path("/image"), **changes: Any) -> CreateRequest:
         "ttl_s",
         "start_timeout_s",
     )
-    host_id = draw(several=False)
+    host_id = draw_host_id(several=False)
     request = CreateRequest(
         sandbox="b-000000000001",
         runtime="/usr/bin/apptainer",

@@ -253,7 +253,7 @@ async def test_no_file_of_another_sandbox(
     if not protected:
         # Root's sandboxes have three protections: refused binds, mount namespaces and separate user ids.
         without(ANY_BIND)
-        monkeypatch.setattr(user_ids, "HOST_IDS", 1)
+        monkeypatch.setattr(user_ids, "SINGLE_USER_IDS", 1)
     async with sandbox(image, runtime) as victim:
         await victim.run("echo secret > /tmp/file; echo evil > /usr/bin/evil")
         (overlay,) = await asyncio.to_thread(lambda: list(state.glob(f"*/{victim.name}/overlay")))

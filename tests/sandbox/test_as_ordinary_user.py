@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_error
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.user_ids import HELPERS
+from nemo_gym_prorl.sandbox.isolation.user_ids import MAP_HELPERS
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.as_user import ACCOUNT, HERE, USER, run_tests
@@ -134,7 +134,7 @@ LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 PARTS = (*OTHER_FOR_A_USER, *(("others",) if LONG else ()))
 NAMED = [(HERE / f"test_{file}.py", names) for part in OTHER_FOR_A_USER.values() for file, names in part.items()]
 
-GRANTED = cgroups.delegation()
+GRANTED = cgroups.probe_delegation()
 
 
 def arguments_of(part: str) -> list[str]:
@@ -169,7 +169,7 @@ def delegated() -> Iterator[Path | None]:
     for path in (group, group / "cgroup.procs", group / "cgroup.subtree_control", group / "cgroup.threads"):
         os.chown(path, USER, USER)
     yield group
-    assert {inner.name for inner in group.iterdir() if inner.is_dir()} <= {cgroups.LEAF}, "a group is left"
+    assert {inner.name for inner in group.iterdir() if inner.is_dir()} <= {cgroups.SERVER_GROUP}, "a group is left"
     deadline = time.monotonic() + 10
     while True:
         for inner in group.iterdir():
@@ -196,13 +196,13 @@ def test_everything_works_for_an_ordinary_user(
         run_tests(runtime, *chosen, *arguments_of(part))
         return
     first: list[str] = []
-    if not fuse_trouble():
+    if not fuse_error():
         first += [sys.executable, str(HERE / "with_fuse.py"), str(USER), str(tmp_path / "fuse")]
     if delegated:
         first += ["/bin/sh", "-c", f'echo 0 > {delegated}/cgroup.procs && exec "$@"', "sh"]
     said = run_tests(runtime, *chosen, *arguments_of(part), first=first)
     assert not delegated or "no control group is delegated" not in said
-    assert fuse_trouble() or "/dev/fuse is closed" not in said
+    assert fuse_error() or "/dev/fuse is closed" not in said
 
 
 @pytest.mark.sandbox
@@ -212,7 +212,7 @@ def test_a_user_with_a_range_and_without_the_programs_for_it_builds_images(runti
     table = tmp_path / "range"
     table.write_text(f"{ACCOUNT.pw_name}:100000:65536\n")
     covered = [f"mount --bind {table} /etc/sub{kind}" for kind in ("uid", "gid")]
-    covered += [f"mount --bind /dev/null {found}" for name in HELPERS if (found := shutil.which(name))]
+    covered += [f"mount --bind /dev/null {found}" for name in MAP_HELPERS if (found := shutil.which(name))]
     first = ("unshare", "--mount", "sh", "-ec", "; ".join([*covered, 'exec "$@"']), "sh")
     test = "test_a_template_becomes_an_image_that_starts_by_its_name"
     run_tests(runtime, f"{HERE / 'test_images_build.py'}::{test}", first=first)

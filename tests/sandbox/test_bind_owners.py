@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What root's server binds belongs to the sandbox's own user inside, unless a sandbox could harm the host by that."""
+"""Owners of binds of a server that runs as root: the sandbox owns them, unless that could harm the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 OWN, NOBODY = "0:0", "65534:65534"
 
 BINDS: dict[str, tuple[int, int, str, str, bool]] = {
-    # User and group on the host, option, owner inside, whether it can be written to.
+    # User and group on the host, option, owner inside, whether it is writable.
     "a user's": (4711, 4712, "", OWN, True),
     "a user's, read-only": (4711, 4712, ":ro", OWN, False),
     "root's, read-only": (0, 0, ":ro", OWN, False),
@@ -54,23 +54,21 @@ def _repository(folder: Path, uid: int, gid: int) -> Path:
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
-@pytest.mark.parametrize("what", BINDS)
-async def test_a_bind_is_the_sandboxs_own(
-    what: str, root: bool, image: Path, runtime: Runtime, open_folder: Path
-) -> None:
-    uid, gid, option, owner, writable = BINDS[what]
-    host = _repository(open_folder / "repository", uid, gid)
-    own = owner if root or owner == NOBODY else "1000:1000"
-    spec = ContainerSpec(image=image, root=root, binds=[f"{host}:/repository{option}"])
-    async with await Container.start(spec, runtime) as container:
-        said = await container.run("stat -c %u:%g /repository /repository/file; git -C /repository status --short")
-        assert said.stdout.splitlines()[:2] == [own, own]
-        assert ("dubious" not in said.stderr) == (owner == OWN), said.stderr
-        wrote = await container.run("echo new > /repository/new")
-        assert (wrote.exit_code == 0) == writable
-    if writable:
-        found = (host / "new").stat()
-        assert (found.st_uid, found.st_gid) == (uid, gid)
+async def test_a_bind_is_the_sandboxs_own(root: bool, image: Path, runtime: Runtime, open_folder: Path) -> None:
+    folders = {what: f"b{number}" for number, what in enumerate(BINDS)}
+    for what, (uid, gid, *_) in BINDS.items():
+        _repository(open_folder / folders[what], uid, gid)
+    binds = [f"{open_folder}/{folders[what]}:/mnt/{folders[what]}{BINDS[what][2]}" for what in BINDS]
+    async with await Container.start(ContainerSpec(image=image, root=root, binds=binds), runtime) as container:
+        for what, (uid, gid, _option, owner, writable) in BINDS.items():
+            name, own = folders[what], owner if root or owner == NOBODY else "1000:1000"
+            said = await container.run(f"cd /mnt/{name}; stat -c %u:%g . file; git status --short")
+            assert said.stdout.splitlines()[:2] == [own, own], what
+            assert ("dubious" not in said.stderr) == (owner == OWN), (what, said.stderr)
+            assert ((await container.run(f"echo new > /mnt/{name}/new")).exit_code == 0) == writable, what
+            if writable:
+                found = (open_folder / name / "new").stat()
+                assert (found.st_uid, found.st_gid) == (uid, gid)
 
 
 async def test_files_and_folders_of_several_owners(image: Path, runtime: Runtime, open_folder: Path) -> None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Control groups: found, used, ended and removed. What needs a controller is tried where there is one."""
+"""Control groups: found, used, ended and removed. Tests of a controller need its delegation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -21,10 +19,9 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
 
 
-GRANTED = cgroups.delegation()
+GRANTED = cgroups.probe_delegation()
 
 with_group = pytest.mark.skipif(GRANTED is None, reason="no control group is delegated to this process")
 
@@ -47,7 +44,7 @@ def test_root_moves_processes_of_a_unit_only_where_it_is_delegated(
             os.setxattr(group, "user.delegate", b"1")
         except OSError as error:
             pytest.skip(f"no attributes of users here: {error}")
-    assert cgroups.is_ours(group) is (marked or not is_unit)
+    assert cgroups.is_delegated(group) is (marked or not is_unit)
 
 
 def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
@@ -56,55 +53,18 @@ def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
         "41 31 0:38 /inner /elsewhere rw - cgroup2 cgroup2 rw\n"
         "42 31 0:38 / /sys/fs/with\\040space rw,relatime - cgroup2 cgroup2 rw\n"
     )
-    assert cgroups.own_group(mounts, "4:memory:/x\n0::/user.slice/a b\n") == Path("/sys/fs/with space/user.slice/a b")
-    assert cgroups.own_group(mounts, "0::/\n") == Path("/sys/fs/with space")
-    assert cgroups.own_group(mounts, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
-    assert cgroups.own_group(mounts, "0::/../sibling\n") is None, "out of sight"
-    assert cgroups.own_group(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
-
-
-def test_who_was_moved_into_the_leaf_goes_on_in_the_group_above() -> None:
-    assert cgroups.base_of(Path("/g/app.scope")) == Path("/g/app.scope")
-    assert cgroups.base_of(Path("/g/app.scope", cgroups.LEAF)) == Path("/g/app.scope")
-
-
-@given(
-    controllers=st.frozensets(st.sampled_from(sorted(cgroups.CONTROLLERS))),
-    memory=st.integers(0, 1 << 40),
-    processes=st.integers(0, 5000),
-    cpus=st.floats(0, 512),
-)
-def test_only_limits_that_were_asked_for_and_can_be_kept_are_written(
-    controllers: frozenset[str], memory: int, processes: int, cpus: float
-) -> None:
-    wanted = cgroups.settings(controllers, memory=memory, processes=processes, cpus=cpus)
-    asked = {"memory": memory, "pids": processes, "cpu": cpus}
-    assert {name.partition(".")[0] for name in wanted} == {name for name in controllers if asked[name]}
-    if "cpu.max" in wanted:
-        quota, period = map(int, wanted["cpu.max"].split())
-        assert quota >= 1000, "the kernel takes no less"
-        assert abs(quota / period - cpus) <= 0.01
-
-
-@given(starter=st.booleans(), init=st.none() | st.booleans(), closing_s=st.floats(0, 100))
-def test_a_sandbox_is_deleted_only_when_nothing_of_it_lives(
-    starter: bool, init: bool | None, closing_s: float
-) -> None:
-    step = step_down(starter=starter, init=init, closing_s=closing_s)
-    late = closing_s > STUCK_S
-    assert step.delete is (not starter and not init)
-    assert step.kill_init is bool(init)
-    assert step.kill_starter <= starter, "nothing but what lives is killed"
-    assert step.report is (late and not step.delete)
-    if late or init is None:
-        assert step.kill_starter is starter, "nothing is spared for ever"
+    assert cgroups.group_of(mounts, "4:memory:/x\n0::/user.slice/a b\n") == Path("/sys/fs/with space/user.slice/a b")
+    assert cgroups.group_of(mounts, "0::/\n") == Path("/sys/fs/with space")
+    assert cgroups.group_of(mounts, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
+    assert cgroups.group_of(mounts, "0::/../sibling\n") is None, "out of sight"
+    assert cgroups.group_of(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
 
 
 BUSY_THREAD = """
 import threading
 from nemo_gym_prorl.sandbox.limits import cgroups
 threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
-print({cgroups.delegation() is not None for _ in range(50)})
+print({cgroups.probe_delegation() is not None for _ in range(50)})
 """
 
 
@@ -115,7 +75,7 @@ def test_groups_are_tried_beside_a_thread_that_waits_for_the_interpreter() -> No
 
 
 def groups_of(container: Container) -> list[Path]:
-    """The groups of a sandbox that exist."""
+    """Return the existing control groups of a sandbox."""
     assert GRANTED
     return list(GRANTED.base.glob(f"prorl-s-*-{container.name}"))
 
@@ -186,7 +146,7 @@ async def test_processor_time_is_bounded(image: Path, runtime: Runtime) -> None:
 
 
 def processor_time(group: Path) -> dict[str, int]:
-    """What the kernel counted of it."""
+    """Return the group's processor statistics."""
     return {
         name: int(value) for name, value in (line.split() for line in (group / "cpu.stat").read_text().splitlines())
     }

@@ -18,7 +18,7 @@ from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]
 
-WHY_NOT = user_ids.no_several_users()
+WHY_NOT = user_ids.multi_user_error()
 SEVERAL_USERS = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever an agent leaves on its disk can be deleted."""
+"""A sandbox's files are removed, whatever an agent leaves on its disk."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 from tests.sandbox.without import Off, Without
 
 
 def make_deep(folder: Path, depth: int, name: str) -> None:
-    """Folders in folders, deeper than any path may be long."""
+    """Make nested folders, deeper than the longest path."""
     before = os.open(".", os.O_RDONLY)
     os.chdir(folder)
     try:
@@ -69,16 +69,16 @@ MANY = 10_000
 
 @pytest.mark.parametrize("swapped", ["a", "a/b"])
 def test_what_becomes_a_link_meanwhile_is_not_followed(tmp_path: Path, swapped: str) -> None:
-    """Whoever was handed a folder that is removed can put a link in its place, or above it, at any step."""
+    """A sandbox with an open folder can replace it or a parent by a link at any step of its removal."""
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     for root in (folder / "a/b", outside / "b", outside):
         root.mkdir(parents=True, exist_ok=True)
         (root / "0").touch()
         for number in range(1, MANY if root.is_relative_to(folder) else 100):
-            os.link(root / "0", root / str(number))  # a file of its own for each takes ten times as long
+            os.link(root / "0", root / str(number))  # hard links are faster to make than files
     before = sorted(outside.rglob("*"))
     untouched = (folder / "a/b").stat().st_mtime_ns
-    with subprocess.Popen([program.ERASER, folder], executable=program.path()) as eraser:
+    with subprocess.Popen([binary.ERASER, folder], executable=binary.launcher_path()) as eraser:
         while (folder / "a/b").stat().st_mtime_ns == untouched:
             time.sleep(0.0001)
         eraser.send_signal(signal.SIGSTOP)
@@ -165,7 +165,7 @@ def meeting_place() -> Iterator[str]:
 async def test_an_accomplice_has_nothing_of_the_host_erased(
     image: Path, runtime: Runtime, way: str, meeting_place: str
 ) -> None:
-    """Who was handed a folder of a sandbox that ends puts links to the host in place of what is in it."""
+    """A sandbox that was given an open folder of an ending sandbox replaces its entries by links to the host."""
     with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as victim:
         make_files(victim)
         spec = ContainerSpec(image=image, binds=(f"{meeting_place}:/meet",))
@@ -184,7 +184,7 @@ async def test_an_accomplice_has_nothing_of_the_host_erased(
 @pytest.mark.sandbox
 @pytest.mark.skipif(not is_machine_root(), reason="an ordinary user's sandboxes are all the same owner's")
 async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, meeting_place: str) -> None:
-    """Nor writes what nobody counts: who was handed a folder of a sandbox that ends makes no more in it."""
+    """A sandbox that was given an open folder of an ending sandbox can't add entries, which no limit would count."""
     spec = ContainerSpec(image=image, binds=(f"{meeting_place}:/meet",))
     async with await Container.start(spec, runtime) as other, await Container.start(spec, runtime) as ends:
         filling = asyncio.create_task(other.run(f"python3 -c {quote(FILL)}", timeout_s=60))
@@ -194,27 +194,9 @@ async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, meet
         await ends.run("until [ -e /meet/taken ]; do sleep 0.05; done", timeout_s=60)
         async with asyncio.timeout(30):
             await ends.close()
-        # It may go on with names that are known to its mount only.
+        # The accomplice may continue with names that only its own mount shows.
         filling.cancel()
         await asyncio.wait([filling])
-
-
-async def test_who_closes_a_sandbox_is_not_told_of_a_helper_that_was_killed(
-    image: Path, runtime: Runtime, without: Without
-) -> None:
-    without(
-        Off(
-            "from nemo_gym_prorl.sandbox.supervisor import lifecycle\n"
-            "delete = lifecycle.Sandboxes._delete\n"
-            "async def killed(self, sandbox):\n"
-            "    lifecycle.Sandboxes._delete = delete\n"
-            "    raise lifecycle.Refused({'error': 'killed', 'killed': True})\n"
-            "lifecycle.Sandboxes._delete = killed"
-        )
-    )
-    container = await Container.start(ContainerSpec(image=image), runtime)
-    await container.close()
-    assert not container.folder.exists()
 
 
 async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(

@@ -28,7 +28,7 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
-from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make_request
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import client, state_dir
@@ -93,7 +93,7 @@ asyncio.run(main())
 
 def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime: Runtime, tmp_path: Path) -> None:
     parent, _trouble = user_ids.make_parent_namespace()
-    ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    ranges = [user_ids.parent_ids(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
     prepared = PreparedImage(parent, (0, 0), parent, "", {}, ranges)
     given = request_for(tmp_path)
     alive, lives = os.pipe()
@@ -105,7 +105,7 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
             async def begin() -> None:
                 launcher = Launcher(Children(), tmp_path)
                 files = [parent, theirs.fileno(), launcher.program(), lives]
-                assert (await launcher.run(make(prepared, given, str(tmp_path)), files))[0]["pid"]
+                assert (await launcher.run(make_request(prepared, given, str(tmp_path)), files))[0]["pid"]
                 os.write(lives, b"!")
                 time.sleep(100)  # noqa: ASYNC251
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an inmate holds back it holds back from itself: every wait for a session's program has an end."""
+"""Every wait for a session's program has a limit, whatever sandboxed processes trace or stop."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ assert ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), 0, 0) == 0
 open("/tmp/traced", "w").close()
 time.sleep(1000)
 """
-"""As long as it lives and does not wait for it, nobody is told of the end of what it has seized."""
+"""While this tracer lives and does not wait, the kernel reports no end of the process that it seized."""
 
 STOPPER = "(setsid sh -c '> /tmp/stops; while :; do kill -STOP -1; done' >/dev/null 2>&1 &)"
 
 
 async def trace(container: Container, program: str) -> None:
-    """Have somebody trace the program of that name, who may do it without any right."""
+    """Have a sandboxed process trace the program with a name, which needs no right."""
     start = f"setsid python3 -c '{TRACER}' $(pgrep -n {program})"
     await container.run(f"({start} >/dev/null 2>/tmp/why &) ; until [ -e /tmp/traced ]; do :; done", timeout_s=20)
 
@@ -81,7 +81,7 @@ async def test_sessions_that_are_stopped_on_their_way_in_are_given_up(
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         await container.run(f"{STOPPER}; until [ -e /tmp/stops ]; do :; done", timeout_s=1.0)
         ends: list[object] = []
-        # A start may be quicker than the policy that stops every newcomer.
+        # A start may complete before the loop stops its process.
         while not any(isinstance(end, InfrastructureError | AgentError) for end in ends):
             async with asyncio.timeout(10):
                 ends = await asyncio.gather(

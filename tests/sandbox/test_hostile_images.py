@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Images whose own files are what a stranger chose: links to the host, links in place of the kernel's, pipes.
+"""Images with hostile files: links to the host, links in place of kernel file systems, pipes.
 
-Each is tried with the check of images, which names what is wrong, and without it: whoever makes the sandbox relies on
-no check.
+Each is tried with the check of images, which names the problem, and without it, since creating a sandbox must not rely
+on the check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,7 @@ from tests.sandbox.tiny import pack
 pytestmark = pytest.mark.sandbox
 
 WAYS: tuple[Start, ...] = ("direct", "runtime")
-FUSE_TROUBLE = rootfs.fuse_trouble()
+FUSE_TROUBLE = rootfs.fuse_error()
 with_fuse = pytest.mark.skipif(bool(FUSE_TROUBLE), reason=str(FUSE_TROUBLE))
 BOTH_WAYS = pytest.mark.parametrize("start", WAYS)
 
@@ -49,7 +51,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def make(tiny_root: Path, open_folder: Path) -> Make:
-    """Makes images to be changed, each of its own."""
+    """Return a function that makes a copy of the tiny image to change."""
     made: list[Path] = []
 
     def copy() -> Path:
@@ -69,12 +71,12 @@ def make(tiny_root: Path, open_folder: Path) -> Make:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No image is looked at before it is started."""
+    """Images are not checked before a start."""
     monkeypatch.setattr(rootfs, "_check_places", lambda _root: None)
 
 
 def put(root: Path, name: str, link: str) -> None:
-    """Have an image's path be a link."""
+    """Replace a path of an image by a link."""
     path = root / name
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -85,7 +87,7 @@ def put(root: Path, name: str, link: str) -> None:
 
 
 def host_folder(folder: Path) -> Path:
-    """A folder of the host which a sandbox's user could change if there were a way to it."""
+    """Make a folder of the host that a sandbox's user could change if a path led to it."""
     victim = folder / "victim"
     victim.mkdir()
     for name in ("hosts", "passwd"):
@@ -96,7 +98,7 @@ def host_folder(folder: Path) -> Path:
 
 
 def seen(folder: Path) -> dict[str, tuple[int, int, str]]:
-    """All of it that could be changed."""
+    """Return mode, owner and text of everything in a folder."""
     paths = (folder, *sorted(folder.rglob("*")))
     return {str(p): (p.stat().st_mode, p.stat().st_uid, p.read_text() if p.is_file() else "") for p in paths}
 
@@ -107,7 +109,7 @@ def seen(folder: Path) -> dict[str, tuple[int, int, str]]:
 async def test_links_to_open_files_lead_to_nothing_of_the_host(
     make: Make, runtime: Runtime, open_folder: Path, start: Start, name: str
 ) -> None:
-    """By way of whatever file the process that makes the sandbox has open: all of them by one name, some by others."""
+    """The links name open files of the process that creates the sandbox, by several descriptor numbers."""
     victim = host_folder(open_folder)
     before = seen(victim)
     for number in (3, 4, 5, 8):
@@ -123,7 +125,7 @@ async def test_links_to_open_files_lead_to_nothing_of_the_host(
 
 
 def like_proc(folder: Path) -> None:
-    """What is looked for in ``/proc``, as ordinary files."""
+    """Fill a folder with regular files that have the names of ``/proc``."""
     (folder / "sys/user").mkdir(parents=True)
     (folder / "sys/user/max_user_namespaces").write_text("77")
     for entry in Path("/proc").iterdir():
@@ -135,23 +137,25 @@ def like_proc(folder: Path) -> None:
                 path.touch()
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("start", [*WAYS, pytest.param("sif", marks=with_fuse)])
 @pytest.mark.parametrize(
     ("name", "link"),
     [("sys", "/proc/sys/kernel"), ("sys", "/proc/sys"), ("dev", "/proc/sys/kernel"), ("proc", "/../{host}")],
 )
 @pytest.mark.usefixtures("unchecked")
 async def test_no_link_hides_what_is_set(
-    make: Make, runtime: Runtime, open_folder: Path, start: Start, name: str, link: str
+    make: Make, runtime: Runtime, open_folder: Path, start: Any, name: str, link: str
 ) -> None:
-    """Where the kernel's file systems would be mounted elsewhere, or settings be ordinary files, nothing starts."""
-    root = make()
-    host = open_folder / "proc"
+    """A sandbox does not start if kernel file systems would be mounted elsewhere or settings be regular files."""
+    root, image, host = make(), open_folder / "image.sif", open_folder / "proc"
     host.mkdir()
     like_proc(Path(f"{root}{host}"))
     put(root, name, link.format(host=host.relative_to("/")))
+    if start == "sif":
+        pack(root, image, runtime)
+    spec = ContainerSpec(image=image) if start == "sif" else ContainerSpec(image=root, start=start)
     with pytest.raises(InfrastructureError):
-        await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=20), runtime)
+        await Container.start(replace(spec, start_timeout_s=30), runtime)
 
 
 LINKS_OF_A_SIF = {"etc": ("", "/proc/self/fd/5", "/proc/1/root"), "etc/passwd": ("/proc/1/root",), "tmp": ("",)}
@@ -162,7 +166,7 @@ LINKS_OF_A_SIF = {"etc": ("", "/proc/self/fd/5", "/proc/1/root"), "etc/passwd": 
 async def test_links_of_a_mounted_sif_lead_to_nothing_of_the_host(
     make: Make, runtime: Runtime, open_folder: Path, name: str
 ) -> None:
-    """No check sees them before it is mounted."""
+    """No check reads a SIF's links before it is mounted."""
     victim = host_folder(open_folder)
     before = seen(victim)
     for way in LINKS_OF_A_SIF[name]:
@@ -177,21 +181,6 @@ async def test_links_of_a_mounted_sif_lead_to_nothing_of_the_host(
             # It may well not start.
             pass
         assert seen(victim) == before
-
-
-@with_fuse
-@pytest.mark.parametrize(
-    ("name", "link"), [("sys", "/proc/sys/kernel"), ("dev", "/proc/sys/kernel"), ("proc", "/../{host}")]
-)
-async def test_no_link_of_a_mounted_sif_hides_what_is_set(
-    make: Make, runtime: Runtime, open_folder: Path, name: str, link: str
-) -> None:
-    root, image, host = make(), open_folder / "image.sif", open_folder / "proc"
-    like_proc(Path(f"{root}{host}"))
-    put(root, name, link.format(host=host.relative_to("/")))
-    pack(root, image, runtime)
-    with pytest.raises(InfrastructureError):
-        await Container.start(ContainerSpec(image=image, start_timeout_s=30), runtime)
 
 
 def fifo(path: Path) -> None:
@@ -225,13 +214,13 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 async def test_an_image_that_fits_no_sandbox_is_refused_by_name(make: Make, runtime: Runtime, what: str) -> None:
-    name, replace = REFUSED[what]
+    name, substitute = REFUSED[what]
     root = make()
     path = root / name
     path.parent.mkdir(exist_ok=True)
     shutil.rmtree(path, ignore_errors=True)
     path.unlink(missing_ok=True)
-    replace(path)
+    substitute(path)
     async with asyncio.timeout(10):
         with pytest.raises(CallerError, match=rf"^image: {root} .*/{name.removeprefix('usr/')} ") as caught:
             await Container.start(ContainerSpec(image=root), runtime)
@@ -242,12 +231,12 @@ async def test_an_image_that_fits_no_sandbox_is_refused_by_name(make: Make, runt
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.usefixtures("unchecked")
 async def test_accounts_that_are_no_file_hold_up_nobody(make: Make, runtime: Runtime, start: Start, kind: str) -> None:
-    """Their user has no name then, or whoever is named; that is all."""
-    name, replace = WRONG[kind]
+    """The sandbox starts, and its user may lack a name."""
+    name, substitute = WRONG[kind]
     root = make()
     (root / "etc/passwd").write_text("")
     (root / name).unlink()
-    replace(root / name)
+    substitute(root / name)
     async with asyncio.timeout(15):
         async with await Container.start(ContainerSpec(image=root, start=start), runtime) as container:
             assert (await container.run("echo up")).stdout == "up\n"
@@ -275,7 +264,7 @@ async def test_an_image_whose_sandboxes_never_come_up_holds_up_its_own_only(
 
 
 async def test_links_that_images_have_are_followed(make: Make, runtime: Runtime) -> None:
-    """Ordinary ones, of which some lead to what is only there once a system runs."""
+    """Ordinary links, some of which lead to files that exist in a running system only."""
     root = make()
     for folder in ("private/var", "usr/etc", "usr/share"):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -301,12 +290,12 @@ async def test_links_that_images_have_are_followed(make: Make, runtime: Runtime)
 
 
 SHELLS = {
-    # It takes another folder for its root, with a /proc of its own making.
+    # The shell changes its root to a folder with a fake /proc.
     "another root": 'chroot /x true && exec chroot /x /usr/bin/dash "$@"',
-    # What the runtime mounted of the host's is taken off again, by its name.
+    # The shell replaces the runtime's mounts by links.
     "a link where a mount is": "rm -f /etc/passwd /etc/group; ln -s /sys /etc/passwd; ln -s /proc /etc/group",
 }
-"""What an image's shell may do as the first process, before the sandbox is set up around it."""
+"""Attacks of an image's shell, which runs as the first process before the sandbox is set up."""
 
 
 @pytest.mark.parametrize("deed", SHELLS)
@@ -344,7 +333,7 @@ LINGERING = {
 
 @BOTH_WAYS
 async def test_nothing_of_an_image_outlives_its_sandbox(make: Make, runtime: Runtime, start: Start) -> None:
-    """Whatever is in place of its shell, which the runtime starts: in a sandbox, or to be asked for its variables."""
+    """The image's shell is untrusted wherever the runtime starts it: for a sandbox, or to report variables."""
     mark = f"{time.time_ns()}"
 
     async def live_and_end(kind: str) -> None:
@@ -359,16 +348,16 @@ async def test_nothing_of_an_image_outlives_its_sandbox(make: Make, runtime: Run
                 pass
 
     await asyncio.gather(*map(live_and_end, LINGERING))
-    # Time for whatever is left to get where it can be told.
+    # Leave time for remaining processes to appear.
     await asyncio.sleep(1)
     assert running(mark) == []
 
 
 def running(mark: str) -> list[str]:
-    """Processes that have it among their arguments, inside of containers or outside."""
+    """Return processes with ``mark`` among their arguments, inside of containers or outside."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        # It may have ended just now.
+        # The process may have ended.
         with contextlib.suppress(OSError):
             found += [text] if mark in (text := path.read_text()) else []
     return found

@@ -14,13 +14,13 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.builder import Order, build
-from nemo_gym_prorl.sandbox.images.entries import machine, silent
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress, machine
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.recipe import Format
-from nemo_gym_prorl.sandbox.images.reference import registry
-from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
+from nemo_gym_prorl.sandbox.images.reference import parse_registry
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_error
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -33,33 +33,34 @@ USUAL = {"PATH": DEFAULT_PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb
 
 PASSWD = "root:x:0:0:root:/root:/bin/sh\napp:x:1234:1234::/home/app:/bin/sh\n"
 
-VARIABLES = {
-    "plain": ("A=1", {"A": "1"}),
-    "empty": ("A=", {"A": ""}),
-    "an equals sign": ("A=b=c", {"A": "b=c"}),
-    "a command": ("A=$(id -u)", {"A": "$(id -u)"}),
-    "a backquote": ("A=`id -u", {"A": "`id -u"}),
-    "another variable": ("A=$HOME/x", {"A": "$HOME/x"}),
-    "a default": ("A=${X:-y}", {"A": "${X:-y}"}),
-    "quotes": ('A=it\'s "so"', {"A": 'it\'s "so"'}),
-    "a newline": ("A=a\nb\n", {"A": "a\nb\n"}),
-    "a tab": ("A=a\tb", {"A": "a\tb"}),
-    "backslashes": ("A=\\n\\\\x\\", {"A": "\\n\\\\x\\"}),
-    "not ASCII": ("A=Grüße ☃", {"A": "Grüße ☃"}),
-    "an exclamation mark": ("A=a!b;c&d|e<f>*?[~]#", {"A": "a!b;c&d|e<f>*?[~]#"}),
-    "spaces": ("A=  a  b  ", {"A": "  a  b  "}),
-    "a dot in the name": ("a.b=1", {"a.b": "1"}),
-    "a dash in the name": ("a-b=1", {"a-b": "1"}),
-    "a digit before the name": ("1a=1", {"1a": "1"}),
-    "an underscore before the name": ("_JAVA_OPTIONS=-Xmx1g", {"_JAVA_OPTIONS": "-Xmx1g"}),
-    "a name like one of the runtime's": ("PS1_STYLE=x", {"PS1_STYLE": "x"}),
-    "a name that is read-only in shells": ("UID=5", {"UID": "5"}),
-    "the search path": ("PATH=/opt/x/bin:/usr/bin:/bin", {"PATH": "/opt/x/bin:/usr/bin:/bin"}),
-    "libraries": ("LD_LIBRARY_PATH=/opt/lib", {"LD_LIBRARY_PATH": "/opt/lib"}),
-    "the language": ("LANG=de_DE.UTF-8", {"LANG": "de_DE.UTF-8"}),
-    "the terminal": ("TERM=xterm-256color", {"TERM": "xterm-256color"}),
-    "the home folder": ("HOME=/srv", {"HOME": "/srv"}),
+EVERY = {
+    "PLAIN": "1",
+    "EMPTY": "",
+    "EQUALS": "b=c",
+    "COMMAND": "$(id -u)",
+    "BACKQUOTE": "`id -u",
+    "VARIABLE": "$HOME/x",
+    "DEFAULT": "${X:-y}",
+    "QUOTES": 'it\'s "so"',
+    "NEWLINES": "a\nb\n",
+    "TAB": "a\tb",
+    "BACKSLASHES": "\\n\\\\x\\",
+    "UNICODE": "Grüße ☃",
+    "SPECIAL": "a!b;c&d|e<f>*?[~]#",
+    "A": "  a  b  ",
+    "a.b": "1",
+    "a-b": "1",
+    "1a": "1",
+    "_JAVA_OPTIONS": "-Xmx1g",
+    "PS1_STYLE": "x",
+    "UID": "5",
+    "PATH": "/opt/x/bin:/usr/bin:/bin",
+    "LD_LIBRARY_PATH": "/opt/lib",
+    "LANG": "de_DE.UTF-8",
+    "TERM": "xterm-256color",
+    "HOME": "/srv",
 }
+"""Values that shells change, and names that shells or the runtime treat specially."""
 
 
 @pytest.fixture
@@ -82,11 +83,6 @@ async def _variables(container: Container) -> dict[str, str]:
     return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
 
 
-EVERY = {
-    name: value for _written, expected in VARIABLES.values() for name, value in expected.items() if name != "PATH"
-} | {"PATH": "/opt/x/bin:/usr/bin:/bin"}
-
-
 @pytest.mark.parametrize("way", ["direct", "runtime"])
 @pytest.mark.parametrize(("kept", "unpack"), [("folder", True), ("sif", True), ("sif", False)])
 async def test_all_variables_arrive_from_every_kind_of_image(
@@ -100,10 +96,10 @@ async def test_all_variables_arrive_from_every_kind_of_image(
 ) -> None:
     if way == "direct" and not unpack:
         pytest.skip("only the runtime mounts a SIF")
-    if not unpack and (trouble := fuse_trouble()):
+    if not unpack and (trouble := fuse_error()):
         pytest.skip(trouble)
     env = [f"{name}={value}" for name, value in EVERY.items()] + ["=x", "A_NAME_ALONE"]
-    wanted = registry(served.add("us/tiny", [published], machine(), Env=env, WorkingDir="/srv/app", User="1234"))
+    wanted = parse_registry(served.add("us/tiny", [published], machine(), Env=env, WorkingDir="/srv/app", User="1234"))
     path = Puller(store, runtime, format=kept).pull(wanted)
     start = store.open(path, runtime, unpack=unpack)
     try:
@@ -125,11 +121,11 @@ async def test_what_is_built_on_a_published_image_starts_from_its_variables(
     )
     env = [f"{name}={value}" for name, value in (EVERY | {"A": "$(id -u) `"}).items() if name != "LD_LIBRARY_PATH"]
     address = served.add("us/tiny", [published], machine(), Env=env, WorkingDir="srv/./app/", User="app:app")
-    # The runtime adds the folders of the usual path that are missing.
+    # The runtime adds the missing folders of the default path.
     path_of_scripts = f"/own/bin:{EVERY['PATH']}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin"
     changed = {"PATH": path_of_scripts, "A": "$(id -u) `+", "LANG": "fr_FR.UTF-8"}
     expected = {**EVERY, **changed, "_JAVA_OPTIONS": "-server", "LD_LIBRARY_PATH": "/.singularity.d/libs"}
-    path = build(Order(str(template), address, "mine", format=kept), store, runtime, silent)
+    path = build(BuildRequest(str(template), address, "mine", format=kept), store, runtime, ignore_progress)
     start = store.open(path, runtime)
     try:
         async with await Container.start(ContainerSpec(image=start.path, root=False), runtime) as container:
@@ -140,7 +136,7 @@ async def test_what_is_built_on_a_published_image_starts_from_its_variables(
 
 
 USERS = {
-    # The published user, then: user, home folder and working folder of root, and of a sandbox that is not root's.
+    # Published user; then id, home folder and working folder with root: true and with root: false.
     "none": ("", "0 /root /root", "1000 /tmp /tmp"),
     "a name": ("app", "0 /home/app /root", "1234 /home/app /tmp"),
     "a number": ("1234", "0 /home/app /root", "1234 /home/app /tmp"),
@@ -154,7 +150,7 @@ async def test_the_published_user(
     user: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
 ) -> None:
     written, *expected = USERS[user]
-    path = Puller(store, runtime).pull(registry(served.add("us/tiny", [published], machine(), User=written)))
+    path = Puller(store, runtime).pull(parse_registry(served.add("us/tiny", [published], machine(), User=written)))
     for root, line in zip((True, False), expected, strict=True):
         async with await Container.start(ContainerSpec(image=path, root=root), runtime) as container:
             assert (await container.run('echo "$(id -u) $HOME $PWD"')).stdout == f"{line}\n"
@@ -189,7 +185,7 @@ def test_a_configuration_that_can_not_be_applied_is_refused_by_name(
     what: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
 ) -> None:
     config, message = REFUSED[what]
-    wanted = registry(served.add("us/tiny", [published], machine(), **config))
+    wanted = parse_registry(served.add("us/tiny", [published], machine(), **config))
     with pytest.raises(CallerError, match=f"image: the image's configuration can't be applied: {message}"):
         Puller(store, runtime, tries=1).pull(wanted)
     assert store.all() == []

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a stranger's recipe can do to the machine of whoever builds it: nothing; and what it can do in its image."""
+"""An untrusted recipe can do nothing to the machine of its builder, and what it needs in its image."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import programs, rootfs
-from nemo_gym_prorl.sandbox.images.builder import Order, build
-from nemo_gym_prorl.sandbox.images.entries import silent
+from nemo_gym_prorl.sandbox.images import build_tools, rootfs
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -31,22 +31,22 @@ as_root = pytest.mark.skipif(
 )
 
 
-def recipe(tmp_path: Path, root: Path, **sections: str) -> Order:
-    """An order for somebody's recipe."""
+def recipe(tmp_path: Path, root: Path, **sections: str) -> BuildRequest:
+    """Return a request to build an untrusted recipe with these sections."""
     text = "".join(f"\n%{name}\n{commands}\n" for name, commands in sections.items())
     template = tmp_path / "foreign.def"
     template.write_text("{{ base }}\n" + text)
-    return Order(str(template), str(root), "foreign")
+    return BuildRequest(str(template), str(root), "foreign")
 
 
 @as_root
 def test_a_recipe_that_root_builds_has_no_right_of_roots(
     store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """``%setup`` runs on the host itself, as its author knows."""
+    """``%setup`` runs on the host."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         mine = Path(folder)
-        # On the way there nothing is closed, but the file is.
+        # The folder is accessible, the file is not.
         mine.chmod(0o755)
         (mine / "secret").write_text("secret")
         (mine / "secret").chmod(0o600)
@@ -72,7 +72,10 @@ def try_from_setup(mine: Path, store: ImageStore, tiny_root: Path, runtime: Runt
         true
     """
     built = build(
-        recipe(tmp_path, tiny_root, setup=attempts, post="cat /proc/self/uid_map > /map"), store, runtime, silent
+        recipe(tmp_path, tiny_root, setup=attempts, post="cat /proc/self/uid_map > /map"),
+        store,
+        runtime,
+        ignore_progress,
     )
     assert (built / "found").read_text() == ""
     assert [entry.name for entry in mine.iterdir()] == ["secret"]
@@ -88,31 +91,19 @@ def test_a_recipe_sees_no_secret_of_its_builders_environment(
     monkeypatch.setenv("SOME_TOKEN", "not-for-strangers")
     monkeypatch.setenv("APPTAINER_DOCKER_PASSWORD", "not-for-strangers")
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
-    # An ordinary user can look into all processes that are his.
+    # An ordinary user can read the environment of all of the user's processes.
     whose = "/proc/[0-9]*" if is_machine_root() else "/proc/self"
     look = f"cat {whose}/environ 2> /dev/null"
     setup = f"{look} > ${{APPTAINER_ROOTFS:-$SINGULARITY_ROOTFS}}/setup || true"
-    built = build(recipe(tmp_path, tiny_root, setup=setup, post=f"{look} > /post || true"), store, runtime, silent)
+    built = build(
+        recipe(tmp_path, tiny_root, setup=setup, post=f"{look} > /post || true"), store, runtime, ignore_progress
+    )
     seen = (built / "setup").read_text()
     assert "\0http_proxy=http://proxy.invalid:1\0" in seen
     assert "not-for-strangers" not in seen + (built / "post").read_text()
 
 
-def test_a_recipe_may_do_in_its_image_what_recipes_do(
-    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
-) -> None:
-    commands = """
-        set -e
-        mkdir -p /srv/data && echo hello > /srv/data/file && chmod 640 /srv/data/file
-        chmod u+s,g+s /usr/bin/id
-        mkdir /srv/closed && chmod 0 /srv/closed
-    """
-    built = build(recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
-    assert (built / "srv/data/file").read_text() == "hello\n"
-    assert_settled(built)
-
-
-@pytest.mark.skipif(bool(no_several_users()), reason="this user has one id")
+@pytest.mark.skipif(bool(multi_user_error()), reason="this user has one id")
 def test_files_may_be_given_to_other_users_while_an_image_is_built(
     store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
@@ -122,14 +113,14 @@ def test_files_may_be_given_to_other_users_while_an_image_is_built(
         chown -R 33:34 /srv/theirs
         ls -ln /srv/theirs > /seen
     """
-    built = build(recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
+    built = build(recipe(tmp_path, tiny_root, post=commands), store, runtime, ignore_progress)
     assert " 33 34 " in (built / "seen").read_text()
     assert (built / "srv/theirs/file").read_text() == "theirs\n"
     assert_settled(built)
 
 
 def assert_settled(root: Path) -> None:
-    """All of it is ours, and nothing is privileged."""
+    """Everything belongs to the caller, and nothing is privileged."""
     for path in (root, *root.rglob("*")):
         found = path.lstat()
         assert (found.st_uid, found.st_gid) == (os.geteuid(), os.getegid()), path
@@ -139,10 +130,10 @@ def assert_settled(root: Path) -> None:
 def test_nobody_else_gets_at_an_image_before_it_is_settled(
     store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """A program that is setuid there, root's or the builder's, would be one here."""
+    """A setuid program of the unfinished image would be one on the host."""
     commands = "cp /usr/bin/id /mine; chmod 6755 /mine; : > /ready; while ! test -e /go; do sleep 0.1; done"
     with ThreadPoolExecutor(1) as pool:
-        building = pool.submit(build, recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
+        building = pool.submit(build, recipe(tmp_path, tiny_root, post=commands), store, runtime, ignore_progress)
         deadline = time.monotonic() + 60
         while not (ready := list(store.images.folder.glob(".foreign-*/build-temp-*/rootfs/ready"))):
             assert time.monotonic() < deadline
@@ -153,7 +144,7 @@ def test_nobody_else_gets_at_an_image_before_it_is_settled(
             assert (root / "mine").stat().st_mode & stat.S_ISUID
             work = next(path for path in root.parents if path.parent == store.images.folder)
             assert stat.S_IMODE(work.stat().st_mode) == 0o700
-            # Who gets in by another way finds a program of nobody's.
+            # On the host the program belongs to an id without a user.
             assert (root / "mine").stat().st_uid != 0
         finally:
             (root / "go").touch()
@@ -163,7 +154,7 @@ def test_nobody_else_gets_at_an_image_before_it_is_settled(
 
 @pytest.mark.parametrize("unpacked", [True, False])
 def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp_path: Path, unpacked: bool) -> None:
-    """What a recipe's ``%setup`` left running can put one there while the builder clears up. This one always does."""
+    """A process that ``%setup`` left can put a link there while the builder cleans up; this one always does."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         Path(folder).chmod(0o755)
         file, program = Path(folder, "file"), Path(folder, "program")
@@ -171,14 +162,14 @@ def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp
         file.chmod(0o4000)
         program.write_text(f"#!/bin/sh\nln -s {folder if unpacked else file} {tmp_path}/made\n")
         program.chmod(0o755)
-        with pytest.raises(InfrastructureError, match="something else in place of the image"):
-            programs.build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
+        with pytest.raises(InfrastructureError, match="replaced the image by something else"):
+            build_tools.build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
         assert stat.S_IMODE(file.stat().st_mode) == 0o4000
     assert (tmp_path.stat().st_uid, stat.S_IMODE(tmp_path.stat().st_mode)) == (os.geteuid(), 0o700)
 
 
 def test_a_folder_that_becomes_a_link_is_not_settled_through_it(tmp_path: Path) -> None:
-    """Somebody outside may have been handed a folder that a recipe opened to all."""
+    """Another process may hold a folder that a recipe opened to all users."""
     outside, root = tmp_path / "outside", tmp_path / "root"
     for folder in (outside, root / "a"):
         folder.mkdir(parents=True)
@@ -186,16 +177,16 @@ def test_a_folder_that_becomes_a_link_is_not_settled_through_it(tmp_path: Path) 
         (folder / "file").chmod(0o4000)
     away = tmp_path / "away"
 
-    steps = rootfs.everything(root)
+    steps = rootfs.walk(root)
     assert [next(steps)[0], next(steps)[0]] == [".", "a"]
     (root / "a").rename(away)
     (root / "a").symlink_to(outside)
     with pytest.raises(NotADirectoryError):
         next(steps)
     with pytest.raises(NotADirectoryError):
-        rootfs.settle(root / "a")
+        rootfs.sanitize(root / "a")
     (root / "b").symlink_to(outside / "file")
-    rootfs.settle(root)
+    rootfs.sanitize(root)
     assert stat.S_IMODE((outside / "file").stat().st_mode) == 0o4000
 
 
@@ -205,7 +196,7 @@ def test_nothing_that_a_recipe_starts_outlives_its_build(
 ) -> None:
     seconds = f"{os.getpid()}.77"
     commands = f"setsid env -i /usr/bin/sleep {seconds} < /dev/null > /dev/null 2>&1 &"
-    build(recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
+    build(recipe(tmp_path, tiny_root, post=commands), store, runtime, ignore_progress)
     left = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:

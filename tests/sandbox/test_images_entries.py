@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of entries that several processes fill, use and clear at once, some of which are killed."""
+"""Entries that several processes make, use and remove concurrently, some of which are killed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import stat
 import subprocess
 import sys
 import time
@@ -75,31 +74,22 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_a_thing_is_as_old_as_its_making_whatever_date_it_brought(tmp_path: Path) -> None:
-    """An archive's top folder has a date of its own, and what counts as unused for long would go first."""
+def test_the_last_use_of_an_entry_is_its_creation_or_use(tmp_path: Path) -> None:
+    """An archive may set the time of its top folder; an old time would count as long unused."""
     entries = Entries(tmp_path)
     with entries.making("thing") as work:
         assert work is not None
         (work / "made").mkdir()
         os.utime(work / "made", (0, 0))
         entries.publish(work / "made", "thing")
-    [entry] = entries.all()
-    assert time.time() - entry.last_use < 3600
-
-
-def test_what_is_being_made_or_removed_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = []
-    remove_tree = entries_module.remove_tree
-
-    def look(folder: Path) -> None:
-        modes.append(stat.S_IMODE(folder.stat().st_mode))
-        remove_tree(folder)
-
-    monkeypatch.setattr(entries_module, "remove_tree", look)
-    entries = Entries(tmp_path)
-    put(entries, "thing")
-    assert entries.remove("thing")
-    assert modes == [0o700, 0o700]
+    assert time.time() - entries.all()[0].last_use < 3600
+    os.utime(tmp_path / "thing", (1, 1))
+    for _ in range(2):
+        assert entries.all()[0].last_use == 1, "listing is no use"
+    hold = entries.use("thing")
+    assert hold
+    hold.release()
+    assert time.time() - entries.all()[0].last_use < 3600
 
 
 def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:
@@ -135,7 +125,7 @@ def test_what_is_used_stays(tmp_path: Path) -> None:
     assert [(entry.name, entry.used) for entry in entries.all()] == [("thing", True)]
     first.release()
     assert not entries.remove("thing")
-    # As the supervisor of a sandbox has it.
+    # The supervisor of a sandbox has such a copy.
     copy = os.dup(second.descriptor)
     second.release()
     assert not entries.remove("thing")
@@ -145,18 +135,6 @@ def test_what_is_used_stays(tmp_path: Path) -> None:
     assert entries.remove("thing")
     assert entries.use("thing") is None
     assert names(tmp_path) == [".locks"]
-
-
-def test_using_a_thing_is_remembered(tmp_path: Path) -> None:
-    entries = Entries(tmp_path)
-    put(entries, "thing")
-    os.utime(tmp_path / "thing", (1, 1))
-    for _ in range(2):
-        assert entries.all()[0].last_use == 1, "looking is no use"
-    hold = entries.use("thing")
-    assert hold
-    hold.release()
-    assert entries.all()[0].last_use > 1e9
 
 
 def test_users_and_removers_at_once_meet_a_whole_thing_or_none(tmp_path: Path) -> None:
@@ -208,7 +186,7 @@ def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(
     assert hold
     hold.release()
     assert [entry.used for entry in entries.all()] == [True]
-    monkeypatch.setattr(entries_module, "UNSEEN_S", -1.0)
+    monkeypatch.setattr(entries_module, "UNSEEN_USE_S", -1.0)
     assert [entry.used for entry in entries.all()] == [False]
 
 
@@ -232,7 +210,7 @@ def test_somebody_elses_folder_can_be_used_but_not_cleared(tmp_path: Path) -> No
 
 
 def test_a_note_of_another_version_breaks_no_command(store: ImageStore) -> None:
-    """A later one may have noted down more, an older one less, and a disk may have lost it."""
+    """A later version may write more fields, an older one fewer, and a disk may lose the file."""
     now = {"kind": "image", "source": "", "format": "folder", "bytes": 1, "made": 1.0}
     old = {name: now[name] for name in ("kind", "source")}
     for name, note in (("now", now), ("later", {**now, "more": 1}), ("older", old), ("lost", None)):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pulling from a registry that speaks the real protocol on loopback: anonymously, again after trouble, in bulk."""
+"""Pulls from a registry on loopback that speaks the real protocol: anonymous, retried, and in bulk."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images.entries import machine
-from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
-from nemo_gym_prorl.sandbox.images.reference import registry
+from nemo_gym_prorl.sandbox.images.pull import Puller, images_in_rows
+from nemo_gym_prorl.sandbox.images.reference import parse_registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -42,7 +42,7 @@ def served() -> Iterator[Registry]:
 
 @pytest.fixture(scope="module")
 def tiny_layer(tiny_root: Path) -> bytes:
-    """The tiny root as a registry's images have it: with other owners, and a setuid program."""
+    """The tiny root as a layer with another owner and a setuid program."""
 
     def change(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         if entry.name == "./etc/group":
@@ -61,7 +61,7 @@ def puller(store: ImageStore, runtime: Runtime) -> Puller:
 
 @pytest.fixture
 def logins(served: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user with a login for the registry, in every place where one is looked for."""
+    """A user with a stored login for the registry in every place that runtimes read."""
     stored = json.dumps({"auths": {served.host: {"auth": base64.b64encode(b"me:secret").decode()}}})
     for name in (".docker/config.json", ".apptainer/docker-config.json", "containers/auth.json"):
         (tmp_path / "home" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def logins(served: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_image_is_pulled_once_and_no_login_is_sent(
     served: Registry, tiny_layer: bytes, puller: Puller, logins: None
 ) -> None:
-    wanted = registry(served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"]))
+    wanted = parse_registry(served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"]))
     path = puller.pull(wanted)
     assert served.credentials == []
     assert stat.S_IMODE((path / "usr/bin/id").stat().st_mode) == 0o755
@@ -90,7 +90,7 @@ def test_an_image_is_pulled_once_and_no_login_is_sent(
 def test_logins_are_sent_when_they_are_wanted(
     served: Registry, tiny_layer: bytes, store: ImageStore, runtime: Runtime, logins: None
 ) -> None:
-    wanted = registry(served.add("us/tiny", [tiny_layer], machine()))
+    wanted = parse_registry(served.add("us/tiny", [tiny_layer], machine()))
     Puller(store, runtime, credentials=True, format="sif").pull(wanted)
     assert set(served.credentials) == {"Basic " + base64.b64encode(b"me:secret").decode()}
     (image,) = store.all()
@@ -100,7 +100,7 @@ def test_logins_are_sent_when_they_are_wanted(
 def test_trouble_is_tried_again_and_what_can_not_be_is_not(
     served: Registry, tiny_layer: bytes, puller: Puller
 ) -> None:
-    wanted = registry(served.add("us/tiny", [tiny_layer], machine()))
+    wanted = parse_registry(served.add("us/tiny", [tiny_layer], machine()))
     said: list[str] = []
     # The runtime itself tries a few times.
     served.failures = 4
@@ -108,11 +108,11 @@ def test_trouble_is_tried_again_and_what_can_not_be_is_not(
     assert [line.split()[0] for line in said] == ["pulling", "pulling"]
     assert "again" in said[1]
     served.requests.clear()
-    with pytest.raises(CallerError, match=r"image: there is no docker://127.*/us/none:latest"):
-        puller.pull(registry(f"{served.host}/us/none"), said.append)
+    with pytest.raises(CallerError, match=r"image: the registry has no docker://127.*/us/none:latest"):
+        puller.pull(parse_registry(f"{served.host}/us/none"), said.append)
     assert len(said) == 3, "it was asked for once"
     with pytest.raises(InfrastructureError, match=r"127.0.0.1:9/a/b:latest could not be pulled: .*refused"):
-        puller.pull(registry("127.0.0.1:9/a/b"))
+        puller.pull(parse_registry("127.0.0.1:9/a/b"))
     assert len(puller.store.all()) == 1
     assert puller.store.images.sweep() == []
 
@@ -121,35 +121,22 @@ def test_an_image_for_another_processor_is_refused(served: Registry, tmp_path: P
     (tmp_path / "root" / "bin").mkdir(parents=True)
     (tmp_path / "root" / "bin" / "sh").write_bytes(b"\x7fELF\x02\x01" + bytes(12) + (183).to_bytes(2, "little"))
     with pytest.raises(CallerError, match="for aarch64, but this machine is"):
-        puller.pull(registry(served.add("us/foreign", [layer(tmp_path / "root")], machine())))
+        puller.pull(parse_registry(served.add("us/foreign", [layer(tmp_path / "root")], machine())))
     assert puller.store.all() == []
-
-
-def test_many_are_pulled_and_a_second_run_goes_on(served: Registry, tiny_layer: bytes, puller: Puller) -> None:
-    wanted = [registry(served.add(f"us/tiny:{number}", [tiny_layer], machine())) for number in range(3)]
-    missing = registry(f"{served.host}/us/later:1")
-    outcomes = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing, *wanted], 2)}
-    assert len(outcomes) == 4
-    assert all(outcomes[one.uri] == PullOutcome(one.uri, new=True) for one in wanted)
-    assert "there is no" in outcomes[missing.uri].reason
-    served.add("us/later:1", [tiny_layer], machine())
-    again = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing], 2)}
-    assert [outcome.uri for outcome in again.values() if outcome.new] == [missing.uri]
-    assert not any(outcome.reason for outcome in again.values())
 
 
 def test_a_dataset_names_images(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"m": {"image": "us/a:1"}}\n\n{"m": {"image": "docker://us/b"}}\n{"m": {"image": "us/a:1"}}\n')
-    found = [one.uri for one in images_of(rows, "m.image")]
+    found = [one.uri for one in images_in_rows(rows, "m.image")]
     assert found == ["docker://docker.io/us/a:1", "docker://docker.io/us/b:latest"]
     for line, reason in (("{", "line 1 is not JSON"), ('{"m": 1}', "line 1 has no text in 'm.image'")):
         rows.write_text(line)
         with pytest.raises(CallerError, match=reason):
-            images_of(rows, "m.image")
+            images_in_rows(rows, "m.image")
     rows.write_text('{"m": {"image": "Not An Image"}}')
     with pytest.raises(CallerError, match=r"rows\.jsonl line 1: .*is not the address"):
-        images_of(rows, "m.image")
+        images_in_rows(rows, "m.image")
 
 
 async def test_a_sandbox_of_an_address(
@@ -158,7 +145,7 @@ async def test_a_sandbox_of_an_address(
     runtime.activate()
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "cache"))
     address = served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"])
-    with pytest.raises(SandboxCreateError, match=f"image: {address} is not there: prorl image pull"):
+    with pytest.raises(SandboxCreateError, match=f"image: {address} is not pulled yet: run 'prorl image pull"):
         await SingularityProvider(pull=False).create(SandboxSpec(image=address))
     assert served.requests == []
     provider = SingularityProvider()
@@ -167,7 +154,7 @@ async def test_a_sandbox_of_an_address(
     await provider.close(handle)
     served.manifests.clear()
     await provider.close(await provider.create(SandboxSpec(image=address)))
-    with pytest.raises(SandboxCreateError, match=r"image: there is no .*/us/none:1"):
+    with pytest.raises(SandboxCreateError, match=r"image: the registry has no .*/us/none:1"):
         await provider.create(SandboxSpec(image=f"docker://{served.host}/us/none:1"))
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
@@ -229,4 +216,4 @@ def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
     served.hold.set()
     assert "left by a process that was killed" in prorl(tmp_path, runtime, "gc").communicate(timeout=60)[0]
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
-    assert Puller(store, runtime).pull(registry(address)).is_dir()
+    assert Puller(store, runtime).pull(parse_registry(address)).is_dir()

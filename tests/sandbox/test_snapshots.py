@@ -26,7 +26,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind
 from nemo_gym_prorl.sandbox import snapshots
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.layer_archive import HEADER
-from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -108,7 +108,7 @@ async def test_a_snapshot_keeps_names_attributes_holes_and_deletions(
         await provider.close(handle)
 
 
-@pytest.mark.skipif(bool(no_several_users()), reason="this user has no range of ids")
+@pytest.mark.skipif(bool(multi_user_error()), reason="this user has no range of ids")
 async def test_a_snapshot_keeps_owners(image: Path, runtime: Runtime, kept: Path) -> None:
     provider = SingularityProvider(image=str(image), snapshots=str(kept), users=True)
     look = "stat -c '%u %g' /tmp/file /tmp/folder /tmp/folder/deep"

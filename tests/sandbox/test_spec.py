@@ -23,7 +23,7 @@ from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources, San
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.binds import checked
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.rootfs import fuse_trouble
+from nemo_gym_prorl.sandbox.images.rootfs import fuse_error
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -198,7 +198,7 @@ async def test_what_is_no_image(make: Any, reason: str, runtime: Runtime, tiny_s
     assert str(tmp_path / "image") in caught.value.reason
 
 
-@pytest.mark.skipif(bool(fuse_trouble()), reason=str(fuse_trouble()))
+@pytest.mark.skipif(bool(fuse_error()), reason=str(fuse_error()))
 async def test_a_sif_is_as_good_as_a_folder_unless_it_is_damaged(
     runtime: Runtime, tiny_sif: Path, tmp_path: Path
 ) -> None:
@@ -219,7 +219,7 @@ async def test_a_sif_is_as_good_as_a_folder_unless_it_is_damaged(
         await Container.start(ContainerSpec(image=damaged), runtime)
 
 
-@pytest.mark.skipif(not fuse_trouble(), reason="/dev/fuse can be used here")
+@pytest.mark.skipif(not fuse_error(), reason="/dev/fuse can be used here")
 async def test_a_sif_without_fuse(runtime: Runtime, tiny_sif: Path) -> None:
     with pytest.raises(InfrastructureError, match=r"tiny\.sif.*/dev/fuse.*build --sandbox"):
         await Container.start(ContainerSpec(image=tiny_sif), runtime)

@@ -405,7 +405,7 @@ async def test_a_state_folder_that_cannot_be_used(
     state = Path(folder.format(tmp=tmp_path))
     before = state.exists()  # noqa: ASYNC240
     if "share" in reason:
-        monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.kind_under(tmp_path)))
+        monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.filesystem_type(tmp_path)))
     monkeypatch.setenv("PRORL_STATE", str(state))
     with pytest.raises(InfrastructureError, match=f"set PRORL_STATE.*{reason}|{reason}.*set PRORL_STATE") as caught:
         await Container.start(ContainerSpec(image=image), runtime)

@@ -122,7 +122,7 @@ async def test_what_is_larger_than_the_sandbox_may_be_is_the_callers(
         # Longer than the watchdog's interval.
         assert (await container.run("sleep 3; ls /tmp")).stdout == ""
     async with await Container.start(ContainerSpec(image=image, shared_memory_mib=2), runtime) as container:
-        with pytest.raises(CallerError, match="no room for it in the file system of /dev/shm") as caught:
+        with pytest.raises(CallerError, match="no space is left in the file system of /dev/shm") as caught:
             await container.upload(large, "/dev/shm/large")
         assert caught.value.field == "target_path"
         assert (await container.run("ls -A /dev/shm")).stdout == ""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Several users in one sandbox: for root, and for an ordinary user with a range of ids."""
+"""Several users in one sandbox: for root, and for an ordinary user with subordinate ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
-from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
+from nemo_gym_prorl.sandbox.isolation.privilege import has_single_id, is_machine_root
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import client, state_dir
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxExhausted, SandboxRefused
@@ -26,7 +26,7 @@ from tests.sandbox.without import Off, Without
 
 pytestmark = pytest.mark.sandbox
 
-WHY_NOT = user_ids.no_several_users()
+WHY_NOT = user_ids.multi_user_error()
 HAVE_THEM = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
@@ -56,7 +56,7 @@ async def test_everybody_has_temporary_files(tiny_root: Path, runtime: Runtime, 
     root = tmp_path / "root"
     shutil.copytree(tiny_root, root, symlinks=True)
     (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:33:33::/:/bin/sh\n")
-    (root / "tmp").chmod(0o755)  # as ordinary users' builders leave it
+    (root / "tmp").chmod(0o755)  # as builds of ordinary users leave it
     async with await Container.start(ContainerSpec(image=root, users=True), runtime) as container:
         assert (await container.run("mkdir /tmp/own && ls -d /tmp/own", user=33, cwd="/")).stdout == "/tmp/own\n"
 
@@ -97,7 +97,7 @@ CLOSED = "mkdir -p /tmp/theirs/deep/er && touch /tmp/theirs/deep/er/x && chmod 0
 @HAVE_THEM
 @pytest.mark.parametrize("killed", [False, True])
 async def test_what_they_wrote_goes_with_the_sandbox(image: Path, runtime: Runtime, killed: bool) -> None:
-    """Of an ordinary user's server these files belong to ids whose files it can't remove itself."""
+    """For an ordinary user's server these files belong to ids whose files it can't remove as itself."""
     container = await Container.start(ContainerSpec(image=image, users=True), runtime)
     await container.run("mkdir /tmp/theirs && chown 33 /tmp/theirs && chmod 700 /tmp/theirs")
     assert (await container.run(CLOSED, user=33)).exit_code == 0
@@ -124,8 +124,8 @@ async def test_without_a_range_the_fix_is_named(
 ) -> None:
     if is_machine_root():
         pytest.skip("root has ids enough")
-    monkeypatch.setattr(user_ids, "HELPERS", ("no-such-program",))
-    fix = "has one id" if has_one_id() else "/etc/subuid and /etc/subgid.*newuidmap.*uidmap"
+    monkeypatch.setattr(user_ids, "MAP_HELPERS", ("no-such-program",))
+    fix = "has one id" if has_single_id() else "/etc/subuid and /etc/subgid.*newuidmap.*uidmap"
     with pytest.raises(CallerError, match=f"users: .*{fix}"):
         await Container.start(ContainerSpec(image=image, users=True), runtime)
 
@@ -141,38 +141,25 @@ def test_a_range_is_read_by_name_or_number(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(user_ids.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_name": "someone"}))
     table = tmp_path / "subuid"
     table.write_text("root:1:2\nsomeone:100000:65536\n# note\nsomeone:nonsense\n4242:300000:10\n")
-    assert list(user_ids.subordinate(table)) == [(100000, 65536), (300000, 10)]
-    assert list(user_ids.subordinate(tmp_path / "none")) == []
-
-
-def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    parent = [(0, 1000, 1), (1, 100000, 65536)]
-    assert user_ids.spans(1000, 0, several=False, ranges=parent) == [(0, 0, 1)]
-    assert user_ids.spans(1000, 1000, several=False, ranges=parent) == [(1000, 0, 1)]
-    assert user_ids.spans(1000, 0, several=True, ranges=parent) == [(0, 0, 1), (1, 1, 65536)]
-    monkeypatch.setattr(user_ids, "is_machine_root", lambda: True)
-    parent = user_ids.ranges("uid", 0)
-    assert user_ids.spans(user_ids.FIRST_ID + 7, 0, several=False, ranges=parent) == [(0, 7, 1)]
-    one, block = user_ids.draw(several=False), user_ids.draw(several=True)
-    assert user_ids.spans(block, 0, several=True, ranges=parent)[0][2] == user_ids.BLOCK
-    assert (block - user_ids.FIRST_ID) % user_ids.BLOCK == 0
-    assert not block <= one < block + user_ids.BLOCK
+    assert list(user_ids.subordinate_ids(table)) == [(100000, 65536), (300000, 10)]
+    assert list(user_ids.subordinate_ids(tmp_path / "none")) == []
 
 
 MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"
-MOMENT += "usage.threads_in, cgroups.Group.full = lambda space: 1, lambda group: False\n"
+MOMENT += "usage.threads_in, cgroups.Group.is_full = lambda space: 1, lambda group: False\n"
 NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.children import Children\n"
 NO_ROOM += "Children.can_fork = lambda children: False\n"
 
 
 @HAVE_THEM
-@pytest.mark.skipif(Facts.here(frozenset()).kernel < COUNTED_PER_NAMESPACE, reason="sandboxes are not counted apart")
+@pytest.mark.skipif(
+    HostFacts.of_host(frozenset()).kernel < COUNTED_PER_NAMESPACE, reason="sandboxes are not counted apart"
+)
 @pytest.mark.parametrize(("now", "whose"), [(MOMENT, SandboxExhausted), (NO_ROOM, SandboxRefused)])
 async def test_who_takes_all_processes_for_a_moment_is_told_from_a_machine_without_room(
     image: Path, runtime: Runtime, without: Without, now: str, whose: type[Exception]
 ) -> None:
-    """By when anybody looks, the sandbox has room again."""
+    """The sandbox has room again before the supervisor looks."""
     without(Off(now))
     async with await Container.start(ContainerSpec(image=image, users=True, processes=50), runtime) as container:
         await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")

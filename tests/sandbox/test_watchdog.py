@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who is looked at, and who has to go: decided without asking the system for anything."""
+"""The watchdog's decisions: which sandboxes are looked at, and which processes are killed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.limits import usage as walk_module
 from nemo_gym_prorl.sandbox.limits.usage import MIN_ENTRY_BYTES, DiskUsage, Process, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
+    MAX_LOOKS_OVER_LIMIT,
     MAX_SCAN_S,
-    MOST_LOOKS_OVER,
     SCAN_PAUSE_S,
     Watched,
     WatchList,
@@ -40,58 +40,33 @@ def sizes(*of_processes: int, mapped: int = 0) -> dict[int, tuple[int, int]]:
     return {number: (size * MIB, mapped * MIB) for number, size in enumerate(of_processes, 1)}
 
 
-def test_hot_is_what_used_processor_time_or_was_started_or_ended() -> None:
+def test_a_sandbox_is_hot_if_a_process_worked_started_or_ended() -> None:
     one = box()
     assert one.hot
-    one.saw([process(1), process(2)])
+    one.record_look([process(1), process(2)])
     assert one.hot
     one.unmeasured = False
-    one.saw([process(1), process(2)])
+    one.record_look([process(1), process(2)])
     assert not one.hot
     assert not one.unmeasured
     for seen in ([process(1), process(2, 1)], [process(1)], [process(1), process(3)]):
-        one.saw(seen)
+        one.record_look(seen)
         assert one.hot
         assert one.unmeasured
 
 
-def test_the_cold_have_their_turn_one_after_the_other() -> None:
+def test_cold_sandboxes_are_looked_at_in_rotation() -> None:
     watched = WatchList()
     for name in "abcd":
         watched.all[name] = box(name)
         watched.all[name].hot = name == "d"
     assert [one.name for one in watched.hot()] == ["d"]
-    turns = []
-    for _ in range(5):
-        turns.append(next(watched.cold()).name)
-    assert "".join(turns) == "abcab"
-
-
-def test_too_much_memory_costs_the_largest_process_its_life() -> None:
-    one = box(memory=100)
-    crowd = [process(1, resident=60), process(2, resident=70)]
-    assert one.may_exceed(crowd)
-    assert one.memory_victims(sizes(40, 50)) is None, "they share"
-    excess = one.memory_victims(sizes(60, 70))
-    assert excess
-    assert excess[0] == [2]
-    assert excess[1].startswith("memory: 130 MiB")
-    assert not box(memory=0).may_exceed(crowd)
-
-
-def test_the_first_process_is_spared_however_large_it_is() -> None:
-    one = box(memory=100)
-    excess = one.memory_victims(sizes(40, 50) | {INIT: (60 * MIB, 0)})
-    assert excess
-    assert excess[0] == [2]
-    alone = one.memory_victims({INIT: (101 * MIB, 0)})
-    assert alone
-    assert alone[0] == [], "the sandbox has to end, for its memory"
+    assert "".join(next(watched.cold()).name for _ in range(5)) == "abcab"
 
 
 @given(st.lists(st.integers(0, 60), max_size=30), st.integers(0, 99), st.sets(st.integers(1, 30)))
 def test_as_many_have_to_go_as_it_takes(of_processes: list[int], first: int, killed: set[int]) -> None:
-    """And no more: who was killed and is still there is about to make room."""
+    """Victims are no more than needed: processes killed before count as freed memory."""
     one = box(memory=100)
     one.killed = set(killed)
     crowd = sizes(*of_processes)
@@ -116,59 +91,52 @@ def test_as_many_have_to_go_as_it_takes(of_processes: list[int], first: int, kil
     assert one.killed == (killed & crowd.keys()) | set(victims)
 
 
-def test_what_is_over_its_memory_look_after_look_ends() -> None:
+def test_a_sandbox_over_its_memory_look_after_look_ends() -> None:
     one = box(memory=100)
-    for _ in range(3):
-        for _ in range(MOST_LOOKS_OVER):
-            excess = one.memory_victims(sizes(60, 70))
-            assert excess
-            assert excess[0] == [2]
-        assert one.memory_victims(sizes(60)) is None
-        for _ in range(MOST_LOOKS_OVER):
-            assert one.memory_victims(sizes(60, 70))
-        assert not one.may_exceed([process(1)])
-    for number in range(MOST_LOOKS_OVER + 1):
-        # Always others.
-        excess = one.memory_victims({1000 + number: (101 * MIB, 0)})
-    assert excess
-    assert excess[0] == []
-    assert excess[1].startswith("memory: 101 MiB in use of 100 MiB, and again")
+    for _ in range(2):
+        for _ in range(MAX_LOOKS_OVER_LIMIT):
+            assert one.memory_victims(sizes(60, 70)) == ([2], "memory: 130 MiB in use of 100 MiB")
+        assert one.memory_victims(sizes(60)) is None, "a look below the limit starts the count again"
+    for number in range(MAX_LOOKS_OVER_LIMIT):
+        assert one.memory_victims({1000 + number: (101 * MIB, 0)}), "other processes each time"
+    victims = one.memory_victims(sizes(101))
+    assert victims == ([], "memory: 101 MiB in use of 100 MiB, although processes were killed for it")
 
 
-def test_a_layer_in_memory_is_memory() -> None:
+def test_a_layer_in_memory_counts_as_memory() -> None:
     one = box(memory=100, in_memory=True)
-    one.measured(DiskUsage(45 * MIB))
+    one.record_scan(DiskUsage(45 * MIB))
     assert one.memory_victims(sizes(30, 40)) == ([2], "memory: 115 MiB in use of 100 MiB")
-    one.measured(DiskUsage(101 * MIB))
-    assert one.may_exceed([process(1)])
-    excess = one.memory_victims(sizes(30))
-    assert excess
-    assert excess[0] == [], "no process's end would help"
+    one.record_scan(DiskUsage(101 * MIB))
+    assert one.may_exceed_memory([process(1)])
+    assert one.memory_victims(sizes(30)) == ([], "memory: 131 MiB in use of 100 MiB"), "no process's end would help"
 
 
-def test_disks_are_scanned_where_something_happened_longest_ago_first() -> None:
+def test_active_sandboxes_are_scanned_least_recently_scanned_first() -> None:
     watched = WatchList()
     for number, name in enumerate("abc"):
         watched.all[name] = box(name)
         watched.all[name].scanned = 10.0 - number
     watched.all["c"].unmeasured = False
     watched.all["n"] = box("n", memory=0, disk=0)
-    chosen = watched.to_scan(100.0)
-    assert chosen
-    assert chosen.name == "b"
-    assert watched.to_scan(10.0 - 1 + SCAN_PAUSE_S / 2) is None
-    chosen.scanning = True
-    again = watched.to_scan(100.0)
-    assert again
-    assert again.name == "a"
-    assert not watched.all["a"].disk_violation(DiskUsage(50 * MIB))
-    assert watched.all["a"].disk_violation(DiskUsage(51 * MIB)) == "disk: wrote 51 MiB of 50 MiB"
+    assert watched.next_to_scan(100.0) is watched.all["b"]
+    assert watched.next_to_scan(10.0 - 1 + SCAN_PAUSE_S / 2) is None
+    watched.all["b"].scanning = True
+    assert watched.next_to_scan(100.0) is watched.all["a"]
 
 
-def test_what_takes_too_long_to_scan_ends() -> None:
-    assert not box().disk_violation(DiskUsage(seconds=MAX_SCAN_S))
-    assert "measuring them takes more than" in box().disk_violation(DiskUsage(seconds=MAX_SCAN_S + 1))
-    assert not box(disk=0).disk_violation(DiskUsage(seconds=MAX_SCAN_S + 1))
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (DiskUsage(50 * MIB), ""),
+        (DiskUsage(51 * MIB), "disk: wrote 51 MiB of 50 MiB"),
+        (DiskUsage(seconds=MAX_SCAN_S), ""),
+        (DiskUsage(seconds=MAX_SCAN_S + 1), "disk: too many files and folders to measure within 10 s"),
+    ],
+)
+def test_a_scan_ends_the_sandbox_at_its_limits(found: DiskUsage, reason: str) -> None:
+    assert box().disk_violation(found) == reason
+    assert box(disk=0).disk_violation(found) == ""
 
 
 def scanned(folder: Path) -> DiskUsage:
@@ -200,8 +168,8 @@ def test_a_scan_misses_nothing(tmp_path: Path) -> None:
 def test_no_folder_that_becomes_a_link_leads_a_scan_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    """At whichever of its steps; also where the kernel does not know the call that keeps links out."""
-    monkeypatch.setattr(walk_module, "STEP", 1)
+    """A folder is replaced at each step of the scan, with and without ``openat2``."""
+    monkeypatch.setattr(walk_module, "ENTRIES_PER_STEP", 1)
     if not known:
         monkeypatch.setattr(syscalls, "_OPENAT2", 9999)
     outside = tmp_path / "outside"
@@ -235,8 +203,8 @@ def test_more_folders_than_a_scan_keeps_end_the_sandbox(tmp_path: Path, monkeypa
 
 def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
     one = box(memory=100)
-    one.measured(DiskUsage(held={1: 90 * MIB}))
-    assert one.may_exceed([process(1, resident=5), process(2, resident=20)])
+    one.record_scan(DiskUsage(held={1: 90 * MIB}))
+    assert one.may_exceed_memory([process(1, resident=5), process(2, resident=20)])
     assert one.memory_victims(sizes(5, 20)) == ([1], "memory: 115 MiB in use of 100 MiB")
     assert one.memory_victims({1: (95 * MIB, 90 * MIB), 2: (4 * MIB, 0)}) is None, "mapped where it is held"
     assert one.hot
@@ -244,7 +212,7 @@ def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
 
 def test_a_limit_of_which_all_is_used_is_named() -> None:
     one = Watched("b", 1, 1, "", "", 0, 0, process_limit=4, shared_memory_mib=64)
-    assert one.full([process(1), process(2)], 1) == []
+    assert one.exhausted_limits([process(1), process(2)], 1) == []
     threads = Process(1, 1, 0, 0, threads=4)
-    assert [what for what, _words in one.full([threads], 0)] == ["processes", "shared memory"]
-    assert Watched("b", 1, 1, "", "", 0, 0).full([threads], 0) == []
+    assert [what for what, _words in one.exhausted_limits([threads], 0)] == ["processes", "shared memory"]
+    assert Watched("b", 1, 1, "", "", 0, 0).exhausted_limits([threads], 0) == []

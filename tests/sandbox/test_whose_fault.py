@@ -105,7 +105,7 @@ async def test_a_file_that_a_program_inside_holds_is_no_want_of_the_machines(
             with pytest.raises(OSError, match="busy") as caught:
                 await container.files.read_file(path, 100)
             assert caught.value.errno == errno.EBUSY
-            with pytest.raises(CallerError, match="held by a program"):
+            with pytest.raises(CallerError, match="leased by a program"):
                 await container.download(path, tmp_path / "out")
             # Writing replaces the file.
             await container.files.write_file(path, b"new")
@@ -122,7 +122,7 @@ async def test_a_file_system_in_memory_that_is_used_up_is_the_sandboxs(container
     await container.execute(["python3", "-c", fill], cwd="/dev/shm")
     await container.run("ln -s /dev/shm /work")
     for target in ("/work/t", "/work/a/b/t"):
-        with pytest.raises(CallerError, match="no room for it in the file system of /work"):
+        with pytest.raises(CallerError, match="no space is left in the file system of /work"):
             await container.upload(source, target)
         with pytest.raises(OSError, match="too large") as caught:
             await container.files.write_file(target, b"x")
@@ -316,7 +316,7 @@ async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_h
             "from nemo_gym_prorl.sandbox.supervisor import programs\n"
             "from nemo_gym_prorl.sandbox import signals\n"
             "async def go_with_it(self, program, request, *_):\n"
-            "    folder = os.readlink(f'/proc/self/fd/{request.place.process.number}')\n"
+            "    folder = os.readlink(f'/proc/self/fd/{request.namespaces.process.fd}')\n"
             "    first = int(folder.rpartition('/')[2])\n"
             "    os.kill(first, 9)\n"
             "    while not signals.is_exiting(first):\n"

@@ -8,11 +8,11 @@ import os
 import sys
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation.syscalls import private_mounts
-from nemo_gym_prorl.sandbox.runtime.launch import show_fuse
+from nemo_gym_prorl.sandbox.isolation.syscalls import unshare_mounts
+from nemo_gym_prorl.sandbox.runtime.launch import provide_fuse_device
 
 
 if __name__ == "__main__":
-    private_mounts()
-    show_fuse(Path(sys.argv[2]), int(sys.argv[1]), int(sys.argv[1]))
+    unshare_mounts()
+    provide_fuse_device(Path(sys.argv[2]), int(sys.argv[1]), int(sys.argv[1]))
     os.execv(sys.argv[3], sys.argv[3:])

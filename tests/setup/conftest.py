@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What set-up tests share: a cache of their own, and an ordinary user."""
+"""Fixtures of set-up tests: a cache of their own, and an ordinary user."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from nemo_gym_prorl.sandbox.runtime.install import _patchelf
 
 
 NOBODY = 65534
-"""An ordinary user with an entry in /etc/passwd (Apptainer asks for one) on every Linux."""
+"""An ordinary user with an entry in /etc/passwd (required by Apptainer) on every Linux."""
 
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder for this test, and no runtime on PATH either."""
+    """An empty cache folder for this test, and no runtime on PATH."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("PRORL_CACHE", str(cache))
     monkeypatch.setenv("PATH", without_runtimes(tmp_path / "tools"))
@@ -33,7 +33,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def without_runtimes(folder: Path) -> str:
-    """A PATH of one folder with links to all of PATH's programs but the container runtimes."""
+    """Return a PATH with links to all programs but the container runtimes."""
     folder.mkdir(parents=True)
     for directory in map(Path, os.get_exec_path()):
         for program in directory.iterdir() if directory.is_dir() and os.access(directory, os.R_OK) else ():
@@ -47,7 +47,7 @@ def without_runtimes(folder: Path) -> str:
 def as_ordinary_user() -> Iterator[Callable[[Callable[[Path], Any]], Any]]:
     """Call a function in a process of an ordinary user, with that user's empty home folder; returns its result.
 
-    The process is forked, not started anew: the interpreter may lie in a home folder that the user can't read.
+    The process is forked, since the user may not be able to read the interpreter's files.
     """
     home = Path(tempfile.mkdtemp(prefix="prorl-nobody-"))
     shutil.copy(_patchelf(), home / "patchelf")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts that stand before any Python of ours: bootstrap and the CI entry, run on small projects of their own."""
+"""The scripts that run before any Python of this package: bootstrap and the CI entry, on small projects."""
 
 from __future__ import annotations
 
@@ -89,41 +89,6 @@ def test_a_wrong_python_is_refused_by_name(project: Path) -> None:
     assert refused.returncode != 0
     assert "PYTHON=/bin/false is not a Python 3.12 or newer" in refused.stderr
     assert not (project / ".venv").exists()
-
-
-@pytest.mark.parametrize(
-    ("there", "brought", "chosen"),
-    [
-        (["3.12.1", "3.13.0", "3.13.14"], None, "3.13.14"),
-        (["3.12.1", "3.13.0"], "3.13.15", "3.13.15"),
-        (["3.12.1", "3.13.0"], None, "3.12.1"),
-    ],
-)
-def test_it_takes_a_python_for_the_newest_gym_where_one_can_be_had(
-    project: Path, tmp_path: Path, there: list[str], brought: str | None, chosen: str
-) -> None:
-    """``brought``: what uv gets, if it can. Programs that say that they are these stand in for them."""
-
-    def script(path: Path, text: str) -> Path:
-        path.parent.mkdir(parents=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-        return path
-
-    def python(version: str, folder: str) -> Path:
-        says = f"import sys; sys.version_info = {tuple(map(int, version.split('.')))}; sys._base_executable = '$0'"
-        text = f'exec {sys.executable} -c "{says}; exec(sys.argv[1])" "$2"'
-        return script(tmp_path / folder / version / "bin" / "python", text)
-
-    pythons = {version: python(version, ".pyenv/versions") for version in there}
-    if brought is not None:
-        pythons[brought] = python(brought, "brought")
-    uv = f'[ "$1" = python ] && echo {pythons[brought]}' if brought is not None else "exit 1"
-    path = f"{script(tmp_path / 'tools' / 'uv', uv).parent}:/usr/bin:/bin"
-    home = {"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "PYENV_ROOT": str(tmp_path / ".pyenv")}
-    told = bootstrap(project, PYTHON="", PATH=path, **home)
-    assert f"Creating .venv with {pythons[chosen]}\n" in told.stdout, told.stderr
-    assert "PYTHON=/path/to/python names another" in told.stderr, "it is none, and that is said"
 
 
 @pytest.mark.parametrize("outcome", [("2 passed", 0), ("1 failed, 1 passed", 2)])

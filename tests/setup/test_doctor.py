@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_gym_prorl import filesystems
 from nemo_gym_prorl.cli.doctor import (
@@ -29,19 +26,25 @@ from nemo_gym_prorl.cli.doctor import (
     _runtime,
     _state,
     examine,
-    limits_check,
     selinux_check,
     state_check,
     user_namespaces_check,
 )
-from nemo_gym_prorl.sandbox.isolation.privilege import APPARMOR, BY_USERS, MOST, Attempt, Ending, remedies
-from nemo_gym_prorl.sandbox.limits.rlimits import Facts, limits, remedy
+from nemo_gym_prorl.sandbox.isolation.privilege import (
+    APPARMOR_USERNS_SYSCTL,
+    MAX_USERNS_SYSCTL,
+    USERNS_CLONE_SYSCTL,
+    ProbeStep,
+    UserNamespaceProbe,
+    remedies,
+)
+from nemo_gym_prorl.sandbox.limits.rlimits import cgroup_remedy
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
 @pytest.fixture(scope="module")
 def found(image: Path) -> dict[str, Check]:
-    """What is found on this machine, by name."""
+    """Findings on this machine, by name."""
     return {check.name: check for check in examine()}
 
 
@@ -100,47 +103,23 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert "Traceback" not in failed.stderr
 
 
-def test_errors_of_ours_are_one_line(tmp_path: Path) -> None:
-    failed = prorl("setup", PATH=str(tmp_path), PRORL_CACHE=str(tmp_path / "cache"))
-    assert failed.returncode == 1
-    assert failed.stderr.startswith("prorl: ")
-    assert "Traceback" not in failed.stderr
+MEMORY_V1 = "30 24 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+NAMED_V1 = "32 24 0:28 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,name=systemd\n"
+VERSION_2 = "31 24 0:27 / /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n"
 
 
-@given(
-    st.frozensets(st.sampled_from(["cpu", "memory", "pids"])),
-    st.sampled_from([(4, 18), (5, 14), (6, 1)]),
+@pytest.mark.parametrize(
+    ("mounts", "root", "systemd", "advice"),
+    [
+        (MEMORY_V1 + VERSION_2, False, True, "version 2 alone"),
+        (NAMED_V1, False, True, "version 2 alone"),
+        (NAMED_V1 + VERSION_2, False, True, "systemd-run --user"),
+        (VERSION_2, True, True, "systemd-run --scope"),
+        (VERSION_2, True, False, "--privileged"),
+    ],
 )
-def test_every_limit_is_named_with_how_it_is_kept(controllers: frozenset[str], kernel: tuple[int, int]) -> None:
-    found = limits(Facts(controllers, kernel))
-    check = limits_check(found)
-    assert all(limit.name in check.found and limit.how in check.found for limit in found)
-    bounded = "pids" in controllers or kernel >= (5, 14)
-    assert (check.level is Level.OK) is (bounded and {"cpu", "memory"} <= controllers)
-    assert bool(check.fix) is (check.level is not Level.OK)
-    assert ("not enforced: cpu" in check.found) is ("cpu" not in controllers)
-
-
-@pytest.mark.parametrize("root", [True, False])
-@pytest.mark.parametrize("systemd", [True, False])
-def test_what_is_advised_for_control_groups_can_help(root: bool, systemd: bool) -> None:
-    first = "30 24 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-    second = "31 24 0:27 / /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n"
-    named = "32 24 0:28 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,name=systemd\n"
-    for mounts in (first, first + second, named, ""):
-        assert "systemd-run" not in (said := remedy(mounts, root=root, systemd=systemd))
-        assert "version 2 alone" in said
-    for mounts in (second, named + second):
-        said = remedy(mounts, root=root, systemd=systemd)
-        assert ("systemd-run" in said) is systemd
-        # Root has no session of its own to ask.
-        assert ("--user" in said) is (systemd and not root)
-
-
-def test_the_limits_of_this_machine_are_reported(found: dict[str, Check]) -> None:
-    said = found["Sandbox limits"].found
-    assert "watched: " in said
-    assert "disk" in said
+def test_the_advice_for_control_groups_fits_the_machine(mounts: str, root: bool, systemd: bool, advice: str) -> None:
+    assert advice in cgroup_remedy(mounts, root=root, systemd=systemd)
 
 
 def test_a_low_limit_of_open_files_is_found() -> None:
@@ -174,18 +153,19 @@ NONE_LEFT = (
     "uid = os.getuid(); os.unshare(os.CLONE_NEWUSER); open('/proc/self/uid_map', 'w').write(f'0 {uid} 1')\n"
     "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
 )
-"""A machine that was set to have none: the setting counts in the user namespace in which it is made."""
+"""A machine that allows no user namespaces: the setting applies in the user namespace where it is made."""
 
 FORBIDDEN = "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1); seccomp.install()\n"
-"""A container as Docker makes it."""
+"""A container with Docker's default filter."""
 
 NO_RIGHTS = (
     "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)\n"
     "table, mounts = seccomp.TABLES[os.uname().machine], frozenset({0x20000})\n"
-    "rule = syscall_filter.ByArgument(0, mounts, syscall_filter.REFUSE, syscall_filter.ALLOW)\n"
-    "seccomp.install(syscall_filter.program(table.audit, {table.refused['unshare']: rule}, seccomp.LAST))\n"
+    "rule = syscall_filter.ArgumentRule(0, mounts, syscall_filter.REFUSE, syscall_filter.ALLOW)\n"
+    "rules = {table.refused['unshare']: rule}\n"
+    "seccomp.install(syscall_filter.compile_filter(table.audit, rules, seccomp.MAX_SYSCALL))\n"
 )
-"""A machine where one can be made, but what needs rights in it is refused, as AppArmor does on Ubuntu."""
+"""A machine where user namespaces give no rights, as AppArmor does on Ubuntu."""
 
 PREPARED = (
     "import os\nfrom nemo_gym_prorl import syscall_filter\n"
@@ -204,8 +184,8 @@ PREPARED = (
 )
 def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found: str, fix: str) -> None:
     code = (
-        f"{PREPARED}{machine}from nemo_gym_prorl.cli.doctor import Attempt, user_namespaces_check\n"
-        "check = user_namespaces_check(Attempt.here()); print(check.level, check.found, check.fix)"
+        f"{PREPARED}{machine}from nemo_gym_prorl.cli.doctor import UserNamespaceProbe, user_namespaces_check\n"
+        "check = user_namespaces_check(UserNamespaceProbe.run()); print(check.level, check.found, check.fix)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100)
     assert said.startswith("missing ")
@@ -213,34 +193,24 @@ def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found
     assert fix in said
 
 
-def test_where_no_sandbox_can_be_made_none_is_tried() -> None:
-    code = (
-        f"{PREPARED}{FORBIDDEN}from nemo_gym_prorl.cli.doctor import examine\nprint([one.name for one in examine()])"
-    )
-    names = ast.literal_eval(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100))
-    assert "User namespaces" in names
-    assert "Sandbox" not in names
-
-
-REFUSALS = st.builds(
-    Attempt,
-    st.sampled_from([Ending.MAKE, Ending.USE]),
-    st.sampled_from([1, 13, 22, 28]),
-    st.booleans(),
-    st.booleans(),
-    st.dictionaries(st.sampled_from([MOST, BY_USERS, APPARMOR]), st.sampled_from(["0", "1", "2"])),
+@pytest.mark.parametrize(
+    ("root", "settings", "fixes"),
+    [
+        (False, {MAX_USERNS_SYSCTL: "0"}, [MAX_USERNS_SYSCTL]),
+        (False, {USERNS_CLONE_SYSCTL: "0"}, [USERNS_CLONE_SYSCTL]),
+        (False, {APPARMOR_USERNS_SYSCTL: "1"}, [APPARMOR_USERNS_SYSCTL]),
+        (True, {USERNS_CLONE_SYSCTL: "0", APPARMOR_USERNS_SYSCTL: "1"}, []),
+        (False, {MAX_USERNS_SYSCTL: "9", USERNS_CLONE_SYSCTL: "1", APPARMOR_USERNS_SYSCTL: "0"}, []),
+    ],
+    ids=["maximum", "Debian", "Ubuntu", "root is exempt", "not by a setting"],
 )
-
-
-@given(REFUSALS)
-def test_every_way_to_have_no_user_namespaces_has_its_remedy(attempt: Attempt) -> None:
-    fix = user_namespaces_check(attempt).fix
+def test_settings_that_forbid_user_namespaces_are_named(
+    root: bool, settings: dict[str, str], fixes: list[str]
+) -> None:
+    attempt = UserNamespaceProbe(ProbeStep.USE, 1, root, filtered=False, settings=settings)
     assert remedies(attempt)
-    set_so = attempt.settings
-    assert (f"{MOST}=" in fix) is (set_so.get(MOST) == "0")
-    # Neither of these two keeps root from making them.
-    assert (f"{BY_USERS}=" in fix) is (set_so.get(BY_USERS) == "0" and not attempt.root)
-    assert (f"{APPARMOR}=" in fix) is (set_so.get(APPARMOR) == "1" and not attempt.root)
+    fix = user_namespaces_check(attempt).fix
+    assert [name for name in (MAX_USERNS_SYSCTL, USERNS_CLONE_SYSCTL, APPARMOR_USERNS_SYSCTL) if name in fix] == fixes
 
 
 def singularity(*version: int) -> Check:
@@ -269,7 +239,7 @@ def test_a_finding_says_what_is_there_and_what_to_do(
 
 def test_a_state_folder_that_machines_share_is_no_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRORL_STATE", str(tmp_path))
-    monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.kind_under(tmp_path)))
+    monkeypatch.setattr(filesystems, "_SHARED_KINDS", re.compile(filesystems.filesystem_type(tmp_path)))
     check = _state()
     assert check.level is Level.MISSING
     assert str(tmp_path) in check.found

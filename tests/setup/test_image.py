@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The default image: complete, started by NeMo Gym's own provider too, rebuilt when its recipe changes."""
+"""The default image: complete, usable with NeMo Gym's own provider, and rebuilt when its recipe changes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, default_image_path, ensure_image, try_image
-from nemo_gym_prorl.sandbox.images.entries import silent
+from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image, run_self_test
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore
-from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -51,22 +50,10 @@ def test_nothing_in_it_is_privileged_or_unreadable(image: Path) -> None:
             assert mode & stat.S_IROTH or path in passwords, path
 
 
-def test_a_second_call_builds_nothing(image: Path) -> None:
-    said: list[str] = []
-    assert ensure_image(DEFAULT, said.append) == image
-    assert said == []
-
-
-def test_a_changed_recipe_is_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = default_image_path()
-    monkeypatch.setattr(debian, "PACKAGES", (*debian.PACKAGES, "make"))
-    assert default_image_path() != before
-
-
 def test_a_broken_image_fails_its_trial(runtime: Runtime, tmp_path: Path) -> None:
     (tmp_path / "root" / "bin").mkdir(parents=True)
     with pytest.raises(InfrastructureError, match=r"apptainer test failed|singularity test failed"):
-        try_image(tmp_path / "root", runtime)
+        run_self_test(tmp_path / "root", runtime)
 
 
 @pytest.mark.parametrize("name", [DEFAULT, KERNEL])
@@ -75,7 +62,7 @@ async def test_a_fresh_sandbox_compiles_no_python(name: str, runtime: Runtime) -
     if name == KERNEL:
         modules += ", IPython.core.interactiveshell"
     script = f"python3 -v -c 'import {modules}' 2>&1"
-    async with await Container.start(ContainerSpec(image=ensure_image(name, silent)), runtime) as container:
+    async with await Container.start(ContainerSpec(image=ensure_image(name, ignore_progress)), runtime) as container:
         done = await container.run(script, timeout_s=60)
     assert done.exit_code == 0, done.stdout[-2000:]
     told = done.stdout.splitlines()
@@ -86,8 +73,8 @@ async def test_a_fresh_sandbox_compiles_no_python(name: str, runtime: Runtime) -
 def test_set_up_gives_the_names_back_to_its_own_images(
     image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = ensure_image(KERNEL, silent)
-    # A cache of its own, since other tests use these names meanwhile.
+    kernel = ensure_image(KERNEL, ignore_progress)
+    # A separate cache, since other tests use these names concurrently.
     folder = tmp_path / "images"
     folder.mkdir()
     for path in (image, kernel):
@@ -95,12 +82,12 @@ def test_set_up_gives_the_names_back_to_its_own_images(
     image, kernel = (folder / path.parent.name / path.name for path in (image, kernel))
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path))
     store = ImageStore()
-    # As a version with other recipes leaves it that shares the cache.
+    # A package version with other recipes leaves the names so.
     store.name("default", kernel.parent.name)
     store.name("kernel", image.parent.name)
     assert (store.find("default"), store.find("kernel")) == (kernel, image)
-    ensure_image(KERNEL, silent)
-    ensure_image(DEFAULT, silent)
+    ensure_image(KERNEL, ignore_progress)
+    ensure_image(DEFAULT, ignore_progress)
     assert (store.find("default"), store.find("kernel")) == (image, kernel)
 
 

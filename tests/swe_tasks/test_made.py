@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.entries import silent
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.servers.task_server import TaskVerifyRequest
 from nemo_gym_prorl.servers.verifier_fixture import as_shipped, play
@@ -101,7 +101,7 @@ async def test_generated_tasks_are_graded_correctly(tmp_path: Path) -> None:
     package = distribution(tmp_path / "sources")
     left = tmp_path / MAKING / ".sums-killed"
     left.mkdir(parents=True)
-    [made] = await make([package], 2, tmp_path, require_runtime(), silent)
+    [made] = await make([package], 2, tmp_path, require_runtime(), ignore_progress)
     assert not left.exists(), "what a killed run left"
     names = [row["instance_id"] for row in made.rows]
     assert names == ["made__sums-1", "made__sums-2", "made__sums-3"]
@@ -123,7 +123,7 @@ async def test_generated_tasks_are_graded_correctly(tmp_path: Path) -> None:
         (reward, False) for _, _, reward in tried
     ], graded
     # A second run reuses the finished tasks.
-    assert await make([package], 2, tmp_path, require_runtime(), silent) == [made]
+    assert await make([package], 2, tmp_path, require_runtime(), ignore_progress) == [made]
 
 
 @pytest.mark.sandbox

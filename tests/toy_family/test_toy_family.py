@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images import build_tools
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.servers.task_server import TaskServerConfig
 from tests.prorl_code.conftest import RESPONSE, Client, task_server
@@ -79,7 +79,7 @@ def without_bash(image: Path, runtime: Runtime, tmp_path: Path) -> Path:
     make_tiny_root(image, tmp_path / "tiny")
     work = tmp_path / "work"
     work.mkdir()
-    return programs.build(runtime, work, str(tmp_path / "tiny"), timeout_s=60, unpacked=True)
+    return build_tools.build(runtime, work, str(tmp_path / "tiny"), timeout_s=60, unpacked=True)
 
 
 async def test_unusable_image_is_the_rows_fault(base_url: str, without_bash: Path) -> None:

@@ -39,7 +39,7 @@ import zstandard
 
 from nemo_gym_prorl.background import PROCESS_LOOPS
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.filesystems import kind_under, on_shared_disk
+from nemo_gym_prorl.filesystems import filesystem_type, is_shared
 from nemo_gym_prorl.rollout.job import Job, Outcome
 from nemo_gym_prorl.rollout.request import Draining
 from nemo_gym_prorl.rollout.settings import JOURNAL_KEEP_BYTES, JOURNAL_KEEP_S
@@ -395,10 +395,10 @@ def _checked_folder(place: str) -> Path:
         raise _refusal(f"{place.split('@')[-1]} is no folder; name a folder on this machine's own disk")
     if not folder.is_absolute():
         raise _refusal(f"{place!r} is a relative path; give a folder that begins with /")
-    if on_shared_disk(folder):
+    if is_shared(folder):
         raise _refusal(
-            f"{folder} is on a file system that machines share ({kind_under(folder)}), where SQLite loses data; name "
-            "a folder on this machine's own disk"
+            f"{folder} is on a file system that machines share ({filesystem_type(folder)}), where SQLite loses data; "
+            "name a folder on this machine's own disk"
         )
     return folder
 

@@ -1,20 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The user's cache folder, and folders in it that several processes and machines fill, use and clear at the same time.
+"""The cache folder, and the entries that several processes and machines create, use and remove there concurrently.
 
-The cache holds everything that set-up builds and can build again. Images, on a file system that may be shared, and
-their unpacked copies, on each machine's own disk, follow one set of rules. Invariants:
+The cache holds everything that set-up builds and can build again. Two folders of entries follow the same rules:
+images, on a file system that may be shared, and their unpacked copies on each machine's own disk. Invariants:
 
-- An entry becomes visible only after it is complete: it is made in a folder beside its place, which is then renamed.
-  A folder can't be renamed over another that has something in it, so the entry that was made first stays. This holds
-  on any file system, whatever becomes of the locks and of the makers.
-- Each entry has two lock files, which the kernel releases when their holder dies. The maker holds one, so an entry is
-  made once. Users share the other, and removal needs it exclusively; its time stamp is the last use of the entry.
-- What a killed maker or remover left has no name, and is swept when its lock can be had.
-- What has no name yet, or none any more, is closed to other users, who must not run a half-made image's programs.
+- An entry becomes visible only after it is complete: it is made in a folder beside its place, which is then renamed. A
+  folder can't be renamed over a non-empty one, so the first entry stays. This holds on any file system, even if locks
+  fail or makers die.
+- Each entry has two lock files, which the kernel releases when their holder dies. The maker holds one, so that an
+  entry is made once. Users share the other, and removal needs it exclusively; its modification time is the last use of
+  the entry.
+- Folders that a killed maker or remover left are not visible, and are swept once their lock is free.
+- Folders that are not visible are closed to other users, who must not run programs of an incomplete image.
 
-Where a file system has no locks (Lustre mounted without ``flock``, say), or is shared and may not show them to other
-machines, they only save double work: there, whatever was touched within :data:`UNSEEN_S` counts as used.
+Some file systems have no locks, and on shared ones locks may not reach other machines. There the locks only avoid
+duplicate work, and everything touched within :data:`UNSEEN_USE_S` counts as used.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.filesystems import on_shared_disk
+from nemo_gym_prorl.filesystems import is_shared
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
 Progress = Callable[[str], None]
-"""Told one short line, without a full stop, whenever a longer step begins."""
+"""Receives one short line, without a full stop, at the start of each long step."""
 
 
-def silent(_message: str) -> None:
-    """The :data:`Progress` of those who do not want to know."""
+def ignore_progress(_message: str) -> None:
+    """:data:`Progress` that prints nothing."""
 
 
 def cache_dir() -> Path:
-    """The cache folder: ``$PRORL_CACHE``, else ``$XDG_CACHE_HOME/nemo-gym-prorl``, else ``~/.cache/nemo-gym-prorl``.
+    """Return the cache folder: ``$PRORL_CACHE``, else ``$XDG_CACHE_HOME/nemo-gym-prorl``, else
+    ``~/.cache/nemo-gym-prorl``.
 
-    A relative ``XDG_CACHE_HOME`` is ignored, as its specification asks. The folder need not exist yet.
+    A relative ``XDG_CACHE_HOME`` is ignored, as its specification demands. The folder need not exist.
     """
     if own := os.environ.get("PRORL_CACHE"):
         return Path(own).expanduser().absolute()
@@ -59,12 +61,13 @@ def cache_dir() -> Path:
 
 
 def machine() -> str:
-    """The processor architecture, e.g. ``x86_64``: part of every name, since unlike nodes may share a home folder."""
+    """Return the processor architecture, e.g. ``x86_64``; part of entry names, since different nodes may share a home
+    folder."""
     return platform.machine()
 
 
-UNSEEN_S = 24 * 3600.0
-"""How long something may be in use, or in the making, on a machine whose locks can't be seen here."""
+UNSEEN_USE_S = 24 * 3600.0
+"""Longest use or build on a machine whose locks are not visible here."""
 
 _LOCKS = ".locks"
 
@@ -73,13 +76,13 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that is there.
+    """One complete entry.
 
     Attributes:
-        name: its name.
+        name: name of the entry.
         path: its folder.
-        last_use: when it was last used, made or, failing that, changed; seconds since 1970.
-        used: somebody uses it now, or may.
+        last_use: time of the last use, or else of its creation; seconds since 1970.
+        used: whether it is or may be in use.
     """
 
     name: str
@@ -90,38 +93,38 @@ class Entry:
 
 @dataclass(slots=True)
 class Lock:
-    """A lock that is held. ``certain`` is false where the file system has none: others may hold it as well."""
+    """A lock that is held. ``certain`` is false on file systems without locks, where others may hold it as well."""
 
     descriptor: int
     certain: bool
 
     def release(self) -> None:
-        """Let go; a copy that another process was given goes on holding it."""
+        """Release the lock; a copy of its descriptor in another process keeps it."""
         os.close(self.descriptor)
 
 
 class Entries:
-    """See the module. The folder is made when something is."""
+    """The entries of one folder, which is created on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, name: str) -> Path:
-        """Where the thing of that name is, or would be."""
+        """Return the folder of an entry, whether or not it exists."""
         return self.folder / name
 
     @contextmanager
     def making(
-        self, name: str, progress: Progress = silent, sound: Callable[[], bool] = lambda: True
+        self, name: str, progress: Progress = ignore_progress, is_valid: Callable[[], bool] = lambda: True
     ) -> Iterator[Path | None]:
-        """Wait until nobody makes the thing; an empty folder to make it in, or ``None`` if it is there by now.
+        """Lock an entry for creation; yields an empty folder to build in, or ``None`` if the entry exists by then.
 
-        What is made is kept with :meth:`publish`; everything else in that folder goes.
+        :meth:`publish` makes the entry visible; everything else in the folder is removed at the end.
 
         Args:
-            name: of the thing.
-            progress: told if somebody else is waited for.
-            sound: whether what is there is good for anything; if not, it is removed first, by its one maker.
+            name: name of the entry.
+            progress: receives a line if another maker is waited for.
+            is_valid: whether an existing entry is usable; an unusable one is removed first.
 
         Raises:
             InfrastructureError: the folder can't be written.
@@ -130,16 +133,16 @@ class Entries:
             (self.folder / _LOCKS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InfrastructureError(
-                f"{self.folder} can't be written ({error.strerror}): set PRORL_CACHE to a folder of yours"
+                f"{self.folder} can't be written ({error.strerror}): set PRORL_CACHE to a folder of your own"
             ) from error
         lock = self._make_lock(name)
         hold = self._lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
-            progress(f"waiting for somebody else who makes {name}")
+            progress(f"waiting for another process that makes {name}")
             hold = self._lock(lock, fcntl.LOCK_EX)
         assert hold is not None
         try:
-            if self.path(name).is_dir() and not sound():
+            if self.path(name).is_dir() and not is_valid():
                 self.remove(name)
             if self.path(name).is_dir():
                 yield None
@@ -150,8 +153,8 @@ class Entries:
             hold.release()
 
     def publish(self, made: Path, name: str) -> Path:
-        """Give what was made in the folder of :meth:`making` its name; if that is taken, the other one stays."""
-        os.utime(made)  # an archive gives its top folder the date that it had elsewhere
+        """Make an entry visible by renaming ``made``; an existing entry stays."""
+        os.utime(made)  # an archive may set an old modification time
         try:
             made.rename(self.path(name))
         except OSError as error:
@@ -160,8 +163,10 @@ class Entries:
         return self.path(name)
 
     def use(self, name: str) -> Lock | None:
-        """Keep a thing from being removed until the lock is let go of; ``None`` if it is not there. May block while
-        it is being made or removed."""
+        """Keep an entry from removal until the returned lock is released; ``None`` if the entry does not exist.
+
+        May block while the entry is made or removed.
+        """
         if not self.path(name).is_dir():
             return None
         hold = self._lock(self._use_lock(name), fcntl.LOCK_SH)
@@ -169,16 +174,16 @@ class Entries:
         if not self.path(name).is_dir():
             hold.release()
             return None
-        # Somebody else's folder can be used, but not written.
+        # Another user's folder can be used, but not written.
         with contextlib.suppress(PermissionError):
             os.utime(hold.descriptor)
         return hold
 
     def all(self) -> list[Entry]:
-        """Everything that is there, by name."""
+        """Return all entries by name."""
         if not self.folder.is_dir():
             return []
-        now, unseen = time.time(), on_shared_disk(self.folder)
+        now, unseen = time.time(), is_shared(self.folder)
         found = []
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or not path.is_dir():
@@ -189,12 +194,12 @@ class Entries:
         return found
 
     def remove(self, name: str) -> bool:
-        """Remove a thing unless it is used; whether it is gone."""
+        """Remove an entry unless it is used; returns whether it is gone."""
         hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             return False
         try:
-            # Out of sight in one step, so that nobody meets half of it.
+            # Hide the entry in one step, so that no process sees a part of it.
             with _staging(self.path(name)) as work, contextlib.suppress(FileNotFoundError):
                 self.path(name).rename(work / "removed")
             return True
@@ -202,17 +207,17 @@ class Entries:
             hold.release()
 
     def sweep(self, *, dry_run: bool = False) -> list[Path]:
-        """Remove what killed makers and removers left; gives its folders."""
+        """Remove what killed makers and removers left; returns those folders."""
         if not self.folder.is_dir():
             return []
-        unseen = on_shared_disk(self.folder)
+        unseen = is_shared(self.folder)
         left = []
         for path in sorted(self.folder.glob(".*-*")):
             hold = self._lock(self._make_lock(path.name[1:].rpartition("-")[0]), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if hold is None:
                 continue
             try:
-                old = time.time() - path.stat().st_mtime > UNSEEN_S
+                old = time.time() - path.stat().st_mtime > UNSEEN_USE_S
                 if old or (hold.certain and not unseen):
                     left.append(path)
                     if not dry_run:
@@ -225,13 +230,13 @@ class Entries:
 
     def _in_use(self, name: str, last_use: float, now: float, unseen: bool) -> bool:
         if not self._use_lock(name).exists():
-            # Not made here: its time stamp would be taken for that of a use.
-            return unseen and now - last_use < UNSEEN_S
+            # Locking would create the lock file, whose modification time would look like a use.
+            return unseen and now - last_use < UNSEEN_USE_S
         hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             return True
         hold.release()
-        return (unseen or not hold.certain) and now - last_use < UNSEEN_S
+        return (unseen or not hold.certain) and now - last_use < UNSEEN_USE_S
 
     def _use_lock(self, name: str) -> Path:
         return self.folder / _LOCKS / f"{name}.use"
@@ -240,7 +245,7 @@ class Entries:
         return self.folder / _LOCKS / f"{name}.make"
 
     def _lock(self, path: Path, how: int) -> Lock | None:
-        """Lock a file; ``None`` if that is not to be waited for and somebody else holds it."""
+        """Lock a file; ``None`` if ``how`` does not wait and another process holds the lock."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -261,7 +266,7 @@ class Entries:
         return Lock(descriptor, certain=True)
 
     def _lock_of_others(self, path: Path, how: int) -> Lock | None:
-        """In somebody else's folder, share the lock where it can be read; what needs it alone is not for us to do."""
+        """Share a lock in another user's folder, if it can be read; exclusive locks are refused there."""
         if not how & fcntl.LOCK_SH:
             return None
         try:
@@ -275,7 +280,7 @@ class Entries:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """An empty folder of one's own beside ``target``; gone, with all that is in it, at the end."""
+    """Yield an empty private folder beside ``target``, which is removed with its contents at the end."""
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield folder
@@ -284,22 +289,22 @@ def _staging(target: Path) -> Iterator[Path]:
 
 
 def flush(folder: Path) -> None:
-    """Have the file system of ``folder`` write down what it holds in memory.
+    """Write the data of the folder's file system to its disk.
 
-    A shared one is left alone: it writes what is closed, and hurrying it would hold up everybody who uses it.
+    Does nothing on a shared file system: it writes closed files by itself, and a sync would delay all its users.
     """
-    if on_shared_disk(folder):
+    if is_shared(folder):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
-            raise OSError(ctypes.get_errno(), f"{folder} can't be written to its disk")
+            raise OSError(ctypes.get_errno(), f"{folder} can't be synced to its disk")
     finally:
         os.close(descriptor)
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that may still be written where ``folder`` is, or would be made."""
+    """Return free bytes on the file system where ``folder`` is or would be created."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

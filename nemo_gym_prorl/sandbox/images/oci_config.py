@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration that a registry's image was published with: variables, working folder, user, entrypoint.
 
-Apptainer turns the variables into a shell script and loses the rest. The script is no faithful copy: values are
-escaped twice, commands in values run, and names that a shell does not accept are dropped. So the configuration is read
-from the blobs that a pull leaves behind, kept beside the image (:mod:`.store`), and applied without a shell.
+Apptainer turns the variables into a shell script and loses the rest. The script is not faithful: values are escaped
+twice, commands in values run, and names that a shell refuses are dropped. So this module reads the configuration from
+the blobs that a pull leaves behind. It is stored beside the image (:mod:`.store`) and applied without a shell.
 
-Contents are untrusted: whoever published the image controls them.
+Contents are untrusted: the publisher of the image controls them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.fields import variable_trouble
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
+from nemo_gym_prorl.sandbox.launcher.requests import MAX_ENVIRONMENT_BYTES
 
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""``PATH`` of images that set none, as container engines have it."""
+"""``PATH`` of images that set none, as in container engines."""
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _LARGEST_BLOB = 8 << 20  # bytes; registries refuse manifests above 4 MiB
@@ -42,14 +42,14 @@ _SCRIPT = ".singularity.d/env/10-docker2singularity.sh"
 
 @dataclass(frozen=True, slots=True)
 class OciConfig:
-    """See the module.
+    """An image's configuration.
 
     Attributes:
-        env: the image's variables.
-        workdir: where commands start, absolute; empty if not set.
+        env: variables of the image.
+        workdir: absolute working folder of commands; empty if not set.
         user: name or number of its user, without the group; empty for root.
-        entrypoint: the program that the image is published for, with its default arguments; never started unasked.
-        extended: the image was built on the published one, so scripts of its own may set more variables.
+        entrypoint: entrypoint and default arguments of the image; started only on request.
+        extended: whether the image was built on the published one, so that its own scripts may set more variables.
     """
 
     env: dict[str, str]
@@ -60,21 +60,21 @@ class OciConfig:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> OciConfig:
-        """Read the ``config`` object of an image's configuration.
+        """Parse the ``config`` object of an image's configuration.
 
         Raises:
-            ValueError: a field has the wrong type, or a variable can't be set; names it.
+            ValueError: a field has the wrong type, or a variable can't be set; names the field.
         """
         env: dict[str, str] = {}
         for entry in _texts(config, "Env"):
             name, equals, value = entry.partition("=")
             if not equals or not name:
-                continue  # container engines ignore such entries, too
+                continue  # ignored by container engines, too
             if trouble := variable_trouble(name, value):
                 raise ValueError(f"Env: {trouble}")
             env[name] = value
-        if sum(len(os.fsencode(name + value)) + 2 for name, value in env.items()) > MOST_VARIABLES:
-            raise ValueError(f"Env: holds more than {MOST_VARIABLES >> 20} MiB")
+        if sum(len(os.fsencode(name + value)) + 2 for name, value in env.items()) > MAX_ENVIRONMENT_BYTES:
+            raise ValueError(f"Env: holds more than {MAX_ENVIRONMENT_BYTES >> 20} MiB")
         workdir = _text(config, "WorkingDir")
         return cls(
             env,
@@ -85,7 +85,7 @@ class OciConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What :meth:`parse` reads."""
+        """Return an object that :meth:`parse` accepts."""
         return {
             "Env": [f"{name}={value}" for name, value in self.env.items()],
             "WorkingDir": self.workdir,
@@ -95,13 +95,13 @@ class OciConfig:
         }
 
     def environment(self, reported: Mapping[str, str]) -> dict[str, str]:
-        """The variables of commands, of those that the runtime ``reported`` only what the image's scripts add."""
+        """Return the variables of commands; the ``reported`` ones of the runtime only count where the image's scripts
+        add some."""
         return {"PATH": DEFAULT_PATH, **self.env, **(reported if self.extended else {})}
 
     def rewrite_script(self, root: Path) -> None:
-        """Replace Apptainer's script of variables in a root folder, so that images built on it start from exact
-        values."""
-        script = rootfs.inside(root, _SCRIPT)
+        """Replace Apptainer's variables script in a root folder by exact values, for images that are built on it."""
+        script = rootfs.resolve_inside(root, _SCRIPT)
         if not script.parent.is_dir():
             return
         lines = [
@@ -114,8 +114,8 @@ class OciConfig:
         script.chmod(0o755)
 
 
-def of_pull(downloads: Path) -> OciConfig:
-    """Read the configuration of the one image that was pulled into a cache folder of the runtime's.
+def read_pulled_config(downloads: Path) -> OciConfig:
+    """Return the configuration of the image that was pulled into a cache folder of the runtime.
 
     Args:
         downloads: the runtime's cache folder, used for this image only.
@@ -134,15 +134,17 @@ def of_pull(downloads: Path) -> OciConfig:
     config = found[-1].get("config") or {}
     try:
         if not isinstance(config, dict):
-            raise ValueError("is no object")
+            raise ValueError("it is not an object")
         return OciConfig.parse(config)
     except ValueError as error:
         raise CallerError(f"the image's configuration can't be applied: {error}", field="image") from error
 
 
-def account(user: str, root: Path) -> tuple[int, str] | None:
-    """Number and home folder of an image's user by the ``/etc/passwd`` of its root folder; ``None`` if there is no
-    such user. A number needs no entry."""
+def lookup_account(user: str, root: Path) -> tuple[int, str] | None:
+    """Return id and home folder of a user by the image's ``/etc/passwd``; ``None`` if there is no such user.
+
+    A number needs no entry.
+    """
     number = int(user) if re.fullmatch(r"[0-9]{1,9}", user) else None
     for line in _passwd(root):
         fields = line.split(":")
@@ -153,8 +155,8 @@ def account(user: str, root: Path) -> tuple[int, str] | None:
 
 def _passwd(root: Path) -> list[str]:
     try:
-        # It may be a pipe.
-        opened = os.open(rootfs.inside(root, "/etc/passwd"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # O_NONBLOCK: the image may have a pipe there.
+        opened = os.open(rootfs.resolve_inside(root, "/etc/passwd"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(opened, "rb") as file:
             return (file.read(_LARGEST_BLOB) or b"").decode("utf-8", "replace").splitlines()
     except OSError:
@@ -162,7 +164,7 @@ def _passwd(root: Path) -> list[str]:
 
 
 def _configurations(layout: Path, index: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
-    """The configurations that a layout holds; of images for several processors only one was fetched."""
+    """Yield the configurations in a layout; of a multi-platform image only one was downloaded."""
     for entry in index.get("manifests", ()):
         manifest = _blob(layout, entry)
         if manifest is None:
@@ -183,19 +185,19 @@ def _read(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         value = json.loads(file.read(_LARGEST_BLOB))
     if not isinstance(value, dict):
-        raise ValueError(f"{path.name} holds no object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return value
 
 
 def _text(config: Mapping[str, Any], name: str) -> str:
     value = config.get(name) or ""
     if not isinstance(value, str) or "\0" in value:
-        raise ValueError(f"{name}: must be text")
+        raise ValueError(f"{name}: must be a string without NUL")
     return value
 
 
 def _texts(config: Mapping[str, Any], name: str) -> list[str]:
     value = config.get(name) or []
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ValueError(f"{name}: must be a list of texts")
+        raise ValueError(f"{name}: must be a list of strings")
     return value

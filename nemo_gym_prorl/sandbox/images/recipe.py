@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an image is made of, and the definition file that makes it. Pure.
+"""Recipes of images, and the definition files that build them. Pure.
 
-A recipe is a base, packages and a template of a definition file. Its key is a hash of all of them, so that an image
-whose recipe has not changed is built once.
+A recipe is a base, packages and a template of a definition file. Its key is a hash of all of them, so an image whose
+recipe has not changed is built once.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ PACKAGES_TEMPLATE = "packages"
 """The template that installs ``apt`` and ``pip`` packages on a base."""
 
 LOCKS_FOLDER = "/opt/prorl/locks"
-"""Where an image has the lock files of its recipe."""
+"""Folder inside an image for the lock files of its recipe."""
 
 COMPILE_PYTHON = (
     "python3 -c 'import compileall, os, sys; "
     "[compileall.compile_dir(folder, quiet=2, workers=0) for folder in filter(os.path.isdir, sys.path)]'"
 )
-"""For templates: has an image's Python compile all that it can import, as each fresh sandbox would otherwise.
+"""Shell command for templates: compiles all importable Python files of an image, so that sandboxes need not.
 
-By times of change and not by hashes: who edits a library in a sandbox must see the edit. Some files are no Python, on
-purpose, and stay as they are."""
+The compiled files are validated by modification time, not by hash: an agent that edits a library must see the edit.
+Errors are ignored, since some packages contain invalid Python on purpose.
+"""
 
 _KEY_LENGTH = 12
 _APT = re.compile(r"[a-z0-9][a-z0-9+.-]*(?:=[A-Za-z0-9.+:~-]+)?")
@@ -45,19 +46,19 @@ _PIP = re.compile(r"[A-Za-z0-9][^\s'\\]*")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What an image is made of.
+    """Everything that decides what is built.
 
     Attributes:
-        template: text of a Jinja2 template of a definition file; it finds ``base``, ``apt``, ``pip``, ``locks``,
-            ``compile_python`` and its own variables.
-        base: identity of what it is made from: names its content as well as can be known.
-        machine: the processor, as ``uname -m`` says it.
-        format: what comes out.
+        template: text of a Jinja2 template of a definition file; its variables are ``base``, ``apt``, ``pip``,
+            ``locks``, ``compile_python`` and those in ``variables``.
+        base: identity of the base's content, as exact as is known.
+        machine: processor, as ``uname -m`` names it.
+        format: format of the image.
         apt: packages of the distribution, ``NAME`` or ``NAME=VERSION``.
-        pip: Python packages, as pip is told.
-        locks: file name to contents, of lock files and whatever else decides what is installed.
-        wheels: Python packages that are unpacked for the image's Python from outside, where it has no pip.
-        variables: for the template.
+        pip: Python packages, as requirements for pip.
+        locks: file name to contents of lock files and other files that decide what is installed.
+        wheels: Python packages unpacked from outside, for images whose Python has no pip.
+        variables: further variables of the template.
     """
 
     template: str
@@ -80,11 +81,11 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
 
 
-def check(recipe: Recipe) -> None:
-    """Refuse what can't be put into a definition file.
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse values that a definition file can't hold.
 
     Raises:
-        CallerError: names the field.
+        CallerError: for the field with the invalid value.
     """
     for name, pattern, values in (
         ("apt", _APT, recipe.apt),
@@ -93,24 +94,24 @@ def check(recipe: Recipe) -> None:
     ):
         for value in sorted(values):
             if not pattern.fullmatch(value):
-                raise CallerError(f"{value!r} is no package", field=name)
+                raise CallerError(f"{value!r} is not the name of a package", field=name)
     for name in recipe.locks:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
             raise CallerError(
-                f"{name!r}: letters, digits, '.', '_' and '-' make the name of a lock file", field="locks"
+                f"{name!r} is no name for a lock file: use letters, digits, '.', '_' and '-'", field="locks"
             )
 
 
 def render(template: str, header: str, recipe: Recipe) -> str:
-    """The definition file.
+    """Return the definition file.
 
     Args:
-        template: the template's text.
-        header: its first lines, ``Bootstrap:`` and what follows; the variable ``base``.
-        recipe: for all other variables.
+        template: text of the template.
+        header: value of the variable ``base``: ``Bootstrap:`` and the lines that follow.
+        recipe: values of all other variables.
 
     Raises:
-        CallerError: the template is wrong or wants a variable that is not there; names the line.
+        CallerError: the template has a syntax error or uses an unknown variable; names the line.
     """
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -130,19 +131,21 @@ def render(template: str, header: str, recipe: Recipe) -> str:
     except jinja2.TemplateError as error:
         raise CallerError(f"{error.message}; give it with --set NAME=VALUE", field="template") from error
     if not re.search(r"^\s*bootstrap:", text, re.IGNORECASE | re.MULTILINE):
-        raise CallerError("it has no 'Bootstrap:' line: begin it with {{ base }}", field="template")
+        raise CallerError("the template renders no 'Bootstrap:' line: begin it with {{ base }}", field="template")
     return text
 
 
 def template_text(name: str) -> str:
-    """A template that comes with this package.
+    """Return the text of a template that ships with this package.
 
     Raises:
-        CallerError: there is none of that name.
+        CallerError: no template has that name.
     """
     folder = resources.files("nemo_gym_prorl.sandbox.images") / "templates"
     file = folder / f"{name}.def.j2"
     if not file.is_file():
         known = sorted(entry.name.removesuffix(".def.j2") for entry in folder.iterdir())
-        raise CallerError(f"there is no {name!r}, only {', '.join(known)} and files of yours", field="template")
+        raise CallerError(
+            f"no template is named {name!r}: choose from {', '.join(known)}, or give a path", field="template"
+        )
     return file.read_text()

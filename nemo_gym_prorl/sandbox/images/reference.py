@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What may be written where an image is asked for, and what is meant by it. Pure.
+"""Parse references to images. Pure.
 
-| written                             | meant                                                      |
+| text                                | meaning                                                    |
 |-------------------------------------|------------------------------------------------------------|
-| ``docker://python:3.12``            | an image of a registry, Docker Hub's if none is named      |
+| ``docker://python:3.12``            | an image of a registry, Docker Hub if none is named        |
 | ``/images/x.sif``, ``./folder``     | a path: a SIF or an unpacked root folder                   |
-| ``cache:swe-tasks/images/x.sif``    | a path below the cache folder, wherever that is            |
-| ``swe-base``                        | an image that ``prorl image build`` or ``pull`` has named  |
+| ``cache:swe-tasks/images/x.sif``    | a path below the cache folder                              |
+| ``swe-base``                        | an image named by ``prorl image build`` or ``pull``        |
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 
 
-CACHED = "cache:"
-"""Before a path below the cache folder: rows that name images so are good on any machine that has made these."""
+CACHE_PREFIX = "cache:"
+"""Prefix of paths below the cache folder. Rows that use it work on every machine with those images."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -35,77 +35,77 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Registry:
+class RegistryImage:
     """An image in a registry.
 
     Attributes:
-        uri: its address, complete: with the registry's name, and a tag or digest.
+        uri: complete address: registry, repository, and tag or digest.
     """
 
     uri: str
 
     def entry(self, machine: str) -> str:
-        """The name of its entry among our images: readable, unique, and a file name."""
+        """Return the name of its store entry: readable, unique, and a valid file name."""
         readable = re.sub(r"[^A-Za-z0-9._]+", "-", self.uri.partition("://")[2].partition("/")[2])[-60:].strip("-.")
         return f"{readable}-{hashlib.sha256(f'{self.uri} {machine}'.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalImage:
     """A path on this machine."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """The name of an image of ours."""
+class NamedImage:
+    """The name of an image in the store."""
 
     name: str
 
 
-Reference = Registry | Local | Named
+Reference = RegistryImage | LocalImage | NamedImage
 
 
 def parse(text: str, field: str = "image") -> Reference:
-    """Understand what a user wrote.
+    """Parse a reference.
 
     Raises:
-        CallerError: nothing that there is; for ``field``.
+        CallerError: the text is no reference; for ``field``.
     """
     if "://" in text:
-        return registry(text, field)
+        return parse_registry(text, field)
     if "\0" in text:
         raise CallerError("must not hold a NUL character", field=field)
-    if text.startswith(CACHED):
-        below = PurePosixPath(text.removeprefix(CACHED))
+    if text.startswith(CACHE_PREFIX):
+        below = PurePosixPath(text.removeprefix(CACHE_PREFIX))
         if below.is_absolute() or ".." in below.parts or not below.name:
-            raise CallerError(f"{text!r} is not below the cache folder", field=field)
-        return Local(cache_dir() / below)
+            raise CallerError(f"{text!r} must be a path below the cache folder, without '..'", field=field)
+        return LocalImage(cache_dir() / below)
     if "/" in text or text.endswith(".sif") or text.startswith(("~", ".")):
-        # A user that nobody knows stays a part of the name.
-        return Local(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
-    return Named(check_name(text, field))
+        # expanduser leaves unknown users unchanged.
+        return LocalImage(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
+    return NamedImage(check_name(text, field))
 
 
-def written(path: Path) -> str:
-    """How to write down where an image lies: below the cache folder, if it is there."""
+def portable_path(path: Path) -> str:
+    """Return the reference of a path, relative to the cache folder if the path is below it."""
     cache = cache_dir()
-    return f"{CACHED}{path.relative_to(cache)}" if path.is_relative_to(cache) else str(path)
+    return f"{CACHE_PREFIX}{path.relative_to(cache)}" if path.is_relative_to(cache) else str(path)
 
 
-def registry(text: str, field: str = "image") -> Registry:
-    """As :func:`parse`, where only an image of a registry can be meant and ``docker://`` may be left out.
+def parse_registry(text: str, field: str = "image") -> RegistryImage:
+    """Parse an image of a registry; ``docker://`` is optional.
 
     Raises:
-        CallerError: it is not the name of an image; for ``field``.
+        CallerError: the text is no such address; for ``field``.
     """
     scheme, separator, rest = text.strip().rpartition("://")
     if separator and scheme != "docker":
-        raise CallerError(f"{text!r} can't be had: docker:// addresses, paths and names can", field=field)
+        raise CallerError(f"{text!r} is not supported: use a docker:// address, a path or a name", field=field)
     rest, _, digest = rest.partition("@")
     host, slash, path = rest.partition("/")
-    # As every tool does: the first part is a host if it looks like one.
+    # As in Docker, the first part is a host if it looks like one.
     if not slash or not (set(".:") & set(host) or host == "localhost"):
         host, path = _HUB, rest
     path, colon, tag = path.partition(":")
@@ -115,21 +115,21 @@ def registry(text: str, field: str = "image") -> Registry:
     fine = _HOST.fullmatch(host) and _REPOSITORY.fullmatch(path) and (not colon or _TAG.fullmatch(tag))
     if not fine or ("@" in text and not _DIGEST.fullmatch(digest)):
         raise CallerError(
-            f"{text!r} is not the address of an image: HOST/NAME:TAG or HOST/NAME@sha256:DIGEST is", field=field
+            f"{text!r} is not the address of an image: use HOST/NAME:TAG or HOST/NAME@sha256:DIGEST", field=field
         )
-    return Registry(f"docker://{host}/{path}" + (f"@{digest}" if digest else f":{tag or 'latest'}"))
+    return RegistryImage(f"docker://{host}/{path}" + (f"@{digest}" if digest else f":{tag or 'latest'}"))
 
 
 def check_name(text: str, field: str = "name") -> str:
-    """The name as it is.
+    """Return ``text`` if it is a valid name of an image.
 
     Raises:
-        CallerError: it can't be one; for ``field``.
+        CallerError: it is not; for ``field``.
     """
     if not NAME.fullmatch(text):
         raise CallerError(
-            f"{text!r} is no name of an image: letters, digits, '.', '_' and '-' make one (a path holds a '/', and an "
-            "image of a registry begins with docker://)",
+            f"{text!r} is no name of an image: use letters, digits, '.', '_' and '-' (a path contains '/', and an "
+            "image of a registry starts with docker://)",
             field=field,
         )
     return text

@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The images of a user, and what a sandbox on this machine starts from.
+"""The image store: a user's images, and what sandboxes on this machine start from.
 
-Two folders of entries (:mod:`.entries`): *images*, in the cache folder, which machines may share, and *copies*,
-unpacked ones on this machine's own disk. A root folder starts in half of the time that mounting a SIF and an overlay
-over it takes, and needs no FUSE; but many small files are the worst that a shared file system can be given. So images
-travel and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is
-room.
+The store has two folders of entries (:mod:`.entries`): *images*, in the cache folder, which machines may share, and
+*copies*, unpacked images on this machine's own disk. A root folder needs neither FUSE nor a mount of a SIF. But many
+small files strain a shared file system. So on a shared cache an image is stored as one file, and is unpacked once per
+machine, as far as there is room.
 
-An entry of either is a folder with the image, ``root`` or ``image.sif``, and ``image.json``, which describes it.
+An entry is a folder with the image (``root`` or ``image.sif``) and ``image.json``, which describes it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.filesystems import on_shared_disk
-from nemo_gym_prorl.sandbox.images import programs, rootfs
+from nemo_gym_prorl.filesystems import is_shared
+from nemo_gym_prorl.sandbox.images import build_tools, rootfs
 from nemo_gym_prorl.sandbox.images.entries import (
     Entries,
     Entry,
@@ -33,14 +32,14 @@ from nemo_gym_prorl.sandbox.images.entries import (
     cache_dir,
     flush,
     free_bytes,
+    ignore_progress,
     machine,
-    silent,
 )
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 from nemo_gym_prorl.sandbox.images.recipe import Format
-from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
-from nemo_gym_prorl.sandbox.images.rootfs import check_made, fuse_trouble
-from nemo_gym_prorl.sandbox.isolation.privilege import user_outside
+from nemo_gym_prorl.sandbox.images.reference import LocalImage, NamedImage, Reference, RegistryImage, parse
+from nemo_gym_prorl.sandbox.images.rootfs import check_usable, fuse_error
+from nemo_gym_prorl.sandbox.isolation.privilege import outer_uid
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -50,16 +49,16 @@ SIF = "image.sif"
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
-    """What is noted down about an image when it is made.
+class ImageInfo:
+    """Description of an image, written when it is made.
 
     Attributes:
         kind: ``image`` (built), ``pulled`` or ``copy`` (unpacked).
-        source: what it was made from, for people.
-        format: what it is.
-        bytes: its size on disk.
-        made: when; seconds since 1970.
-        config: of the registry's image that it is or was made from, if it is or was.
+        source: what it was made from, for display.
+        format: its format.
+        bytes: size on disk.
+        made: creation time; seconds since 1970.
+        config: configuration of the registry's image that it comes from, if any.
     """
 
     kind: str
@@ -72,52 +71,54 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image that is there.
+    """One image in the store.
 
     Attributes:
-        entry: where it lies, and when it was used.
-        info: what was noted down about it.
-        names: what users call it.
-        unpacked: this machine has an unpacked copy of it, or it is a folder.
+        entry: folder and last use.
+        info: its description.
+        names: names that users gave it.
+        unpacked: whether it is a folder or has an unpacked copy on this machine.
     """
 
     entry: Entry
-    info: Info
+    info: ImageInfo
     names: tuple[str, ...] = ()
     unpacked: bool = False
 
 
-def write_info(folder: Path, info: Info) -> None:
-    """Note down what an entry is, before it gets its name."""
+def write_info(folder: Path, info: ImageInfo) -> None:
+    """Write the description of an entry before it is published."""
     config = info.config.to_json() if info.config else None
     (folder / INFO_FILE).write_text(json.dumps({**asdict(info), "config": config}))
 
 
-def read_info(folder: Path) -> Info | None:
-    """What an entry is; ``None`` if it went away, or there is no such note in it, as where it was made by a version of
-    this package that knew none. What a later version has noted down besides is none of ours."""
+def read_info(folder: Path) -> ImageInfo | None:
+    """Return the description of an entry; ``None`` if it has none, or one without the required fields.
+
+    Unknown fields, which a later version of this package may write, are ignored.
+    """
     try:
         noted = json.loads((folder / INFO_FILE).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    if any(field.name not in noted for field in fields(Info) if field.default is MISSING):
+    if any(field.name not in noted for field in fields(ImageInfo) if field.default is MISSING):
         return None
-    known = {field.name: noted[field.name] for field in fields(Info) if field.name in noted}
+    known = {field.name: noted[field.name] for field in fields(ImageInfo) if field.name in noted}
     config = known.get("config")
-    return Info(**{**known, "config": OciConfig.parse(config) if config else None})
+    return ImageInfo(**{**known, "config": OciConfig.parse(config) if config else None})
 
 
 def config_of(image: Path) -> OciConfig | None:
-    """Return the configuration that was kept beside a root folder or SIF of a store; ``None`` elsewhere."""
+    """Return the configuration stored beside a root folder or SIF; ``None`` outside of a store."""
     info = read_info(image.parent) if image.name in (ROOT, SIF) else None
     return info.config if info else None
 
 
-EXPANSION = 4
-"""Room that is taken for a SIF's unpacked copy, in sizes of the SIF; three is usual."""
+UNPACKED_SIZE_FACTOR = 4
+"""Room reserved for an unpacked copy, in sizes of the SIF; the usual factor is three."""
 
-LEAST_FREE = 64 << 20
-"""A disk with less than these bytes left is full."""
+MIN_FREE_BYTES = 64 << 20
+"""A disk with fewer free bytes counts as full."""
 
 UNPACK_TIMEOUT_S = 1800.0
 
@@ -126,24 +127,24 @@ _NAMES = ".names"
 
 @dataclass(frozen=True, slots=True)
 class OpenImage:
-    """What a sandbox starts from: ``path``, and the lock that keeps it there, if it can be removed at all."""
+    """The image or unpacked copy that a sandbox starts from. The lock, if any, keeps it from being removed."""
 
     path: Path
     lock: Lock | None
 
     def release(self) -> None:
-        """Let go of the lock; whoever was given a copy of it goes on holding it."""
+        """Release the lock; a copy of the lock in another process keeps it."""
         if self.lock:
             self.lock.release()
 
 
 class ImageStore:
-    """See the module. All methods block; locks make it safe to use in any number of threads and processes.
+    """Images and their unpacked copies. All methods block; locks make them safe for concurrent threads and processes.
 
     Args:
-        images: folder of the images; the cache folder's if not given.
-        copies: folder of the unpacked copies; :func:`copies_dir` if not given.
-        room: bytes that the copies may take; half of what the disk has for them if not given.
+        images: folder of the images; in the cache folder if not given.
+        copies: folder of the unpacked copies; :func:`unpacked_dir` if not given.
+        room: bytes that the copies may take; half of the space available for them if not given.
     """
 
     def __init__(self, images: Path | None = None, copies: Path | None = None, room: int | None = None) -> None:
@@ -156,81 +157,87 @@ class ImageStore:
         """The unpacked copies.
 
         Raises:
-            InfrastructureError: its folder belongs to somebody else.
+            InfrastructureError: the folder belongs to another user.
         """
-        return Entries(self._copies_folder or copies_dir())
+        return Entries(self._copies_folder or unpacked_dir())
 
     def default_format(self) -> Format:
-        """How an image is best kept here: as one file where other machines may share it."""
-        return "sif" if on_shared_disk(self.images.folder) else "folder"
+        """Return the default format of images: one file on a disk that machines may share, else a folder."""
+        return "sif" if is_shared(self.images.folder) else "folder"
 
     def locate(self, reference: Reference) -> Path | None:
-        """Where an image lies; ``None`` if it is one of a registry and was not pulled yet.
+        """Return the path of an image; ``None`` for an image of a registry that is not pulled.
 
         Raises:
-            CallerError: there is no such path, or no image of that name.
+            CallerError: the path does not exist, or no image has that name.
         """
         match reference:
-            case Registry():
+            case RegistryImage():
                 return self.payload(reference.entry(machine()))
-            case Local(path):
+            case LocalImage(path):
                 try:
                     there = path.exists()
                 except PermissionError as error:
                     raise CallerError(
-                        f"{path} is closed to you: chmod a+rX the folders above", field="image"
+                        f"{path} is not accessible: run 'chmod a+rX' on the folders above as their owner",
+                        field="image",
                     ) from error
                 if not there:
-                    raise CallerError(f"there is no {path}", field="image")
+                    raise CallerError(f"{path} does not exist", field="image")
                 return path
-            case Named(name):
+            case NamedImage(name):
                 entry = self._names().get(name)
                 found = self.payload(entry) if entry else None
                 if found is None:
                     known = sorted(self._names()) or ["none"]
                     raise CallerError(
-                        f"there is no image named {name!r}, there are: {', '.join(known)}; 'prorl image build' and "
-                        "'prorl image pull' make some, and a path has a '/' in it",
+                        f"no image is named {name!r}; names are: {', '.join(known)}; make one with 'prorl image "
+                        "build' or 'prorl image pull', or give a path with a '/'",
                         field="image",
                     )
                 return found
 
     def find(self, text: str) -> Path | None:
-        """As :meth:`locate`, for what a user wrote."""
+        """Return :meth:`locate` of a reference in a user's notation."""
         return self.locate(parse(text))
 
     def payload(self, entry: str) -> Path | None:
-        """The image of an entry: its root folder or SIF."""
+        """Return the root folder or SIF of an entry; ``None`` if the entry does not exist."""
         folder = self.images.path(entry)
         if not (folder / INFO_FILE).is_file():
             return None
         return folder / ROOT if (folder / ROOT).is_dir() else folder / SIF
 
-    def open(self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = silent) -> OpenImage:
-        """What to start a sandbox of ``image`` from on this machine: itself, or its unpacked copy, made if need be.
+    def open(
+        self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = ignore_progress
+    ) -> OpenImage:
+        """Return what a sandbox of ``image`` starts from on this machine: the image, or its unpacked copy, made if
+        missing.
 
         Raises:
             CallerError: the image is damaged, cut short, for another processor, or another user's.
-            InfrastructureError: a SIF can neither be unpacked nor mounted here; says why.
+            InfrastructureError: a SIF can be neither unpacked nor mounted here; names the reasons.
         """
         if image.is_dir():
-            check_made(image)
+            check_usable(image)
             return OpenImage(image, self._lock(image))
         found = rootfs.read_sif(image, machine())
         if unpack:
-            entry = copy_name(image)
+            entry = unpacked_entry(image)
             start = self._copy(entry) or self._unpack(image, found, entry, runtime, progress)
             if isinstance(start, OpenImage):
                 return start
         else:
             start = "unpacking is switched off"
-        if trouble := fuse_trouble():
-            raise InfrastructureError(f"{image} can't be started: {start}, and it can't be mounted: {trouble}")
+        if trouble := fuse_error():
+            raise InfrastructureError(f"{image} can be neither unpacked ({start}) nor mounted ({trouble})")
         return OpenImage(image, self._lock(image))
 
     def identity(self, image: Path) -> str:
-        """What tells the image at a path from any other, as well as can be known without reading all of it: its entry,
-        the number that a SIF got when it was made, or the path and time stamp of a folder."""
+        """Return a text that identifies the image at a path, as exactly as is known without reading all of it.
+
+        That is its entry, the random number of a SIF, or the path and modification time of a folder.
+        """
         if image.is_relative_to(self.images.folder):
             return f"entry:{image.relative_to(self.images.folder).parts[0]}"
         if image.is_dir():
@@ -238,24 +245,24 @@ class ImageStore:
         return f"sif:{rootfs.read_sif(image, machine()).identity}"
 
     def is_ready(self, image: Path) -> bool:
-        """Whether :meth:`open` has nothing to unpack."""
-        return not image.is_file() or self.copies.path(copy_name(image)).is_dir()
+        """Return whether :meth:`open` would unpack nothing."""
+        return not image.is_file() or self.copies.path(unpacked_entry(image)).is_dir()
 
-    def publish(self, work: Path, made: Path, entry: str, info: Info) -> Path:
-        """Put what was made in ``work`` among the images, settled; gives where it lies."""
+    def publish(self, work: Path, made: Path, entry: str, info: ImageInfo) -> Path:
+        """Sanitize what was made in ``work`` and publish it as an image; returns its path."""
         folder = work / "entry"
         folder.mkdir()
         target = folder / (ROOT if info.format == "folder" else SIF)
         made.rename(target)
-        size = rootfs.settle(target) if info.format == "folder" else target.stat().st_size
+        size = rootfs.sanitize(target) if info.format == "folder" else target.stat().st_size
         write_info(folder, replace(info, bytes=size))
-        # What the disk has not got yet would be empty after a power cut, under a name that means complete.
+        # After a power cut unwritten files would be empty in an entry that counts as complete.
         flush(folder)
         place = self.images.publish(folder, entry)
         return place / target.name
 
     def name(self, name: str, entry: str) -> None:
-        """Let users call an entry ``name`` from now on."""
+        """Give an entry a name."""
         folder = self.images.folder / _NAMES
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".", delete=False) as fresh:
@@ -264,11 +271,11 @@ class ImageStore:
         Path(fresh.name).replace(folder / name)
 
     def entry_named(self, name: str) -> str | None:
-        """The entry that users call ``name``."""
+        """Return the entry with a name."""
         return self._names().get(name)
 
     def all(self) -> list[Image]:
-        """All images."""
+        """Return all images."""
         names: dict[str, list[str]] = {}
         for name, named in self._names().items():
             names.setdefault(named, []).append(name)
@@ -283,7 +290,7 @@ class ImageStore:
         return found
 
     def all_copies(self) -> list[Image]:
-        """All unpacked copies of this machine."""
+        """Return all unpacked copies of this machine."""
         infos = ((entry, read_info(entry.path)) for entry in self.copies.all())
         return [Image(entry, info, unpacked=True) for entry, info in infos if info]
 
@@ -295,21 +302,21 @@ class ImageStore:
         older_than_s: float | None = None,
         dry_run: bool = False,
     ) -> tuple[list[Image], list[Path]]:
-        """Remove images and copies that nobody uses, the least recently used first, and what killed makers left.
+        """Remove unused images and copies, the least recently used first, and what killed makers left.
 
         Args:
-            protected: entries that stay in any case.
-            max_bytes: what images, and what copies, may take; each may be on a disk of its own.
-            older_than_s: remove what was not used for so long.
-            dry_run: only say what would go.
+            protected: entries to keep in any case.
+            max_bytes: limit for images, and for copies; each may be on a disk of its own.
+            older_than_s: also remove entries that were not used for so long.
+            dry_run: only report what would be removed.
 
         Returns:
-            What was removed, and what else was swept: besides that, images that an older version of this package made.
+            Removed entries, and other removed folders, including entries without a valid description.
         """
         protected, before = set(protected), None if older_than_s is None else time.time() - older_than_s
         removed = []
         for entries, images in ((self.images, self.all()), (self.copies, self.all_copies())):
-            for image in least_used(images, protected, max_bytes=max_bytes, before=before):
+            for image in eviction_candidates(images, protected, max_bytes=max_bytes, before=before):
                 if dry_run or entries.remove(image.entry.name):
                     removed.append(image)
         swept = self.images.sweep(dry_run=dry_run) + self.copies.sweep(dry_run=dry_run)
@@ -322,12 +329,12 @@ class ImageStore:
         return removed, swept
 
     def _lock(self, image: Path) -> Lock | None:
-        """Keep an image of ours from being removed; others are none of our business."""
+        """Keep an image of this store from removal; others are not locked."""
         if not image.is_relative_to(self.images.folder):
             return None
         hold = self.images.use(image.relative_to(self.images.folder).parts[0])
         if hold is None:
-            raise InfrastructureError(f"{image} was removed just now")
+            raise InfrastructureError(f"{image} is being removed by another process: pull or build it again")
         return hold
 
     def _copy(self, entry: str) -> OpenImage | None:
@@ -337,45 +344,45 @@ class ImageStore:
     def _unpack(
         self, image: Path, found: rootfs.Sif, entry: str, runtime: Runtime, progress: Progress
     ) -> OpenImage | str:
-        """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
-        program = programs.find_unsquashfs(runtime)
+        """Make the unpacked copy; returns a reason instead where the image must be mounted."""
+        program = build_tools.find_unsquashfs(runtime)
         if program is None:
-            return "there is no unsquashfs (package squashfs-tools) to unpack it with"
+            return "unsquashfs is missing: install squashfs-tools"
         if found.offset is None:
-            return "its root file system is not a plain squashfs that could be unpacked"
-        wanted = EXPANSION * found.size
+            return "its root file system is no plain squashfs"
+        wanted = UNPACKED_SIZE_FACTOR * found.size
         with self.copies.making(entry, progress) as work:
             if work is not None:
                 if not self._make_room(wanted):
-                    return f"there is no room for {wanted >> 20} MiB in {self.copies.folder}"
+                    return f"{self.copies.folder} has no room for {wanted >> 20} MiB"
                 progress(f"unpacking {image.name}")
                 started = time.time()
                 root = work / "entry" / ROOT
                 root.parent.mkdir()
                 command = [program, "-no-progress", "-no-xattrs", "-offset", str(found.offset)]
                 try:
-                    # 2: owners and devices, which are not wanted, could not be made.
-                    environ = programs.build_environ(runtime, work, credentials=False)
-                    reads = [image, *programs.closed_parts(runtime)]
+                    # 2: owners and devices, which are not wanted, could not be created.
+                    environ = build_tools.build_environ(runtime, work, credentials=False)
+                    reads = [image, *build_tools.runtime_reads(runtime)]
                     command += ["-dest", str(root), str(image)]
-                    programs.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
+                    build_tools.run(command, environ, UNPACK_TIMEOUT_S, work, ok_codes=(0, 2), reads=reads)
                 except InfrastructureError as error:
-                    if free_bytes(work) < LEAST_FREE:
+                    if free_bytes(work) < MIN_FREE_BYTES:
                         return f"the disk of {self.copies.folder} is full"
                     raise CallerError(f"{image} can't be unpacked: {error.reason}", field="image") from error
-                info = Info("copy", str(image), "folder", rootfs.settle(root), started, config=config_of(image))
+                info = ImageInfo("copy", str(image), "folder", rootfs.sanitize(root), started, config=config_of(image))
                 if info.config:
                     info.config.rewrite_script(root)
-                check_made(root)
+                check_usable(root)
                 write_info(root.parent, info)
                 self.copies.publish(root.parent, entry)
         start = self._copy(entry)
         if start is None:
-            raise InfrastructureError(f"the unpacked copy of {image} was removed as soon as it was made")
+            raise InfrastructureError(f"the unpacked copy of {image} was removed right after it was made: try again")
         return start
 
     def _make_room(self, wanted: int) -> bool:
-        """Remove copies that are not in use until ``wanted`` bytes fit; return whether they do."""
+        """Remove unused copies until ``wanted`` bytes fit; returns whether they do."""
         copies = self.all_copies()
         taken = sum(image.info.bytes for image in copies)
         free = free_bytes(self.copies.folder)
@@ -383,7 +390,7 @@ class ImageStore:
         limit = min(room, free + taken) - wanted
         if limit < 0:
             return False
-        for image in least_used(copies, max_bytes=limit):
+        for image in eviction_candidates(copies, max_bytes=limit):
             self.copies.remove(image.entry.name)
         return sum(image.info.bytes for image in self.all_copies()) <= limit
 
@@ -399,27 +406,31 @@ class ImageStore:
                 (self.images.folder / _NAMES / name).unlink(missing_ok=True)
 
 
-def copies_dir() -> Path:
-    """Where unpacked copies lie: ``$PRORL_UNPACKED``, else in the cache if that is this machine's own, else in
-    ``$TMPDIR``. Must be node-local, and big.
+def unpacked_dir() -> Path:
+    """Return the folder of unpacked copies, which must be on a large local disk.
+
+    That is ``$PRORL_UNPACKED``, else a folder in the cache if it is not shared, else one in ``$TMPDIR``.
 
     Raises:
-        InfrastructureError: the folder belongs to somebody else.
+        InfrastructureError: the folder belongs to another user.
     """
     if own := os.environ.get("PRORL_UNPACKED"):
         return Path(own).expanduser().absolute()
-    if not on_shared_disk(cache_dir()):
+    if not is_shared(cache_dir()):
         return cache_dir() / "unpacked"
-    folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{user_outside()}-unpacked"
+    folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{outer_uid()}-unpacked"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
-        raise InfrastructureError(f"{folder} belongs to somebody else; set PRORL_UNPACKED to a folder of your own")
+        raise InfrastructureError(f"{folder} belongs to another user: set PRORL_UNPACKED to a folder of your own")
     return folder
 
 
-def copy_name(image: Path) -> str:
-    """The entry of a SIF's unpacked copy. Another file of the same path has another one, and so has each boot of this
-    machine: what was written just before a power cut is not to be trusted."""
+def unpacked_entry(image: Path) -> str:
+    """Return the entry name of a SIF's unpacked copy.
+
+    The name changes with the file's size and time, and with each boot: a copy written just before a power cut may be
+    incomplete.
+    """
     found = image.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     what = f"{image.resolve()} {found.st_size} {found.st_mtime_ns} {boot}"
@@ -427,15 +438,17 @@ def copy_name(image: Path) -> str:
     return f"{stem[:60].lstrip('.')}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
 
-def least_used(
+def eviction_candidates(
     images: Iterable[Image],
     protected: Container[str] = (),
     *,
     max_bytes: int | None = None,
     before: float | None = None,
 ) -> list[Image]:
-    """What goes, the least recently used first: all that was last used before ``before``, and then as much as it takes
-    for the rest to fit into ``max_bytes``. What is used or ``protected``, by the name of its entry, stays and counts.
+    """Return the entries to remove, the least recently used first.
+
+    These are all that were last used before ``before``, and as many more as the rest needs to fit into ``max_bytes``.
+    Entries that are used or ``protected`` (by name) stay, and count.
     """
     everything = sorted(images, key=lambda image: (image.entry.last_use, image.entry.name))
     total = sum(image.info.bytes for image in everything)

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Archives of a sandbox's own layer, written and read by GNU tar.
+"""Archives of a sandbox's own overlay layer, written and read by GNU tar.
 
-An archive holds the files of the layer, with the ids that they have inside: so it does not matter under which ids a
-sandbox runs on the host, and no executable file lies open on the host. Deletions (a character device 0:0) and folders
-that hide the image's (an attribute) are in it as in the layer. It is unpacked into the layer of a new sandbox before
-that is mounted, and what is mounted over a folder later hides it.
+An archive holds the files of the layer with the user ids that they have inside. So the host ids of the sandbox do not
+matter, and no executable file is readable on the host. Deletions (a character device 0:0) and opaque folders (an
+extended attribute) are stored as in the layer. The archive is unpacked into the layer of a new sandbox before the
+layer is mounted.
 
-tar runs as root of a user namespace that has the sandbox's ids and no others, and none of the host's rights. So an
-archive that another program made can do no more than a program in the sandbox could; tar follows no link that the
-archive makes, and leaves no folder. Time, memory and bytes are bounded by the sandbox's limits.
+Archives are untrusted. tar runs as root of a user namespace with the sandbox's ids and without rights on the host, so
+an archive can do no more than a program in the sandbox. tar follows no link that the archive makes, and writes to no
+folder above. The sandbox's limits bound time, memory and bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
-from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
 
 
@@ -34,50 +34,51 @@ if TYPE_CHECKING:
 
 
 HEADER = "PRORL.snapshot"
-"""Name of the archive's global header; its value is of the archive's maker, in base 64."""
+"""Name of the archive's global pax header, whose value is the caller's header text in base 64."""
 
 _MEMORY_BYTES = 2 << 30
-"""Address space of tar, which reads headers of any size."""
+"""Limit of tar's address space, since tar reads headers of any size."""
 
 _RECORD_BYTES = 10_240
-"""tar pads archives to a multiple of these bytes, the last 1,024 of which are zero."""
+"""tar pads archives to a multiple of these bytes; the last 1,024 bytes are zero."""
 
 _NAMES = ("--numeric-owner", "--xattrs", "--xattrs-include=user.*")
 _CREATE = (
     *("--create", "--file=-", "--format=posix", "--sparse", *_NAMES),
-    # Of the overlay's own attributes only "opaque" means the same over another mount of the image.
+    # Of the overlay's attributes only "opaque" keeps its meaning over another mount of the image.
     *("--xattrs-exclude=user.overlay.[!o]*", "--xattrs-exclude=user.overlay.or*"),
 )
 _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAMES)
 
 
 def pack(
-    place: Place, layer: Path, order: CreateRequest, header: str, target: int
+    namespaces: SandboxNamespaces, layer: Path, order: CreateRequest, header: str, target: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Write the layer of the sandbox at ``place`` into ``target``, in a child forked for it.
+    """Write the layer of a running sandbox into the file ``target``; runs in a forked child.
 
     Raises:
-        OSError: ``EFBIG``: the archive would be larger than the sandbox's own limit; ``EBUSY``: a file was changed
-            meanwhile; ``EOPNOTSUPP``: the runtime's own file system holds the layer; an error of the disk.
+        OSError: ``EFBIG``: the archive would exceed the sandbox's disk limit. ``EBUSY``: a file changed meanwhile.
+            ``EOPNOTSUPP``: the runtime's FUSE overlay holds the layer. Otherwise an error of the disk.
     """
-    if not place.rooted and _kind_of_root(place.process.number).startswith("fuse"):
+    if not namespaces.is_pivoted and _kind_of_root(namespaces.process.fd).startswith("fuse"):
         raise OSError(
-            errno.EOPNOTSUPP, "the runtime's own file system holds its layer; a snapshot needs start: direct"
+            errno.EOPNOTSUPP,
+            "the container runtime mounted this sandbox's layer with FUSE: set start: direct to take snapshots",
         )
     os.chdir(layer)
     user_ids.become_root_of_sandbox(order.host_uid, order.host_gid, several=order.users)
-    said = base64.b64encode(header.encode()).decode()
-    # Times in whole seconds need no extended header.
-    _tar([*_CREATE, f"--pax-option={HEADER}={said},delete=[acm]time", "."], order.disk_mib << 20, stdout=target)
+    encoded = base64.b64encode(header.encode()).decode()
+    # Whole seconds need no extended header.
+    _tar([*_CREATE, f"--pax-option={HEADER}={encoded},delete=[acm]time", "."], order.disk_mib << 20, stdout=target)
     return {"bytes": os.fstat(target).st_size}, []
 
 
 def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, Any], list[int]]:
-    """Fill the layer of a sandbox that is not mounted yet from an archive, in a child forked for it.
+    """Fill the layer of a sandbox that is not mounted yet from an archive; runs in a forked child.
 
     Raises:
-        OSError: ``EBADMSG``: it is damaged or no archive of a layer; ``EFBIG``: it holds more than the sandbox may
-            write; an error of the disk.
+        OSError: ``EBADMSG``: the archive is damaged or holds no layer. ``EFBIG``: its contents exceed the sandbox's
+            disk limit. Otherwise an error of the disk.
     """
     limit = order.disk_mib << 20
     with open(source, "rb") as file:
@@ -99,11 +100,11 @@ def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, An
 def _tar(
     arguments: list[str], limit: int, *, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.DEVNULL
 ) -> None:
-    """Run tar in the working folder; no file that it writes may exceed ``limit`` bytes (0 for none)."""
-    us = os.getpid()
+    """Run tar in the working folder; files that it writes have at most ``limit`` bytes (0 for no limit)."""
+    parent = os.getpid()
 
     def bound() -> None:
-        syscalls.end_with(us)
+        syscalls.die_with_parent(parent)
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -122,17 +123,17 @@ def _tar(
     )
     if not done.returncode:
         return
-    said = next(iter(done.stderr.splitlines()), "").removeprefix("tar: ")
+    message = next(iter(done.stderr.splitlines()), "").removeprefix("tar: ")
     for number in MACHINE_ERRNOS:
         if os.strerror(number) in done.stderr:
-            raise OSError(number, said)
+            raise OSError(number, message)
     if done.returncode == -signal.SIGKILL:
         raise OSError(errno.ENOMEM, "tar was killed")
     if done.returncode == -signal.SIGXFSZ:
         raise OSError(errno.EFBIG, f"its files have more than the {limit >> 20} MiB that it may write")
     if "--create" in arguments:
-        raise OSError(errno.EBUSY, said)
-    raise OSError(errno.EBADMSG, f"it is damaged or no snapshot: {said}")
+        raise OSError(errno.EBUSY, message)
+    raise OSError(errno.EBADMSG, f"it is damaged or no snapshot: {message}")
 
 
 def _too_large(limit: int) -> OSError:
@@ -140,7 +141,7 @@ def _too_large(limit: int) -> OSError:
 
 
 def _kind_of_root(process: int) -> str:
-    """Return the kind of file system on which a process has its root, by its open folder in ``/proc``."""
+    """Return the type of the file system that a process has as its root, given its open ``/proc`` directory."""
     with open(os.open("mounts", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)) as table:
-        # The last mount is on top.
+        # Of several mounts on one folder the last one is visible.
         return [fields[2] for line in table if (fields := line.split())[1] == "/"][-1]

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a sandbox sees beside its image: files of the host, file systems in memory, files of ``/etc``, the network.
+"""Parts of a sandbox besides its image: binds, file systems in memory, files of ``/etc``, and the network.
 
-- *Files of /etc* about users, hosts and names are the image's own or written for the sandbox, never the host's. The
-  launcher writes them into the sandbox's own layer. The container runtime shows the host's account, nameservers, hosts
-  and time zone; the launcher takes these away.
-- *Network*: a loopback device in a network namespace of its own, unless ``network: true`` shares the host's network
-  and nameservers.
+- *Files of /etc* about users, hosts and names come from the image or are written for the sandbox, never copied from
+  the host. The launcher writes them into the sandbox's own layer. Container runtimes mount the host's account,
+  nameservers, hosts and time zone; the launcher unmounts these.
+- *Network*: a network namespace with a loopback device only, unless ``network: true`` shares the host's network and
+  nameservers.
 """
 
 from __future__ import annotations
@@ -27,40 +27,42 @@ from nemo_gym_prorl.sandbox.isolation.privilege import in_user_namespace
 from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
 
 
-KERNELS = ("/proc", "/sys", "/dev")
-"""Where each sandbox has file systems of the kernel's."""
+KERNEL_FILESYSTEMS = ("/proc", "/sys", "/dev")
+"""Folders where every sandbox has file systems of the kernel."""
 
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
-"""Bound of each memory file system without a size of its own, which would otherwise hold half the machine's memory."""
+"""Size of each tmpfs without a configured size; the kernel's default is half of the machine's memory."""
 
 _EMPTY = re.compile(r"/proc/(sys/fs/binfmt_misc|fs/nfsd)|/sys/(fs|kernel|firmware/efi)/.*")
-"""Folders that were made to be mounted on: there is nothing that could be covered."""
+"""Mount points that the kernel provides. They are empty, so a mount there hides nothing."""
 
 _TERMINAL_GROUP = 5
-"""``tty`` of every distribution: owner of terminals, where it exists."""
+"""Id of the group ``tty`` in every distribution, which owns terminals."""
 
 
-TERMINALS = 128
-"""Most terminals of a sandbox; Linux has 3,072 for all namespaces but the first."""
+MAX_TERMINALS = 128
+"""Pseudo-terminals of one sandbox; Linux has 3,072 for all mount namespaces but the first."""
 
-INODES_A_MIB = 1024
-"""Files, links and folders in ``/dev/shm`` for each MiB: each takes the kernel a KiB, empty or not."""
+INODES_PER_MIB = 1024
+"""Inodes of ``/dev/shm`` for each MiB: an inode takes the kernel about 1 KiB, even if the file is empty."""
 
 
 def shared_memory_options(mib: int) -> str:
-    """Return the options of the mount at ``/dev/shm``."""
-    return f"size={mib}m,nr_inodes={mib * INODES_A_MIB}"
+    """Return the mount options of ``/dev/shm``."""
+    return f"size={mib}m,nr_inodes={mib * INODES_PER_MIB}"
 
 
 def terminal_options(*, several_users: bool = False) -> str:
-    """Of the mount at ``/dev/pts``."""
-    return f"mode=620,ptmxmode=666,max={TERMINALS}" + (f",gid={_TERMINAL_GROUP}" if several_users else "")
+    """Return the mount options of ``/dev/pts``."""
+    return f"mode=620,ptmxmode=666,max={MAX_TERMINALS}" + (f",gid={_TERMINAL_GROUP}" if several_users else "")
 
 
-def covers() -> list[str]:
-    """What is mounted over parts of /proc and /sys in the container around us, as drivers of graphics cards and of
-    InfiniBand have it; the last first. In a user namespace the kernel gives nobody a fresh one of either that shows
-    more than the one he has."""
+def overmounts() -> list[str]:
+    """Return what the surrounding container has mounted over parts of ``/proc`` and ``/sys``, the last mount first.
+
+    Drivers of graphics cards and InfiniBand make such mounts. In a user namespace the kernel refuses a new ``/proc``
+    or ``/sys`` that would show more than the visible one.
+    """
     if not in_user_namespace():
         return []
     places = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
@@ -68,14 +70,16 @@ def covers() -> list[str]:
 
 
 @cache
-def uncovered() -> list[int]:
-    """A mount namespace without them, as a descriptor, for children of this process to make sandboxes in. It is not a
-    child's own since mounts that go with one take the path of its program with them. None if it is not needed, or
-    this process may not; then whoever makes a sandbox says so."""
-    found = covers()
+def namespace_without_overmounts() -> list[int]:
+    """Return a descriptor of a mount namespace without :func:`overmounts`; empty if none is needed or allowed.
+
+    Children of this process create sandboxes in that namespace. A child cannot make it for itself: unmounting would
+    also unmount the path of its program. Where the namespace is not allowed, creating a sandbox reports the error.
+    """
+    found = overmounts()
 
     def make() -> int:
-        syscalls.private_mounts()
+        syscalls.unshare_mounts()
         for place in found:
             syscalls.unmount(place)
         return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
@@ -87,12 +91,12 @@ def uncovered() -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A file or folder of the host that is to be seen inside.
+    """A file or folder of the host that a sandbox sees.
 
     Attributes:
-        source: where it lies.
-        target: where it is to be seen.
-        read_only: whether it can't be changed there.
+        source: absolute path on the host.
+        target: absolute path inside.
+        read_only: whether the sandbox can't change it.
     """
 
     source: str
@@ -101,10 +105,10 @@ class Bind:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """``HOST``, ``HOST:INSIDE`` or ``HOST:INSIDE:ro``, as the runtime has it.
+        """Parse ``HOST``, ``HOST:INSIDE`` or ``HOST:INSIDE:ro``, the notation of container runtimes.
 
         Raises:
-            CallerError: it is none of these.
+            CallerError: the text has another form; for the field ``binds``.
         """
         source, _, rest = text.partition(":")
         target, _, options = (rest or source).partition(":")
@@ -112,60 +116,67 @@ class Bind:
             raise CallerError(f"{text!r} is not HOST:INSIDE or HOST:INSIDE:ro with absolute paths", field="binds")
         return cls(source, target, options == "ro")
 
-    def take_hold(self) -> int:
-        """A descriptor of it as a mount that is nowhere yet."""
-        tree = syscalls.detached(self.source, recursive=True)
-        syscalls.restrict(tree, self.attributes, recursive=True)
+    def clone_mount(self) -> int:
+        """Return a descriptor of a detached mount of the source, with the bind's attributes."""
+        tree = syscalls.open_tree(self.source, recursive=True)
+        syscalls.set_mount_attributes(tree, self.attributes, recursive=True)
         return tree
 
     @property
     def attributes(self) -> int:
-        """``ATTRIBUTE_*`` of its mount: devices and changes of user mean nothing in it."""
+        """``ATTRIBUTE_*`` of the mount: device files and setuid bits have no effect in a bind."""
         return ATTRIBUTE_NOSUID | ATTRIBUTE_NODEV | (ATTRIBUTE_RDONLY if self.read_only else 0)
 
 
 HOST_NAME = "sandbox"
 
 SANDBOX_UID = 1000
-"""User id of commands that are not root's, where the image names no user of its own."""
+"""User id of commands in a sandbox without root, where the image names no user."""
 
 HOSTS = f"127.0.0.1\tlocalhost {HOST_NAME}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 
-OF_THE_RUNTIME = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/localtime")
-"""What runtimes mount over the image's, with the host's contents."""
+RUNTIME_MOUNTED_FILES = (
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/hostname",
+    "/etc/resolv.conf",
+    "/etc/localtime",
+)
+"""Files that container runtimes mount over the image's, with contents of the host."""
 
-OF_ACCOUNTS = ("/etc/passwd", "/etc/group")
-"""What a sandbox's user may have to be added to."""
+ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
+"""Tables that may need an entry for the sandbox's user."""
 
-COPIED_BY_THE_RUNTIME = ("/etc/localtime",)
-"""What they copy from the host besides, into images that have none."""
+RUNTIME_COPIED_FILES = ("/etc/localtime",)
+"""Files that container runtimes copy from the host into images that lack them."""
 
 
-def own_files(resolver: str) -> Iterator[tuple[str, str]]:
-    """The files that are a sandbox's own, and what is in them."""
+def etc_files(resolver: str) -> Iterator[tuple[str, str]]:
+    """Yield path and content of each file that is written for every sandbox."""
     yield "/etc/hosts", HOSTS
     yield "/etc/hostname", f"{HOST_NAME}\n"
     yield "/etc/resolv.conf", resolver
 
 
 def account_lines(uid: int, gid: int) -> Iterator[tuple[str, str, int]]:
-    """Tables, lines that give a sandbox's user and his group a name there, and the numbers that may have one."""
+    """Yield a table, the line that names the sandbox's user or group there, and the id that the line is for."""
     name, home = ("root", "/root") if uid == 0 else (HOST_NAME, "/tmp")
     yield "/etc/passwd", f"{name}:x:{uid}:{gid}::{home}:/bin/sh\n", uid
     yield "/etc/group", f"{name}:x:{gid}:\n", gid
 
 
-NONE_BY_THE_RUNTIME = ("--net", "--network", "none")
-"""What the container runtime is told for a sandbox without."""
+RUNTIME_NO_NETWORK_OPTIONS = ("--net", "--network", "none")
+"""Options of the container runtime for a sandbox without network."""
 
 
-def network_namespace(host: bool) -> int:
-    """The ``CLONE_NEW*`` flag of its own network, or none."""
+def network_namespace_flag(host: bool) -> int:
+    """Return the ``CLONE_NEW*`` flag of a network namespace; 0 on the host's network."""
     return 0 if host else os.CLONE_NEWNET
 
 
-def resolver(host: bool) -> str:
-    """Text of ``/etc/resolv.conf``: the host's for a sandbox on its network, else empty."""
+def resolv_conf(host: bool) -> str:
+    """Return the text of ``/etc/resolv.conf``: the host's on the host's network, else empty."""
     with contextlib.suppress(OSError):
         if host:
             return Path("/etc/resolv.conf").read_text()

@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes that are made directly, not by the runtime: what is known of an image, and what the launcher is asked.
+"""Sandboxes that the launcher creates itself, without the container runtime: per-image state and the create request.
 
-A *prepared image* is what all sandboxes of one image share: the variables that it sets, as the container runtime was
-asked once, and the parent namespace of their user ids. A sandbox then takes a handful of system calls, and no program:
+A *prepared image* is what all sandboxes of one image share: the variables that the image sets, which the container
+runtime reported once, and the parent namespace of their user ids. Creating one more sandbox then takes system calls
+only:
 
-1. a helper that the launcher forks joins the parent namespace and starts the first process in namespaces of its own,
-   as the *supervisor's* child, so that its end is told there; maps its user ids, and ends;
-2. the supervisor sends the first process the image as a mount. Where root shows an image under the sandbox's own ids,
-   only root can make that mount, and by now there is the user namespace whose ids they are;
-3. the first process does the rest (``launcher/launcher.c``), and then only waits.
+1. A helper forked by the launcher joins the parent namespace and starts the first process in new namespaces. That
+   process is the *supervisor's* child, so the supervisor learns of its end. The helper maps the user ids and ends.
+2. The supervisor sends the image to the first process as a mount. For machine root the mount shows the image under the
+   sandbox's ids. Only root can make such a mount, and only after the sandbox's user namespace exists.
+3. The first process does the rest (``launcher/launcher.c``), and then only waits.
 """
 
 from __future__ import annotations
@@ -26,96 +27,99 @@ from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
     SMALL_TMPFS,
     Bind,
+    namespace_without_overmounts,
     shared_memory_options,
     terminal_options,
-    uncovered,
 )
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
-from nemo_gym_prorl.sandbox.isolation.user_ids import Span
-from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_in_namespace
+from nemo_gym_prorl.sandbox.isolation.user_ids import IdSpan
+from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind
 
 
 if TYPE_CHECKING:
     from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 
 
-FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
+NEW_NAMESPACE_FLAGS = (
+    os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """What the sandboxes of one image share.
+    """State shared by all sandboxes of one image.
 
     Attributes:
-        image: its root folder, as an open descriptor.
-        owner: user and group that it belongs to on the host.
-        parent_namespace: the user namespace that theirs descend from, as an open descriptor.
-        one_user: why there can be only one user inside; empty if there can be several.
-        environment: the variables that the image sets, by the runtime's word.
-        ranges: the ids of the parent namespace, users and groups.
+        image: open descriptor of the root folder.
+        owner: user and group that own the root folder on the host.
+        parent_namespace: open descriptor of the user namespace from which the sandboxes' descend.
+        single_user_reason: why sandboxes can have only one user; empty if they can have several.
+        environment: variables that the image sets, as the runtime reported them.
+        parent_ids: user and group ids of the parent namespace.
     """
 
     image: int
     owner: tuple[int, int]
     parent_namespace: int
-    one_user: str
+    single_user_reason: str
     environment: dict[str, str]
-    ranges: list[list[Span]]
+    parent_ids: list[list[IdSpan]]
 
 
-def preliminaries(
+def prerequisites(
     prepared: PreparedImage, order: CreateRequest
 ) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
-    """What has to be there before a sandbox can be made, in a child forked for that; mostly nothing.
+    """Return what a forked child must do before the sandbox can be created; usually ``None``.
 
-    Answers with whether there is, first, the user namespace whose ids the image's owners are to have, where that is
-    not the sandbox's own. What follows is, for one with several users, a parent namespace of its own, and by
-    root its binds, as mounts.
+    The child replies with descriptors in this order: the user namespace that maps the image's owners, where the
+    sandbox's own does not (``owners`` says so); the parent namespace of a sandbox with several users; for machine
+    root, the binds as mounts.
     """
     root, several = is_machine_root(), order.users
     host = order.host_uid, order.host_gid
     owned = root and not several and prepared.owner != (order.uid, order.uid)
-    shown = root and shown_mounts(order)
+    shown = root and order.binds
     if not owned and not several and not shown:
         return None
 
     def make() -> tuple[dict[str, Any], list[int]]:
-        files = held_mounts(order) if shown else []
+        files = clone_binds(order) if shown else []
         if owned:
-            files.insert(0, user_ids.user_namespace(prepared.owner[0], *host, group=prepared.owner[1]))
+            files.insert(0, user_ids.create_single_user_namespace(prepared.owner[0], *host, group=prepared.owner[1]))
         if several:
-            files.insert(0, user_ids.parent_namespace_below(prepared.parent_namespace, prepared.ranges))
+            files.insert(0, user_ids.parent_namespace_below(prepared.parent_namespace, prepared.parent_ids))
         return {"owners": owned}, files
 
     return make
 
 
-def make(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
-    """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
+def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
+    """Return the request that starts the first process of a sandbox; its reply holds the process's number on the host.
 
-    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and
-    :func:`held_mounts`, or :func:`.mounts.uncovered`. On that channel the first process waits for word, by root with
-    the image as a mount; it is closed when that is ready.
+    Descriptors sent with the request: the reply socket, the parent namespace, the channel of the first process, the
+    launcher, and those of :func:`clone_binds` or :func:`.mounts.namespace_without_overmounts`. The first process waits
+    on its channel for a message, which for machine root carries the image as a mount. It closes the channel when the
+    sandbox is ready.
 
     Args:
-        prepared: of the sandbox.
-        order: what it is to be.
-        folder: the sandbox's own, with ``overlay`` for its layer.
+        prepared: image of the sandbox.
+        order: settings of the sandbox.
+        folder: the sandbox's folder on the host, with ``overlay`` for its layer.
     """
     uid = order.uid
     several, root, host_network = order.users, is_machine_root(), order.network
-    if several and prepared.one_user:
-        raise PermissionError(errno.EPERM, prepared.one_user)
+    if several and prepared.single_user_reason:
+        raise PermissionError(errno.EPERM, prepared.single_user_reason)
     binds = [] if root else [Bind.parse(text) for text in order.binds]
-    shown = [Bind.parse(text).target for text in shown_mounts(order)] if root else []
-    request = Request(Kind.MAKE)
-    request.words(len(uncovered()))
+    shown = [Bind.parse(text).target for text in order.binds] if root else []
+    request = Request(RequestKind.MAKE)
+    request.words(len(namespace_without_overmounts()))
     request.limits(_of_all_users(order) if several else [])
-    for host_id, ranges in zip((order.host_uid, order.host_gid), prepared.ranges, strict=True):
-        request.text(user_ids.map_of(user_ids.spans(host_id, uid, several=several, ranges=ranges)))
-    request.words(FRESH | mounts.network_namespace(host_network))
-    request.words(uid, uid, host_network, several, is_machine_root_outside())
-    # Root's is given it, and must not find it by itself, with owners that are nobody there.
+    for host_id, ranges in zip((order.host_uid, order.host_gid), prepared.parent_ids, strict=True):
+        request.text(user_ids.format_id_map(user_ids.sandbox_ids(host_id, uid, several=several, ranges=ranges)))
+    request.words(NEW_NAMESPACE_FLAGS | mounts.network_namespace_flag(host_network))
+    request.words(uid, uid, host_network, several, is_machine_root_in_namespace())
+    # Machine root sends the image as a mount. Its path is left out: found by path, its owners would not be mapped.
     request.text(folder, "" if root else order.image)
     request.words(len(binds))
     for bind in binds:
@@ -131,52 +135,50 @@ def make(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
 
 
 def _of_all_users(order: CreateRequest) -> list[tuple[int, int, int]]:
-    """Limits with which the user namespace of several users is made: all of them together can have no more."""
+    """Return the process limit of the user namespace of several users, which bounds all of them together."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     most = order.limits[resource.RLIMIT_NPROC]
     processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
     return [(resource.RLIMIT_NPROC, processes, processes)]
 
 
-def shown_mounts(order: CreateRequest) -> list[str]:
-    """Return what root shows a sandbox with other owners: its binds."""
-    return order.binds
+def clone_binds(order: CreateRequest) -> list[int]:
+    """Return the binds as detached mounts in which the files of the bind's owner belong to the sandbox; for machine
+    root.
 
-
-def held_mounts(order: CreateRequest) -> list[int]:
-    """By root: :func:`shown_mounts` as mounts that are nowhere yet, in which the owner's files are the sandbox's own.
-
-    The owner of a bind is who has its uppermost folder on the host. One that can be written to stays nobody's if that
-    is root, or root's group: a sandbox could leave programs there that run as root on the host. Files that belong to
-    another sandbox stay that sandbox's.
+    The owner of a bind is the owner of its top folder on the host. A writable bind of root or root's group is not
+    remapped: a sandbox could leave programs there that run as root on the host. Files of another sandbox keep their
+    owner.
     """
     host, trees = (order.host_uid, order.host_gid), []
     for bind in map(Bind.parse, order.binds):
-        tree = bind.take_hold()
+        tree = bind.clone_mount()
         trees.append(tree)
         found = os.stat(bind.source)
         owners = (found.st_uid, found.st_gid)
-        if (bind.read_only or 0 not in owners) and max(owners) < user_ids.FIRST_ID:
-            # On a file system that can't show other owners it stays nobody's.
+        if (bind.read_only or 0 not in owners) and max(owners) < user_ids.FIRST_HOST_ID:
+            # Where the file system has no idmapped mounts the owners stay unmapped.
             with contextlib.suppress(OSError):
-                syscalls.show_as(tree, user_ids.user_namespace(found.st_uid, *host, group=found.st_gid))
+                syscalls.idmap_mount(
+                    tree, user_ids.create_single_user_namespace(found.st_uid, *host, group=found.st_gid)
+                )
     return trees
 
 
-def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | None:
-    """By root: the image as a mount for the sandbox whose first process is ``pid``; others make their own.
+def idmapped_image(prepared: PreparedImage, pid: int, owners: int | None) -> int | None:
+    """For machine root, return the image as a mount for the sandbox whose first process is ``pid``; else ``None``.
 
     Args:
-        prepared: of the sandbox.
-        pid: its first process.
-        owners: the user namespace whose ids the image's owners are to have, if not that of ``pid``.
+        prepared: image of the sandbox.
+        pid: first process of the sandbox.
+        owners: user namespace that maps the image's owners, if not that of ``pid``.
     """
     if not is_machine_root():
         return None
-    tree = syscalls.detached(prepared.image)
+    tree = syscalls.open_tree(prepared.image)
     space = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC) if owners is None else owners
     try:
-        syscalls.show_as(tree, space)
+        syscalls.idmap_mount(tree, space)
     except OSError:
         os.close(tree)
         raise
@@ -186,18 +188,18 @@ def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | No
     return tree
 
 
-def open_image(image: str) -> tuple[dict[str, Any], list[int]]:
-    """In a child forked for it: what is prepared of an image but its variables, as an answer for :func:`received`."""
+def prepare_image(image: str) -> tuple[dict[str, Any], list[int]]:
+    """Open an image and make its parent namespace; runs in a forked child and replies for :func:`from_reply`."""
     found = os.stat(image)
     descriptor = os.open(image, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     parent, one_user = user_ids.make_parent_namespace()
-    ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    ranges = [user_ids.parent_ids(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
     owner = [found.st_uid, found.st_gid]
     return {"owner": owner, "one_user": one_user, "ranges": ranges}, [descriptor, parent]
 
 
-def received(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> PreparedImage:
-    """The image that :func:`open_image` prepared in a child."""
+def from_reply(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> PreparedImage:
+    """Return the image that :func:`prepare_image` prepared in a child."""
     image, parent = files
     owner = answer["owner"][0], answer["owner"][1]
     return PreparedImage(image, owner, parent, answer["one_user"], environment, answer["ranges"])

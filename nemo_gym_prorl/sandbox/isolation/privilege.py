@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rights: what this process may do on the machine, and what root may do in a sandbox.
+"""Rights: what this process may do on the machine, and which capabilities root has in a sandbox.
 
-*Machine root.* Only root outside of any user namespace may give files to ids that no user has, map ranges of ids
-without help, and show a folder under other owners. Root of a namespace, as in containers of enroot, Pyxis and
-Apptainer, is an ordinary user in all that sandboxes need. Root of a container without a user namespace of its own, as
-Docker's by default, is machine root here.
+*Machine root* is root outside of any user namespace. Only machine root may give files to ids without a user, map
+ranges of ids without help, and show a folder under other owners. Root of a user namespace, as in containers of enroot,
+Pyxis and Apptainer, is an ordinary user in everything that sandboxes need. Root of a container without a user
+namespace, Docker's default, is machine root.
 
-*User namespaces.* Every sandbox begins with one, made by the supervisor before any container runtime is started: an
-Apptainer that is installed with setuid needs none, but gives none to whoever joins later. So a machine without user
-namespaces can have no sandboxes. Which of four settings forbids them is told from what fails.
+*User namespaces.* The supervisor makes one for every sandbox before it starts a container runtime: a setuid Apptainer
+needs none, but would give none to processes that join later. So sandboxes need user namespaces on the machine. A probe
+tells which of four settings forbids them.
 
-*Capabilities* of a sandbox hold in its own user namespace only. Most are asked of the machine's own namespace, where
-no process of a sandbox ever has any, so granting them would be an empty promise.
+*Capabilities* of a sandbox hold in its own user namespace only. The kernel checks most capabilities against the
+initial namespace, where no process of a sandbox has any. Granting those would have no effect.
 """
 
 from __future__ import annotations
@@ -32,28 +32,30 @@ from nemo_gym_prorl.failures import CallerError
 
 
 INITIAL_NAMESPACE = 0xEFFFFFFD
-"""The number of the first user namespace, on every Linux. That of ids in the map says less: a namespace with all of
-them can't do these things either."""
+"""Inode number of the initial user namespace on every Linux. A full id map is no proof: other namespaces can have one.
+"""
 
 
 def is_machine_root() -> bool:
-    """Whether this process is root in the user namespace that no other is around."""
+    """Return whether this process is root in the initial user namespace."""
     return os.geteuid() == 0 and not in_user_namespace()
 
 
-def is_machine_root_outside() -> bool:
-    """Whether this process, in a user namespace, is still the machine's root to the kernel: whom it lets have any
-    number of processes, and whose its devices and settings are, as far as they can be seen."""
+def is_machine_root_in_namespace() -> bool:
+    """Return whether this process, in a user namespace, runs as the machine's root user on the host.
+
+    The kernel exempts that user from process limits, and lets it write devices and kernel settings that it can see.
+    """
     return in_user_namespace() and os.stat("/proc/sys/kernel").st_uid == os.geteuid()
 
 
 def in_user_namespace() -> bool:
-    """Whether a user namespace is around this process that is not the machine's own."""
+    """Return whether this process is in a user namespace other than the initial one."""
     return os.stat("/proc/self/ns/user").st_ino != INITIAL_NAMESPACE
 
 
-def mapped(kind: str = "uid") -> list[tuple[int, int, int]]:
-    """The ids that there are here: first one, the same id around this namespace, and how many follow on.
+def id_map(kind: str = "uid") -> list[tuple[int, int, int]]:
+    """Return the ids of this namespace: first id, its id in the parent namespace, and the count of consecutive ids.
 
     Args:
         kind: ``uid`` or ``gid``.
@@ -62,19 +64,19 @@ def mapped(kind: str = "uid") -> list[tuple[int, int, int]]:
     return [(int(own), int(outside), int(count)) for own, outside, count in map(str.split, lines)]
 
 
-def has_one_id() -> bool:
-    """Whether there is nobody here but this user, so that no program, setuid or not, can map another."""
-    return sum(count for _own, _outside, count in mapped()) == 1
+def has_single_id() -> bool:
+    """Return whether this namespace has one user id only, so that not even a setuid program can map another."""
+    return sum(count for _own, _outside, count in id_map()) == 1
 
 
-def user_outside() -> int:
-    """This process's user as he is known around its namespace, by which users of one machine are told apart: each of
-    them may be number 0 in a container of his own."""
+def outer_uid() -> int:
+    """Return this process's user id in the parent namespace, which tells users apart who are all 0 in their
+    containers."""
     user = os.geteuid()
-    return next((outside + user - own for own, outside, count in mapped() if own <= user < own + count), user)
+    return next((outside + user - own for own, outside, count in id_map() if own <= user < own + count), user)
 
 
-KEPT = {
+DEFAULT_CAPABILITIES = {
     "CHOWN": 0,
     "DAC_OVERRIDE": 1,
     "FOWNER": 3,
@@ -90,42 +92,47 @@ KEPT = {
     "AUDIT_WRITE": 29,
     "SETFCAP": 31,
 }
-"""Those that root has in every sandbox, as is customary for containers. Without SYS_ADMIN nothing can be mounted,
-without SYS_PTRACE nothing that has more rights can be looked into, and without SYS_RESOURCE limits can't be lifted."""
+"""Capabilities of root in every sandbox, as usual for containers. Without SYS_ADMIN a sandbox can mount nothing,
+without SYS_PTRACE it can't trace processes with more rights, and without SYS_RESOURCE it can't raise limits."""
 
-GRANTED = {"NET_ADMIN": 12, "SYS_PTRACE": 19}
-"""Those that are added when asked for: all of one's own network devices, and looking into all processes of one's own.
-The supervisor's helpers stay closed even to that: their memory belongs to the namespace that they came from."""
+GRANTABLE_CAPABILITIES = {"NET_ADMIN": 12, "SYS_PTRACE": 19}
+"""Capabilities that a task may ask for: administration of the sandbox's own network, and tracing of all its processes.
+The supervisor's helpers stay protected from tracing, since their memory belongs to the host's user namespace."""
 
 
-def numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
-    """The numbers of capabilities that are to be added, by names as in Compose files, with or without ``CAP_``.
+def capability_numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
+    """Return the numbers of capabilities to add, given names as in Compose files, with or without ``CAP_``.
 
     Raises:
-        CallerError: one can't be had; says why.
+        CallerError: a capability can't be granted; for the field ``capabilities``.
     """
     found = set()
     for given in names:
         name = given.upper().removeprefix("CAP_")
-        if name in KEPT:
+        if name in DEFAULT_CAPABILITIES:
             continue
-        if name not in GRANTED:
-            raise CallerError(f"{given} is not given to sandboxes; {', '.join(GRANTED)} can be", field="capabilities")
+        if name not in GRANTABLE_CAPABILITIES:
+            raise CallerError(
+                f"{given} can't be granted to a sandbox; choose from {', '.join(GRANTABLE_CAPABILITIES)}",
+                field="capabilities",
+            )
         if not root:
-            raise CallerError(f"{given} is for root inside; the sandbox has root: false", field="capabilities")
+            raise CallerError(f"{given} needs root inside, but the sandbox has root: false", field="capabilities")
         if name == "NET_ADMIN" and host_network:
-            raise CallerError(f"{given} is for a network of one's own, not for network: true", field="capabilities")
-        found.add(GRANTED[name])
+            raise CallerError(
+                f"{given} needs the sandbox's own network: leave network: true out", field="capabilities"
+            )
+        found.add(GRANTABLE_CAPABILITIES[name])
     return frozenset(found)
 
 
-MOST = "user.max_user_namespaces"
-BY_USERS = "kernel.unprivileged_userns_clone"
-"""Debian's and its descendants' own."""
-APPARMOR = "kernel.apparmor_restrict_unprivileged_userns"
-"""Ubuntu's own, on since 23.10: namespaces can be made, but without rights in them."""
+MAX_USERNS_SYSCTL = "user.max_user_namespaces"
+USERNS_CLONE_SYSCTL = "kernel.unprivileged_userns_clone"
+"""Exists on Debian and its derivatives only."""
+APPARMOR_USERNS_SYSCTL = "kernel.apparmor_restrict_unprivileged_userns"
+"""Exists on Ubuntu only, on since 23.10: processes can make user namespaces, but get no rights in them."""
 
-PROBE = """
+PROBE_SCRIPT = """
 import os
 uid, step = os.getuid(), "make"
 try:
@@ -138,70 +145,77 @@ except OSError as error:
     print(error.errno, end=" ")
 print(step)
 """
-"""In a process of its own, which stays in what it makes."""
+"""Runs in a process of its own, which ends in the namespaces that it makes."""
 
 
-class Ending(StrEnum):
-    """How far the attempt got."""
+class ProbeStep(StrEnum):
+    """The last step that the probe reached."""
 
     DONE = "done"
     MAKE = "make"
-    """None can be made."""
+    """Making a user namespace failed."""
     USE = "use"
-    """One can be made, but gives no rights."""
+    """The namespace gives no rights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """What came of making one, and what decides over it.
+class UserNamespaceProbe:
+    """Result of making a user namespace, and the settings that explain it.
 
     Attributes:
-        ending: how far it got.
-        number: the ``errno`` of what failed, or 0.
-        root: whether it was root who tried.
-        filtered: whether system calls are filtered here, as in most containers.
-        settings: those of the machine's settings that there are, by name.
+        step: last step that the probe reached.
+        error_number: ``errno`` of the failure, or 0.
+        root: whether machine root made the attempt.
+        filtered: whether a seccomp filter applies to this process, as in most containers.
+        settings: the relevant sysctls that exist on the machine, by name.
     """
 
-    ending: Ending
-    number: int
+    step: ProbeStep
+    error_number: int
     root: bool
     filtered: bool
     settings: Mapping[str, str]
 
     @classmethod
-    def here(cls) -> Self:
-        """Try it. Some 30 ms."""
+    def run(cls) -> Self:
+        """Make a user namespace in a child process, which takes about 30 ms."""
         said = subprocess.run(
-            [sys.executable, "-ISc", PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+            [sys.executable, "-ISc", PROBE_SCRIPT],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         *number, step = said.stdout.split()
         filtered = re.search(r"^Seccomp:\s*2$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return cls(Ending(step), int(number[0]) if number else 0, is_machine_root(), filtered is not None, _settings())
+        return cls(
+            ProbeStep(step), int(number[0]) if number else 0, is_machine_root(), filtered is not None, _settings()
+        )
 
 
-def remedies(attempt: Attempt) -> list[str]:
-    """What an administrator can do so that it works; empty if it does."""
-    if attempt.ending is Ending.DONE:
+def remedies(attempt: UserNamespaceProbe) -> list[str]:
+    """Return what an administrator can do to allow user namespaces; empty if they work."""
+    if attempt.step is ProbeStep.DONE:
         return []
     found = []
-    if attempt.settings.get(MOST) == "0":
-        found.append(f"sysctl {MOST}=15000")
-    if not attempt.root and attempt.settings.get(BY_USERS) == "0":
-        found.append(f"sysctl {BY_USERS}=1")
-    if not attempt.root and attempt.settings.get(APPARMOR) == "1":
+    if attempt.settings.get(MAX_USERNS_SYSCTL) == "0":
+        found.append(f"sysctl {MAX_USERNS_SYSCTL}=15000")
+    if not attempt.root and attempt.settings.get(USERNS_CLONE_SYSCTL) == "0":
+        found.append(f"sysctl {USERNS_CLONE_SYSCTL}=1")
+    if not attempt.root and attempt.settings.get(APPARMOR_USERNS_SYSCTL) == "1":
         found.append(
-            f"sysctl {APPARMOR}=0, or an AppArmor profile with 'userns,' for {os.path.realpath(sys.executable)} "
-            "(one for the container runtime does not do: the namespace is made before it starts)"
+            f"sysctl {APPARMOR_USERNS_SYSCTL}=0, or an AppArmor profile with 'userns,' for "
+            f"{os.path.realpath(sys.executable)} (a profile for the container runtime is not enough: the "
+            "namespace is made before the runtime starts)"
         )
-    if attempt.number == errno.EINVAL:
+    if attempt.error_number == errno.EINVAL:
         found.append("a kernel with CONFIG_USER_NS")
     if found:
         return found
-    if attempt.number == errno.ENOSPC:
-        return [f"raise {MOST}, here or in the container around this one"]
+    if attempt.error_number == errno.ENOSPC:
+        return [f"raise {MAX_USERNS_SYSCTL}, here or in the container around this one"]
     return [
-        "this process seems to be in a container that forbids it: start that one with --security-opt "
+        "this process seems to be in a container that forbids user namespaces: start it with --security-opt "
         "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined (Docker, "
         "Podman), or as privileged"
         if attempt.filtered or attempt.root
@@ -210,5 +224,8 @@ def remedies(attempt: Attempt) -> list[str]:
 
 
 def _settings() -> dict[str, str]:
-    files = {name: Path("/proc/sys", *name.split(".")) for name in (MOST, BY_USERS, APPARMOR)}
+    files = {
+        name: Path("/proc/sys", *name.split("."))
+        for name in (MAX_USERNS_SYSCTL, USERNS_CLONE_SYSCTL, APPARMOR_USERNS_SYSCTL)
+    }
     return {name: file.read_text().strip() for name, file in files.items() if file.exists()}

@@ -1,19 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which system calls a sandbox has: those that Docker gives a container with the same capabilities, and fewer.
+"""The system call filter of sandboxes: Docker's default profile for a container with the same capabilities, and
+stricter.
 
-The kernel is one for all sandboxes and the host; most ways out of a container that were ever found begin with a call
-that ordinary programs never make. Everything that is executed in a sandbox therefore runs under a filter, from its
-first instruction and with no way back: the launcher installs it last, before ``exec``. What a filter refuses it
-refuses as the kernel refuses users without a right (``EPERM``); what is newer than the table does not exist
-(``ENOSYS``), and so does ``clone3``, whose flags no filter can read: the C library then calls ``clone``.
+All sandboxes share the host's kernel, and most known container escapes begin with a system call that ordinary programs
+never make. So every program in a sandbox runs under a filter from its first instruction. The launcher installs the
+filter last, before ``exec``, and nothing can remove it. Refused calls fail with ``EPERM``. Calls newer than the table
+fail with ``ENOSYS``, and so does ``clone3``, whose flags no filter can read; the C library then calls ``clone``.
 
-The table follows the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). Stricter than
-it are five things: sockets are of :data:`SOCKET_FAMILIES` only; a terminal's input can't be forged (``TIOCSTI``,
-``TIOCLINUX``), since a shell's input is the agent's own; nobody traces the sandbox's first process, or limits any but
-himself; ``io_setup`` is refused, since what it takes is counted for the machine (``fs.aio-max-nr``) and one sandbox
-could take it all; and calls of other architectures (32 bit programs) end the process. No capability that a task may
-ask for makes a filter longer: tracing one's own processes is allowed to everybody.
+The table follows the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). It is stricter
+in these points:
+
+- sockets are of :data:`SOCKET_FAMILIES` only;
+- no process can forge a terminal's input (``TIOCSTI``, ``TIOCLINUX``), since a shell's input is the agent's own;
+- no process can trace the sandbox's first process, or set limits of any process but itself;
+- ``io_setup`` is refused: its quota (``fs.aio-max-nr``) is the machine's, and one sandbox could use it up;
+- calls of other architectures (32-bit programs) end the process.
+
+No capability that a task may ask for needs another filter: every process may trace its own processes.
 """
 
 from __future__ import annotations
@@ -28,46 +32,46 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, WORD, ByArgument, Verdict, program
+from nemo_gym_prorl.syscall_filter import ALLOW, MASK_32, REFUSE, UNKNOWN, ArgumentRule, FilterAction, compile_filter
 
 
-LAST = 466
-"""``removexattrat``, of Linux 6.13; what came later has not been judged."""
+MAX_SYSCALL = 466
+"""``removexattrat`` of Linux 6.13; later calls are not reviewed yet."""
 
-NEW_NAMESPACES = 0x7E020000
-"""The flags of ``clone`` that make namespaces: mounts, control groups, UTS, IPC, users, processes, network."""
+CLONE_NAMESPACE_FLAGS = 0x7E020000
+"""Flags of ``clone`` that make namespaces: mounts, control groups, UTS, IPC, users, processes, network."""
 
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 
 SOCKET_FAMILIES = frozenset({AF_UNIX, AF_INET, AF_INET6, AF_NETLINK})
-"""What programs need. Of the others some take memory that no limit of a sandbox counts (rings of ``AF_PACKET`` and
-``AF_XDP``), one leads to the host of a virtual machine (``AF_VSOCK``), and many are rarely used, so rarely mended."""
+"""Socket families that programs need. Some others use memory that no sandbox limit counts (rings of ``AF_PACKET`` and
+``AF_XDP``), and ``AF_VSOCK`` reaches the host of a virtual machine. Rarely used families have more unfixed bugs."""
 
-_NO_PACKET_TYPE = ByArgument(1, frozenset({10}), REFUSE, ALLOW, mask=0xF)
+_NO_PACKET_TYPE = ArgumentRule(1, frozenset({10}), REFUSE, ALLOW, mask=0xF)
 """``SOCK_PACKET`` of ``AF_INET`` is an old name of ``AF_PACKET``; the upper bits of a type are flags."""
 
 PERSONALITIES = frozenset({0, 8, 0x20000, 0x20008, 0xFFFFFFFF})
-"""Linux, with 32 bit addresses, or an old version's name; and the question which one it is. No fixed addresses."""
+"""Linux, 32-bit addresses, old version names, and the query of the current one. Address randomisation stays on."""
 
-TERMINAL_FORGERIES = frozenset({0x5412, 0x541C})
-"""``TIOCSTI`` puts characters into a terminal's input, ``TIOCLINUX`` pastes a selection there."""
+TERMINAL_INPUT_IOCTLS = frozenset({0x5412, 0x541C})
+"""``TIOCSTI`` inserts characters into a terminal's input; ``TIOCLINUX`` pastes a selection there."""
 
 FIRST_PROCESS = frozenset({1})
-"""Who can bring it about that the kernel ends a sandbox's first process (an option of its tracer, as a limit of its
-processor time) makes an end from inside look like one from outside."""
+"""Target of refused ``ptrace`` calls. A process that can make the kernel kill the sandbox's first process, by a
+tracer's option, makes an end caused inside look like one caused outside."""
 
-ONESELF = frozenset({0})
-"""And who can limit what is about to begin has it fail as if the machine lacked memory: a process has a number inside
-before it is the program that was asked for."""
+OWN_PROCESS = frozenset({0})
+"""Only target of allowed ``prlimit64`` calls. A sandbox that could limit a process that is still starting would make
+its failure look like a lack of memory on the machine."""
 
-BY_ARGUMENT: dict[str, ByArgument] = {
-    "clone": ByArgument(0, frozenset({0}), ALLOW, REFUSE, mask=NEW_NAMESPACES),
-    "socket": ByArgument(0, SOCKET_FAMILIES, _NO_PACKET_TYPE, REFUSE),
-    "socketpair": ByArgument(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
-    "personality": ByArgument(0, PERSONALITIES, ALLOW, REFUSE),
-    "ioctl": ByArgument(1, TERMINAL_FORGERIES, REFUSE, ALLOW),
-    "prlimit64": ByArgument(0, ONESELF, ALLOW, REFUSE),
-    "ptrace": ByArgument(1, FIRST_PROCESS, REFUSE, ALLOW),
+CONDITIONAL_RULES: dict[str, ArgumentRule] = {
+    "clone": ArgumentRule(0, frozenset({0}), ALLOW, REFUSE, mask=CLONE_NAMESPACE_FLAGS),
+    "socket": ArgumentRule(0, SOCKET_FAMILIES, _NO_PACKET_TYPE, REFUSE),
+    "socketpair": ArgumentRule(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
+    "personality": ArgumentRule(0, PERSONALITIES, ALLOW, REFUSE),
+    "ioctl": ArgumentRule(1, TERMINAL_INPUT_IOCTLS, REFUSE, ALLOW),
+    "prlimit64": ArgumentRule(0, OWN_PROCESS, ALLOW, REFUSE),
+    "ptrace": ArgumentRule(1, FIRST_PROCESS, REFUSE, ALLOW),
 }
 
 CLONE3 = 435
@@ -91,7 +95,7 @@ _REFUSED_EVERYWHERE = {
     "lsm_set_self_attr": 460,
     "lsm_list_modules": 461,
 }
-"""From 424 on numbers are the same on all architectures."""
+"""Name to number; from 424 on numbers are the same on all architectures."""
 
 _REFUSED_ON_BOTH = {
     "syslog": (103, 116),
@@ -133,7 +137,7 @@ _REFUSED_ON_BOTH = {
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
 }
-"""Name to its numbers on x86_64 and on aarch64."""
+"""Name to the numbers on x86_64 and on aarch64."""
 
 _REFUSED_ON_X86 = {
     "uselib": 134,
@@ -155,15 +159,15 @@ _REFUSED_ON_X86 = {
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SyscallTable:
     """The rules for one architecture.
 
     Attributes:
-        audit: how the kernel numbers the architecture.
-        refused: name to number.
-        conditional: name to number, of :data:`BY_ARGUMENT`.
-        unused: numbers below :data:`LAST` that no call has.
-        seccomp: the number of the call that installs a filter.
+        audit: the kernel's audit number of the architecture.
+        refused: name to number of the refused calls.
+        conditional: name to number of the calls in :data:`CONDITIONAL_RULES`.
+        unused: numbers up to :data:`MAX_SYSCALL` that belong to no call.
+        seccomp: number of ``seccomp(2)``.
     """
 
     audit: int
@@ -172,27 +176,27 @@ class Table:
     unused: tuple[range, ...]
     seccomp: int
 
-    def verdicts(self) -> dict[int, Verdict]:
-        """By number, what is not simply allowed."""
-        found: dict[int, Verdict] = {number: UNKNOWN for gap in self.unused for number in gap}
+    def actions(self) -> dict[int, FilterAction]:
+        """Return the action of each call that is not simply allowed, by number."""
+        found: dict[int, FilterAction] = {number: UNKNOWN for gap in self.unused for number in gap}
         found |= dict.fromkeys(self.refused.values(), REFUSE)
-        found |= {number: BY_ARGUMENT[name] for name, number in self.conditional.items()}
+        found |= {number: CONDITIONAL_RULES[name] for name, number in self.conditional.items()}
         return {**found, CLONE3: UNKNOWN}
 
 
 TABLES = {
-    "x86_64": Table(
+    "x86_64": SyscallTable(
         audit=0xC000003E,
         refused=_REFUSED_EVERYWHERE | _REFUSED_ON_X86 | {name: both[0] for name, both in _REFUSED_ON_BOTH.items()},
         conditional={
             **{"ioctl": 16, "socket": 41, "socketpair": 53, "clone": 56},
             **{"ptrace": 101, "personality": 135, "prlimit64": 302},
         },
-        # 335, uretprobe, is the kernel's own call, where somebody looks at a program from outside.
+        # 335, uretprobe, is made by the kernel where a tracer outside has set a probe.
         unused=(range(336, 424),),
         seccomp=317,
     ),
-    "aarch64": Table(
+    "aarch64": SyscallTable(
         audit=0xC00000B7,
         refused=_REFUSED_EVERYWHERE | {name: both[1] for name, both in _REFUSED_ON_BOTH.items()},
         conditional={
@@ -206,7 +210,7 @@ TABLES = {
 
 _SET_MODE_FILTER = 1
 _SPEC_ALLOW = 4
-"""Without it some kernels before 5.16 slow every filtered process down, for an attack on itself."""
+"""Without this flag some kernels before 5.16 slow filtered processes down to protect them from Spectre attacks."""
 
 
 class _Program(ctypes.Structure):
@@ -217,56 +221,61 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _MACHINE = os.uname().machine
 
-FILTER = program(TABLES[_MACHINE].audit, TABLES[_MACHINE].verdicts(), LAST) if _MACHINE in TABLES else b""
-"""This machine's, made once: the children that install it are forked."""
+FILTER = compile_filter(TABLES[_MACHINE].audit, TABLES[_MACHINE].actions(), MAX_SYSCALL) if _MACHINE in TABLES else b""
+"""The program for this machine, compiled once: the children that install it are forked."""
 
 
 def install(rules: bytes = FILTER) -> None:
-    """Put this process, and all that it starts or becomes, under a filter; it must have given up new rights before.
+    """Install a filter for this process and all its descendants; needs ``PR_SET_NO_NEW_PRIVS``.
 
     Raises:
-        OSError: the kernel has no filters, or there is no table for this machine.
+        OSError: the kernel has no filters, or this machine has no table.
     """
     if not rules:
-        raise OSError(errno.ENOSYS, f"there is no filter of system calls for {_MACHINE}")
+        raise OSError(
+            errno.ENOSYS, f"sandboxes have no system call filter for {_MACHINE}, only for {', '.join(TABLES)}"
+        )
     given = _Program(len(rules) // 8, rules)
     if _libc.syscall(TABLES[_MACHINE].seccomp, _SET_MODE_FILTER, _SPEC_ALLOW, ctypes.byref(given)) < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"filter of system calls: {os.strerror(number)}")
+        raise OSError(number, f"the system call filter can't be installed: {os.strerror(number)}")
 
 
-def profile() -> str:
-    """What is refused, in the words of the container runtimes: JSON.
+def oci_profile() -> str:
+    """Return the refused calls as a JSON profile for container runtimes.
 
-    For the first process of a container that a runtime starts, where that has no more rights than those inside: they
-    may take it over, and it must be under a filter too. It has no say over ``clone3``, which the runtime itself needs.
+    It is for the first process of a container that a runtime starts. Where commands have the same rights as that
+    process they can take it over, so the process needs the filter, too. The profile allows ``clone3``, which the
+    runtime itself needs.
     """
     table = TABLES.get(_MACHINE)
     rules: list[dict[str, Any]] = [{"names": sorted(table.refused)}] if table else []
     for name in table.conditional if table else ():
-        rules += [{"names": [name], "args": conditions} for conditions in _refused_by(BY_ARGUMENT[name])]
+        rules += [{"names": [name], "args": conditions} for conditions in _refused_by(CONDITIONAL_RULES[name])]
     refused = [{**rule, "action": "SCMP_ACT_ERRNO"} for rule in rules]
     return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": refused})
 
 
-def _refused_by(rule: ByArgument) -> Iterator[list[dict[str, Any]]]:
-    """Conditions that refuse a call if all of a list hold. A runtime knows no "none of these values". So any bit is
-    refused that no allowed value has, but for one of all bits, which no shell ever gives; and each other number that
-    is made of the bits of allowed values."""
+def _refused_by(rule: ArgumentRule) -> Iterator[list[dict[str, Any]]]:
+    """Yield conditions that refuse a call if all conditions of a list hold.
+
+    Runtimes can't express "none of these values". So the conditions refuse any bit that no allowed value has, and each
+    other number made of the bits of allowed values. The value of all bits is left out, since no shell sets it.
+    """
     if rule.then == REFUSE:
         yield from ([_condition(rule, rule.mask, value)] for value in sorted(rule.values))
         return
-    usual = reduce(or_, rule.values - {WORD})
+    usual = reduce(or_, rule.values - {MASK_32})
     for bit in (1 << shift for shift in range(32)):
         if bit & rule.mask & ~usual:
             yield [_condition(rule, bit, bit)]
     for value in range(usual + 1):
         if value & ~usual == 0 and value not in rule.values:
             yield [_condition(rule, rule.mask, value)]
-    if isinstance(rule.then, ByArgument):
+    if isinstance(rule.then, ArgumentRule):
         for value in sorted(rule.values):
             yield from ([_condition(rule, rule.mask, value), *more] for more in _refused_by(rule.then))
 
 
-def _condition(rule: ByArgument, mask: int, value: int) -> dict[str, Any]:
+def _condition(rule: ArgumentRule, mask: int, value: int) -> dict[str, Any]:
     return {"index": rule.index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The few kernel calls that sandboxes need and Python's ``os`` lacks: mounts, process controls, capabilities.
+"""System calls that Python's ``os`` lacks: mounts, process controls, capabilities.
 
-Used only by the supervisor and the short-lived children it forks, which are single-threaded: the kernel lets no other
-process change its user namespace.
+Only the supervisor and its short-lived forked children use this module. They are single-threaded, because the kernel
+refuses to change the user namespace of a process with threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 
 MS_NOSUID = 2
-MS_NODEV = 4
 MS_NOEXEC = 8
 MS_BIND = 4096
 MS_REC = 16384
@@ -33,9 +32,9 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
 NO_SETUID_FIXUP = 4
-"""Secure bit: a change from root to another user takes no capabilities."""
+"""Secure bit: a change from root to another user id keeps the capabilities."""
 
-# The same numbers on every architecture.
+# These numbers are the same on every architecture.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 CLONE_TREE = 1
 FROM_EMPTY_PATH = 4
@@ -61,7 +60,7 @@ _CLONE_INTO_CGROUP = 0x200000000
 _CLONE_ARGUMENTS = struct.Struct("11Q")
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Holds on to the interpreter's lock, as a fork must.
+# PyDLL keeps the interpreter's lock, as a fork must.
 _libc_locked = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -72,7 +71,7 @@ def _check(result: int, what: str) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """``mount(2)``."""
+    """Call ``mount(2)``."""
     done = _libc.mount(
         source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), data.encode() or None
     )
@@ -80,27 +79,27 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def bind(source: str, target: str) -> None:
-    """Show ``source`` at ``target``, too, as it is."""
+    """Bind-mount ``source`` at ``target``."""
     mount(source, target, "", MS_BIND)
 
 
 def prctl(option: int, value: int) -> None:
-    """``prctl(2)`` with one argument."""
+    """Call ``prctl(2)`` with one argument."""
     _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
-def end_with(parent: int) -> None:
-    """Have this process end with its parent, which is ``parent``; if that has ended already, end now."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit at once if ``parent`` has ended already."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def fork_into(group: int) -> int:
-    """``fork(2)`` whose child is born in a control group, by the descriptor of its folder; needs Linux 5.7.
+def fork_into_cgroup(group: int) -> int:
+    """Fork a child that starts in a control group, given the descriptor of the group's folder; needs Linux 5.7.
 
-    The process must have one thread: where another one waits for the interpreter's lock, the child hands it that lock
-    and waits for it forever. Moving a process into a group afterwards takes the kernel some 10 ms.
+    The process must have one thread: a child of several threads may wait for the interpreter's lock forever. Starting
+    in the group avoids moving a process between groups, which takes the kernel about 10 ms.
     """
     arguments = _CLONE_ARGUMENTS.pack(_CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
     pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
@@ -108,12 +107,12 @@ def fork_into(group: int) -> int:
     return pid
 
 
-def detached(source: str | int, *, recursive: bool = False) -> int:
-    """A copy of a mount, as a descriptor, that is nowhere to be seen yet; to be given to :func:`attach`.
+def open_tree(source: str | int, *, recursive: bool = False) -> int:
+    """Return a descriptor of a detached copy of a mount, for :func:`move_mount`.
 
     Args:
-        source: a path, or a descriptor of what lies there.
-        recursive: with what is mounted below it.
+        source: a path, or a descriptor of the mounted file or folder.
+        recursive: whether to copy the mounts below as well.
     """
     folder, path = (-100, os.fsencode(source)) if isinstance(source, str) else (source, b"")
     flags = CLONE_TREE | os.O_CLOEXEC | (RECURSIVE if recursive else 0) | (0 if path else EMPTY_PATH)
@@ -123,11 +122,11 @@ def detached(source: str | int, *, recursive: bool = False) -> int:
 
 
 def open_folder_beneath(path: str | bytes, folder: int) -> int:
-    """Open the folder at a relative path below an open one, on the way to which there is no link.
+    """Open the folder at a relative path below an open folder, without following links.
 
     Raises:
-        NotADirectoryError: somebody has put a link in its place or in that of one above it.
-        OSError: there is none.
+        NotADirectoryError: a component of the path is a link.
+        OSError: the folder does not exist or can't be opened.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     how = _OPEN_HOW.pack(flags, 0, _NO_LINKS_AND_BENEATH)
@@ -137,7 +136,7 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
     if found >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
         _check(found, f"open of {os.fsdecode(path)}")
         return found
-    # Before Linux 5.6, or in a container whose filter does not know the call.
+    # Linux before 5.6, or a container's filter, may not know the call.
     found = os.open(".", flags, dir_fd=folder)
     for name in filter(None, os.fsencode(path).split(b"/")):
         above = found
@@ -148,89 +147,87 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
     return found
 
 
-def change_mode(name: str | bytes, folder: int | None, mode: int, kind: int = 0) -> None:
-    """``chmod(2)`` of what a name in an open folder is, and never of what a link leads to.
+def change_mode(name: str, folder: int, mode: int) -> None:
+    """Call ``chmod(2)`` on an entry of an open folder, never on the target of a link.
 
     Args:
-        name: of it.
-        folder: the open folder.
-        mode: what it gets.
-        kind: ``os.O_DIRECTORY`` if it has to be a folder.
+        name: name of the entry.
+        folder: descriptor of the folder.
+        mode: new mode.
     """
-    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=folder)
+    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
-        # What lies open by this number is that one, whatever has its name by now.
+        # This path names the open file, whatever its name leads to by now.
         os.chmod(f"/proc/self/fd/{held}", mode)
     finally:
         os.close(held)
 
 
-def restrict(tree: int, attributes: int, *, recursive: bool = False) -> None:
+def set_mount_attributes(tree: int, attributes: int, *, recursive: bool = False) -> None:
     """Set ``ATTRIBUTE_*`` of a detached mount."""
     given = struct.pack("4Q", attributes, 0, 0, 0)
     flags = EMPTY_PATH | (RECURSIVE if recursive else 0)
     _check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, given, len(given)), "mount_setattr")
 
 
-def show_as(tree: int, owner: int) -> None:
-    """Have a detached mount show other owners: who has a file's owner's number in the user namespace ``owner``."""
-    # What is mounted below it on the host from now on, with other owners, is not to appear there, too.
+def idmap_mount(tree: int, owner: int) -> None:
+    """Map the owners of a detached mount by the user namespace ``owner``."""
+    # Private: later mounts on the host below this one would show unmapped owners.
     given = struct.pack("4Q", _ATTRIBUTE_IDMAP, 0, MS_PRIVATE, owner)
     done = _libc.syscall(_MOUNT_SETATTR, tree, b"", EMPTY_PATH, given, len(given))
-    _check(done, "the image with other owners (needs Linux 5.19, and a file system that can)")
+    _check(done, "idmapped mount (needs Linux 5.19 and a file system with support)")
 
 
-def attach(tree: int, target: str) -> None:
-    """Mount what :func:`detached` gave on ``target``, and close it."""
+def move_mount(tree: int, target: str) -> None:
+    """Mount the descriptor of :func:`open_tree` on ``target``, and close the descriptor."""
     _check(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, os.fsencode(target), FROM_EMPTY_PATH), f"mount on {target}")
     os.close(tree)
 
 
-def executable_memory(name: str) -> int:
-    """A new memory file that may be executed and sealed."""
+def create_executable_memfd(name: str) -> int:
+    """Return a new memory file that can be executed and sealed."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # Before Linux 6.3, where every one may be executed.
+        # Before Linux 6.3 every memory file can be executed.
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def seal(memory: int) -> None:
-    """Make sure that nobody ever changes a memory file again."""
+def seal_memfd(memory: int) -> None:
+    """Make a memory file immutable."""
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def unmount(target: str) -> None:
-    """Take away what is mounted at ``target``, and all below it."""
+    """Unmount ``target`` and all mounts below it."""
     _check(_libc.umount2(os.fsencode(target), _DETACH), f"unmount of {target}")
 
 
-def walled_in(path: Path) -> Path | None:
-    """The outermost folder above ``path`` that strangers may not enter, or ``None`` if the way is free."""
+def first_untraversable_parent(path: Path) -> Path | None:
+    """Return the outermost folder above ``path`` that other users may not enter; ``None`` if they may enter all."""
     for folder in reversed(path.parents):
         if not folder.stat().st_mode & stat.S_IXOTH:
             return folder
     return None
 
 
-def mount_for(source: str, target: str, owner: int | None) -> None:
-    """Show the file or folder ``source`` at ``target``, wherever it lies, with one user's files shown as another's.
+def mount_as_owner(source: str, target: str, owner: int | None) -> None:
+    """Mount ``source`` at ``target``, with the files of one user shown as another user's.
 
     Args:
-        source: may lie below folders that are closed to others.
-        target: exists, and is a file or a folder as ``source`` is.
-        owner: a user namespace with one user: what belongs to the number that he has there is shown as belonging to
-            him; ``None`` to leave owners as they are.
+        source: file or folder; may lie below folders that are closed to others.
+        target: existing file or folder, of the same kind as ``source``.
+        owner: user namespace that maps the owner, or ``None`` to keep the owners.
     """
-    tree = detached(source)
+    tree = open_tree(source)
     if owner is not None:
-        show_as(tree, owner)
-    attach(tree, target)
+        idmap_mount(tree, owner)
+    move_mount(tree, target)
 
 
-def private_mounts() -> None:
-    """Give this process a mount namespace of its own, from which nothing gets out."""
+def unshare_mounts() -> None:
+    """Give this process a private mount namespace, whose mounts do not propagate to the host."""
     os.unshare(os.CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)

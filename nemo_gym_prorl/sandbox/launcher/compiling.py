@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the launcher is compiled, by the build (``setup.py``) and by tests that leave a wall out of it.
+"""Compile the launcher, for the build (``setup.py``) and for tests that leave a protection out of it.
 
-The compiler is Zig's C compiler from PyPI, which needs nothing of the machine and knows all architectures. Of its
-headers only those of the kernel are used; there is no C library in the program. It takes some 0.3 s each.
+Zig's C compiler from PyPI runs on any machine and compiles for all architectures. The launcher uses the kernel's
+headers only, and no C library.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 
-HEADERS = {"x86_64": "x86-linux-any", "aarch64": "aarch64-linux-any"}
-"""Architectures, and where the compiler has the kernel's headers for each."""
+KERNEL_HEADERS = {"x86_64": "x86-linux-any", "aarch64": "aarch64-linux-any"}
+"""Architecture to the folder of the compiler that has the kernel's headers for it."""
 
 _FLAGS = (
     *("-std=c11", "-Os", "-s", "-static", "-nostdlib", "-nostdinc", "-ffreestanding"),
@@ -33,18 +33,19 @@ _FLAGS = (
 
 
 def compile_for(machine: str, source: Path, target: Path, cache: Path | None = None) -> None:
-    """Compile the launcher for an architecture of :data:`HEADERS`; sooner after others with a ``cache`` that is kept.
+    """Compile the launcher for an architecture of :data:`KERNEL_HEADERS`; a ``cache`` folder makes later compilations
+    faster.
 
     Raises:
-        subprocess.CalledProcessError: there is an error in it.
+        subprocess.CalledProcessError: the source has an error.
     """
     import ziglang
 
     library = Path(ziglang.__file__).parent / "lib"
     includes = ["include", f"libc/include/{machine}-linux-musl", "libc/include/generic-musl"]
-    includes += [f"libc/include/{HEADERS[machine]}", "libc/include/any-linux-any"]
-    with tempfile.TemporaryDirectory() as passing:
-        kept = str(cache or passing)
+    includes += [f"libc/include/{KERNEL_HEADERS[machine]}", "libc/include/any-linux-any"]
+    with tempfile.TemporaryDirectory() as temporary:
+        cache_folder = str(cache or temporary)
         subprocess.run(
             [
                 *(sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl", *_FLAGS),
@@ -52,7 +53,7 @@ def compile_for(machine: str, source: Path, target: Path, cache: Path | None = N
                 *(word for folder in includes for word in ("-isystem", str(library / folder))),
                 *("-o", str(target), str(source)),
             ],
-            # The user's own cache stays as it is.
-            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": kept, "ZIG_LOCAL_CACHE_DIR": kept},
+            # Leave the user's own compiler cache unchanged.
+            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache_folder, "ZIG_LOCAL_CACHE_DIR": cache_folder},
             check=True,
         )

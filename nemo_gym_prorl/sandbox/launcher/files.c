@@ -3,19 +3,21 @@
 /*
  * Files of sandboxes, a part of launcher.c: copied in and out, and removed.
  *
- * Whoever is inside can change what a name means at any time. So each is looked up in an open folder, and what is found
- * is acted on as it was found; by a process that is outside of the sandbox's process numbers, so that /proc/self leads
- * nowhere. He can also have an error of a file look like one of the machine, after which a rollout is tried again. What
- * such a file can be told by is said here, as an error that is the file's.
+ * A sandboxed process can change what a name means at any time. So each name is looked up in an open folder, and the
+ * file that was opened is used. A process outside of the sandbox's PID namespace does this, so that /proc/self leads
+ * nowhere.
+ *
+ * A sandboxed process can also cause errors that look like errors of the machine, after which a rollout would be
+ * retried. Where such an error can be told from a real one, it is reported as an error of the file.
  */
 
-enum { CHUNK = 1 << 20, MOST_LINKS = 40, SIZE_OF_NAME = 34 };
-enum { TO_DATA = 3, TO_HOLE = 4 };             /* SEEK_DATA and SEEK_HOLE, which the C library has for GNU only */
-enum { LOOKS = 20 };                           /* at a file that can't be opened, before that is the disk's fault */
-enum { LEASED_MS = 1000, LEASED_PAUSE_MS = 20 }; /* for somebody inside to give up a lease, as the kernel tells him to */
+enum { CHUNK = 1 << 20, MAX_LINKS = 40, SIZE_OF_NAME = 34 };
+enum { TO_DATA = 3, TO_HOLE = 4 }; /* SEEK_DATA and SEEK_HOLE of linux/fs.h */
+enum { OPEN_ATTEMPTS = 20 }; /* to open a file that fails with EIO, before the disk is blamed */
+enum { LEASE_TIMEOUT_MS = 1000, LEASE_PAUSE_MS = 20 }; /* the kernel asks the holder of a lease to release it */
 
-/* A name that nobody has thought of. */
-static void draw_name(char *name) {
+/* A name that is not predictable. */
+static void random_name(char *name) {
     unsigned char drawn[(SIZE_OF_NAME - 2) / 2];
     must(CALL(getrandom, drawn, sizeof drawn, 0));
     *name++ = '.';
@@ -32,19 +34,20 @@ static int same_file_system(const struct statx *one, const struct statx *other) 
 
 static int is_in_file_system_of(const struct statx *found, const char *path) {
     long held = must(open_inside(path, O_PATH));
-    struct statx other = about(held);
+    struct statx other = stat_of(held);
     CALL(close, held);
     return same_file_system(found, &other);
 }
 
-/* Copy a file from its beginning, at most so much, with its holes; the errors of either side apart. Returns whether that
-   was all. Only a file with fewer blocks than bytes is asked for holes: the kernel's own have no size and no data. */
+/* Copy at most "most" bytes of a file with its holes; errors of either side are stored apart. Returns whether the file
+   was copied whole. Only a file with fewer blocks than bytes is asked for holes: files of the kernel have no size and
+   no data. */
 static int copy(long source, long target, uint64_t most, long *reading, long *writing) {
-    struct statx found = about(source);
+    struct statx found = stat_of(source);
     int sparse = S_ISREG(found.stx_mode) && found.stx_blocks * 512 < found.stx_size;
-    char *chunk = room(CHUNK);
+    char *chunk = allocate(CHUNK);
     *writing = 0;
-    /* That a file may be no larger is an error like others. */
+    /* Exceeding RLIMIT_FSIZE is reported as an error, like others. */
     ignore(SIGXFSZ);
     for (uint64_t place = 0, hole = 0;; place += (uint64_t)*reading) {
         if (sparse && place == hole) {
@@ -60,7 +63,7 @@ static int copy(long source, long target, uint64_t most, long *reading, long *wr
             if (data == -ENXIO || is_error(*writing))
                 return 1;
             long next = is_error(data) ? data : CALL(lseek, source, place, TO_HOLE);
-            sparse = next > (long)place; /* or the file system does not know */
+            sparse = next > (long)place; /* or the file system reports no holes */
             hole = (uint64_t)next;
             must(CALL(lseek, source, place, SEEK_SET));
         }
@@ -77,22 +80,22 @@ static int copy(long source, long target, uint64_t most, long *reading, long *wr
     }
 }
 
-/* What the file system of a folder says. That there is no room is the machine's, unless it is one of the sandbox's own
-   in memory; that of message queues says EMFILE. */
-static long with_room(long result, long folder, const char *path) {
-    struct statx found = about(folder);
+/* Check the result of a write in a folder. A full file system is the machine's fault, unless it is a file system in the
+   sandbox's memory. A full mqueue file system reports EMFILE. */
+static long check_space(long result, long folder, const char *path) {
+    struct statx found = stat_of(folder);
     if ((result == -ENOSPC || result == -EDQUOT || result == -EMFILE) && !is_in_file_system_of(&found, "/")) {
-        doing("there is no room for it in the file system of", path);
+        doing("no space is left in the file system of", path);
         fail(FAILED, EFBIG);
     }
     return must(result);
 }
 
-/* Put: the folder that so much of a name leads to from an open one, or from the root; where a path is given, which it is
-   of, those that are missing are made. Step by step, so that no link that changes is followed to another one when it is
-   asked whose error there was. */
-static long folder_of(long from, const char *name, size_t size, const char *path) {
-    char each[LONGEST_PATH];
+/* Put: open the folder that "size" bytes of a name lead to, from an open folder or the root. With "path", which the
+   name is part of, missing folders are created. Walking component by component keeps a link that changes from leading
+   elsewhere between the error and its check. */
+static long open_parent(long from, const char *name, size_t size, const char *path) {
+    char each[MAX_PATH];
     int top = *name == '/' || from < 0;
     long here = must(top ? open_inside("/", O_PATH | O_DIRECTORY) : CALL(fcntl, from, F_DUPFD_CLOEXEC, 0));
     for (size_t begin = 0, end; begin < size; begin = end + 1) {
@@ -109,7 +112,7 @@ static long folder_of(long from, const char *name, size_t size, const char *path
         if (here == -ENOENT && path) {
             long made = CALL(mkdirat, above, each, 0777);
             if (made != -EEXIST)
-                with_room(made, above, path);
+                check_space(made, above, path);
             here = open_in(above, each, O_PATH | O_DIRECTORY);
         }
         must(here);
@@ -125,29 +128,29 @@ static const char *last_name(const char *path) {
     return name;
 }
 
-/* Make a path a file with the contents of another, and say whether there was one; missing folders are made. Never half
-   a file. Without a mode it keeps the one that it has, if there is one. */
+/* Write a file with the contents of another, atomically; replies with whether it existed. Missing folders are created.
+   Without a mode an existing file keeps its mode. */
 static void put(void) {
-    char link[LONGEST_PATH], fresh[SIZE_OF_NAME];
+    char link[MAX_PATH], fresh[SIZE_OF_NAME];
     struct statx found;
     join();
     const char *path = text(), *name = last_name(path);
     unsigned mode = (unsigned)word();
     doing(path, "");
     CALL(umask, 022);
-    long folder = folder_of(-1, path, (size_t)(name - path), path), existed;
+    long folder = open_parent(-1, path, (size_t)(name - path), path), existed;
     for (int links = 0;; links++) {
         memset(&found, 0, sizeof found);
         int flags = AT_SYMLINK_NOFOLLOW | (*name ? 0 : AT_EMPTY_PATH);
         existed = unless(ENOENT, CALL(statx, folder, name, flags, STATX_BASIC_STATS, &found)) == 0;
         if (!existed || !S_ISLNK(found.stx_mode))
             break;
-        if (links == MOST_LINKS)
+        if (links == MAX_LINKS)
             fail(FAILED, ELOOP);
         long size = must(CALL(readlinkat, folder, name, link, sizeof link - 1)), before = folder;
         link[size] = 0;
         name = last_name(link);
-        folder = folder_of(before, link, (size_t)(name - link), 0);
+        folder = open_parent(before, link, (size_t)(name - link), 0);
         CALL(close, before);
     }
     if (S_ISDIR(found.stx_mode)) {
@@ -156,9 +159,9 @@ static void put(void) {
     }
     if (mode == UINT32_MAX)
         mode = existed ? found.stx_mode & 07777 : 0644;
-    draw_name(fresh);
+    random_name(fresh);
     int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
-    long target = with_room(CALL(openat, folder, fresh, flags, 0600), folder, path), reading, writing;
+    long target = check_space(CALL(openat, folder, fresh, flags, 0600), folder, path), reading, writing;
     copy(file(2), target, UINT64_MAX, &reading, &writing);
     long done = is_error(reading) ? reading : writing;
     if (!is_error(done))
@@ -167,14 +170,14 @@ static void put(void) {
         done = CALL(renameat, folder, fresh, folder, name);
     if (is_error(done))
         CALL(unlinkat, folder, fresh, 0);
-    with_room(done, folder, path);
-    must(tell(DONE, existed, -1));
+    check_space(done, folder, path);
+    must(reply(DONE, existed, -1));
     end(0);
 }
 
 /* Get. */
 
-/* Whether a file can have an error of a disk: none of the kernel's own can. */
+/* Whether a disk can cause errors of this file: files of the kernel have no disk. */
 static int is_on_disk(const struct statx *found) {
     return S_ISREG(found->stx_mode) && found->stx_size && !is_in_file_system_of(found, "/proc") &&
            !is_in_file_system_of(found, "/sys");
@@ -186,22 +189,21 @@ static void refuse(const char *path, const char *why, int number) {
     fail(FAILED, number);
 }
 
-/* Open what may be a file; what somebody inside has a lease on he has to give up soon. That it can't be read is the
-   disk's only if it is an ordinary one every time: who is inside can have a name lead to a terminal that fails, and
-   quickly to something else. */
+/* Open a file for reading, after its lease was released. EIO is the disk's fault only if the file is a regular one at
+   every attempt: a sandboxed process can make the name lead to a terminal that fails, and then to something else. */
 static long open_to_read(const char *path) {
-    for (int looks = 1, waited = 0;;) {
+    for (int attempts = 1, waited = 0;;) {
         long found = open_inside(path, O_RDONLY);
         if (found == -EAGAIN) {
-            if (waited >= LEASED_MS)
-                refuse(path, "is held by a program that does not let go of it", EBUSY);
-            pause_ms(LEASED_PAUSE_MS);
-            waited += LEASED_PAUSE_MS;
-        } else if (found == -EIO && looks++ < LOOKS) {
+            if (waited >= LEASE_TIMEOUT_MS)
+                refuse(path, "is leased by a program that does not release it", EBUSY);
+            pause_ms(LEASE_PAUSE_MS);
+            waited += LEASE_PAUSE_MS;
+        } else if (found == -EIO && attempts++ < OPEN_ATTEMPTS) {
             long held = must(open_inside(path, O_PATH));
-            struct statx what = about(held);
+            struct statx what = stat_of(held);
             if (!is_on_disk(&what))
-                refuse(path, "is not an ordinary file", EINVAL);
+                refuse(path, "is not a regular file", EINVAL);
             CALL(close, held);
         } else {
             return must(found);
@@ -209,46 +211,46 @@ static long open_to_read(const char *path) {
     }
 }
 
-/* Copy an ordinary file out, of at most so many bytes, however it grows meanwhile. */
+/* Copy a regular file of at most "most" bytes out, even if it grows meanwhile. */
 static void get(void) {
     join();
     uint64_t rights = word(), most = word();
     const char *path = text();
     long reading, writing;
     doing(path, "");
-    /* Those of the sandbox's commands, to which /proc tells nothing of the first process. */
+    /* With the capabilities of commands, /proc hides the first process. */
     keep_rights(rights);
     long source = open_to_read(path);
-    struct statx found = about(source);
+    struct statx found = stat_of(source);
     if (S_ISDIR(found.stx_mode))
         refuse(path, "is a folder; name a file", EISDIR);
     if (!S_ISREG(found.stx_mode))
-        refuse(path, "is not an ordinary file", EINVAL);
-    /* Said before a gigabyte of it, or of its holes, was copied. */
+        refuse(path, "is not a regular file", EINVAL);
+    /* Refuse a large file before it or its holes are copied. */
     if (found.stx_size > most || !copy(source, file(2), most, &reading, &writing)) {
         char limit[64] = "has more than the limit of ";
         memcpy(digits(limit + length(limit), most), " bytes", sizeof " bytes");
         refuse(path, limit, EFBIG);
     }
     if (reading == -EIO && !is_on_disk(&found))
-        refuse(path, "can't be read through", EINVAL);
+        refuse(path, "can't be read to its end", EINVAL);
     must(reading);
     must(writing);
-    must(tell(DONE, 0, -1));
+    must(reply(DONE, 0, -1));
     end(0);
 }
 
 /*
- * Erase: what sandboxes left, however it was made: deep, long, closed to its owner.
+ * Erase: remove what sandboxes left, however deep, long or closed to its owner it is.
  *
- * Somebody may still hold it open and change it meanwhile: another sandbox that was handed a folder. So each name is one
- * in a folder that is held open, to which no link led. And as root each folder is taken from its owner first, or he
- * could fill it faster than it is emptied, with what is counted as nobody's. An ordinary user's sandboxes are all the
- * same owner's: there, who was handed a folder can do so for as long as he lives.
+ * Another sandbox that was given a folder may still hold it open and change it meanwhile. So each name is looked up in
+ * an open folder that no link led to. As root each folder is first taken from its owner, who could otherwise fill it
+ * faster than it is emptied, uncounted. All sandboxes of an ordinary user have the same owner: there a sandbox with
+ * such a folder can delay its removal for as long as it lives.
  */
 
-enum { DEEPEST = 100 }; /* of the folders that are open at a time: what lies deeper is moved to the top */
-enum { ATTEMPTS = 3, MOST_ROUNDS = 10000, REMOVE_MS = 1000 };
+enum { MAX_OPEN_FOLDERS = 100 }; /* of folders; deeper ones are moved to the top */
+enum { ATTEMPTS = 3, MAX_ROUNDS = 10000, REMOVE_MS = 1000 };
 
 struct entry { uint64_t inode; int64_t next; uint16_t size; uint8_t kind; char name[]; };
 
@@ -256,7 +258,7 @@ static int has_changed(long error) {
     return error == -ENOENT || error == -ENOTDIR || error == -ELOOP;
 }
 
-/* Open a folder for its owner to do all in it, and nobody else: also where a sandbox took away its own permissions. */
+/* Open a folder so that its owner alone may change it, even where a sandbox removed the owner's permissions. */
 static long open_to_empty(long above, const char *name) {
     static const int flags = O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
     long found = CALL(openat, above, name, flags | O_RDONLY, 0);
@@ -265,7 +267,7 @@ static long open_to_empty(long above, const char *name) {
         long held = CALL(openat, above, name, flags | O_PATH, 0);
         if (is_error(held))
             return held;
-        /* What lies open by this number is that one, whatever has its name by now. */
+        /* This path names the open folder, whatever its name leads to by now. */
         *digits(path + length(path), (unsigned long)held) = 0;
         must(CALL(fchmodat, AT_FDCWD, path, 0700));
         CALL(close, held);
@@ -273,7 +275,7 @@ static long open_to_empty(long above, const char *name) {
     }
     if (is_error(found))
         return found;
-    struct statx status = about(found);
+    struct statx status = stat_of(found);
     int root = CALL(geteuid) == 0;
     if (root && (status.stx_uid || status.stx_mode & 022))
         must(CALL(fchown, found, 0, 0));
@@ -284,7 +286,7 @@ static long open_to_empty(long above, const char *name) {
 
 static void empty(long folder, long top, int depth);
 
-/* What a name has become meanwhile is seen when its folder is read again. */
+/* An entry that changes meanwhile is seen when its folder is read again. */
 static void remove_entry(long folder, const char *name, long top, int depth) {
     char fresh[SIZE_OF_NAME];
     long done = CALL(unlinkat, folder, name, 0);
@@ -297,10 +299,10 @@ static void remove_entry(long folder, const char *name, long top, int depth) {
         if (has_changed(found))
             return;
         must(found);
-        if (depth < DEEPEST) {
+        if (depth < MAX_OPEN_FOLDERS) {
             empty(found, top, depth + 1);
         } else {
-            draw_name(fresh);
+            random_name(fresh);
             done = CALL(renameat, folder, name, top, fresh);
         }
         CALL(close, found);
@@ -329,16 +331,16 @@ static void erase(const char *path) {
             return;
         empty(top, top, 0);
         CALL(close, top);
-        /* What was moved there meanwhile is seen the next time. */
+        /* Folders that were moved there meanwhile are seen in the next round. */
         long done = CALL(unlinkat, AT_FDCWD, path, AT_REMOVEDIR);
-        if (done != -ENOTEMPTY || attempt == MOST_ROUNDS) {
+        if (done != -ENOTEMPTY || attempt == MAX_ROUNDS) {
             unless(ENOENT, done);
             return;
         }
     }
 }
 
-/* Remove a control group, which is the proof that nothing lives in it. */
+/* Remove a control group, which proves that it is empty. */
 static void remove_group(const char *path) {
     doing("still holds processes:", path);
     for (int waited = 0;; waited++) {
@@ -351,13 +353,13 @@ static void remove_group(const char *path) {
     }
 }
 
-static void remove_left(void) {
+static void erase_sandbox(void) {
     const char *group = text(), *folder = text();
     if (*folder != '/')
         fail(FAILED, EBADMSG);
     if (*group)
         remove_group(group);
     erase(folder);
-    must(tell(DONE, 0, -1));
+    must(reply(DONE, 0, -1));
     end(0);
 }

@@ -1,25 +1,25 @@
 // SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 // SPDX-License-Identifier: Apache-2.0
 /*
- * The one program of ours that is ever inside a sandbox, and what starts everything there.
+ * The only program of this package that runs inside a sandbox. It starts all processes there.
  *
- * As "launcher" it waits on an open socket for requests of the supervisor, and forks a child for each, which is the
- * supervisor's own (CLONE_PARENT) and born in the sandbox's control group. That child does one thing, and ends:
+ * As "launcher" it waits on a socket for requests of the supervisor, and forks a child for each. The child is the
+ * supervisor's own (CLONE_PARENT) and starts in the sandbox's control group. It does one of these, and ends:
  *
- *   make     start the first process of a new sandbox, in namespaces of its own, which makes the sandbox from inside
- *   spawn    join a sandbox, start a process there, and become the program that is asked for
- *   prepare  join what the container runtime has started, and make it as others are
+ *   make     start the first process of a new sandbox, in new namespaces, where that process sets the sandbox up
+ *   spawn    join a sandbox, start a process there, and execute a program
+ *   prepare  join a sandbox that the container runtime started, and adjust it to match one made here
  *   put, get join a sandbox, and copy a file in or out
- *   stop     join a sandbox, and stop all that runs in it
+ *   stop     join a sandbox, and stop all of its processes but the first
  *   erase    remove what an ended sandbox left
  *
- * As "sandbox" it is the first process of a sandbox for the rest of its life: it waits, and does nothing else. As
- * "eraser" it removes a folder for anybody.
+ * As "sandbox" it is the first process of a sandbox, and only waits. As "eraser" it removes a folder for any process.
  *
- * There is no C library in it, no memory that is allocated but in whole mappings, and no thread. A request is words of
- * eight bytes and texts that end with a zero, in the order in which they are read here, with descriptors beside it;
- * requests.py writes them. Whoever wrote a request is trusted, what is found inside a sandbox is not: names
- * are looked up in its own root, nothing of it is waited for, and what joins can't be traced from the moment it does.
+ * The program uses no C library and no threads, and allocates memory as whole mappings only. A request consists of
+ * words of eight bytes and NUL-terminated texts, in the order in which they are read here, and of descriptors;
+ * requests.py writes it. Requests are trusted. Files and processes of a sandbox are untrusted: names are looked up in
+ * the sandbox's own root, no child waits for a sandboxed process without a limit, and a process can't be traced from
+ * the moment it joins.
  */
 
 #define _GNU_SOURCE
@@ -48,7 +48,7 @@
 #define SIG_SETMASK 2
 #define LAST_SIGNAL 64
 
-/* Structures of the kernel's for which there is no header without a C library. */
+/* Structures of the kernel without a header of their own. */
 struct vector { void *base; size_t length; };
 struct message {
     void *name;
@@ -74,7 +74,7 @@ enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POL
 enum { MNT_DETACH = 2, UMOUNT_NOFOLLOW = 8, PROC_SUPER_MAGIC = 0x9fa0, PROC_ROOT_INODE = 1 };
 enum { SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
 
-/* The architecture: a system call, and the first instructions. */
+/* Architecture: a system call, and the first instructions. */
 
 static long call6(long number, long a, long b, long c, long d, long e, long f) {
 #if defined(__x86_64__)
@@ -111,7 +111,7 @@ __asm__(".globl _start\n_start:\n add x0, sp, 8\n bl begin\n brk 1\n");
 #define CALL5(n, a, b, c, d, e) call6(__NR_##n, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), 0)
 #define CALL6(n, a, b, c, d, e, f) call6(__NR_##n, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), (long)(f))
 
-/* What a compiler may call by itself. */
+/* Functions that the compiler may call. */
 
 void *memset(void *target, int byte, size_t size) {
     for (unsigned char *at = target; size--;)
@@ -140,17 +140,17 @@ static int same(const char *one, const char *other, size_t count) {
     return 1;
 }
 
-/* Answers: what was done, or which step failed. */
+/* Replies: the result, or the step that failed. */
 
 enum { STARTED = 1, READY, DONE, FAILED, LOST, EXHAUSTED, KILLED, NO_USER, OTHER_USER };
 
-enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096, LONGEST_PATH = 4096 };
+enum { CHANNEL = 3, MAX_FILES = 64, HIGH = 128, MAX_STEP_BYTES = 4096, MAX_PATH = 4096 };
 
-static struct answer { int32_t kind, number; char words[WORDS]; } answer;
-static int report;             /* where this process answers; less than 0 if only its end does, by the error */
-static int has_word;           /* whether the supervisor has had us go on */
-static const char *step, *of; /* what it is at, in words */
-static int joining;            /* whether a failure is but the sandbox's end, which nothing depends on */
+static struct answer { int32_t kind, number; char words[MAX_STEP_BYTES]; } answer;
+static int report;            /* reply socket; if negative, only the exit code reports errors */
+static int has_go;            /* whether the supervisor has let this process go on */
+static const char *step, *of; /* current step, for error messages */
+static int is_joining;        /* whether a failure means only that the sandbox has ended */
 
 static void end(int code) __attribute__((noreturn));
 static void end(int code) {
@@ -168,34 +168,35 @@ static long send_message(int channel, const void *data, size_t size, int file) {
     return CALL(sendmsg, channel, &message, MSG_NOSIGNAL);
 }
 
-/* Say what became of it; a file may go with it. Nobody who is told waits for more than our end. */
-static long tell(int kind, long number, int file) {
+/* Send a reply; a descriptor may go with it. A recipient waits for the reply or for this process's end. */
+static long reply(int kind, long number, int file) {
     size_t size = 0;
     const char *parts[] = {step, *of ? " " : "", of};
     for (int part = 0; part < 3; part++)
-        for (const char *at = parts[part]; *at && size < WORDS; at++)
+        for (const char *at = parts[part]; *at && size < MAX_STEP_BYTES; at++)
             answer.words[size++] = *at;
     answer.kind = kind;
     answer.number = (int32_t)number;
     return send_message(report, &answer, offsetof(struct answer, words) + size, file);
 }
 
-/* The supervisor says so once it knows of us. If our launcher was killed before it could tell, another does it. */
-static void wait_for_word(void) {
+/* Wait for GO: the supervisor has registered this process. If the launcher was killed before it reported this process,
+   another launcher repeats the request, and this process ends. */
+static void wait_for_go(void) {
     char word;
     if (CALL(read, report, &word, 1) != 1)
         end(127);
-    has_word = 1;
+    has_go = 1;
 }
 
 static void fail(int kind, long number) __attribute__((noreturn));
 static void fail(int kind, long number) {
     if (report < 0)
         end((int)number);
-    /* Unread, it would take what we say with it. */
-    if (!has_word)
-        wait_for_word();
-    tell(kind, number, -1);
+    /* With unread data in the socket, closing it would discard the reply. */
+    if (!has_go)
+        wait_for_go();
+    reply(kind, number, -1);
     end(127);
 }
 
@@ -203,14 +204,14 @@ static int is_error(long result) {
     return result < 0 && result > -4096;
 }
 
-/* The result of a call that has to succeed. */
+/* Return the result of a call that must succeed. */
 static long must(long result) {
     if (is_error(result))
-        fail(joining && result != -EAGAIN ? LOST : FAILED, -result);
+        fail(is_joining && result != -EAGAIN ? LOST : FAILED, -result);
     return result;
 }
 
-/* The same, but for one error, which is returned. */
+/* Likewise, but return one error to the caller. */
 static long unless(long error, long result) {
     return result == -error ? result : must(result);
 }
@@ -220,11 +221,11 @@ static void doing(const char *what, const char *whose) {
     of = whose;
 }
 
-/* Requests: read in order, and never past their end. */
+/* Requests: read in order, and never beyond their end. */
 
 static char packet[1 << 16];
 static const char *at, *limit;
-static int files[MOST_FILES], count_of_files;
+static int files[MAX_FILES], count_of_files;
 
 static uint64_t word(void) {
     uint64_t value;
@@ -253,8 +254,8 @@ static const char *bytes(size_t *size) {
     return begin;
 }
 
-/* How many follow, each of which takes a byte or more. */
-static size_t several(void) {
+/* Read a count of items, each of which takes a byte or more. */
+static size_t read_count(void) {
     size_t count = word();
     if (count > (size_t)(limit - at))
         fail(FAILED, EBADMSG);
@@ -267,14 +268,14 @@ static int file(int index) {
     return files[index];
 }
 
-static void *room(size_t size) {
+static void *allocate(size_t size) {
     return (void *)must(CALL(mmap, 0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
 }
 
-/* Texts as a program is given them, with room for more. */
+/* Read texts into an array that ends with 0, with space for more. */
 static const char **texts(size_t more, size_t *count) {
-    size_t found = several();
-    const char **all = room((found + more + 1) * sizeof *all);
+    size_t found = read_count();
+    const char **all = allocate((found + more + 1) * sizeof *all);
     for (size_t index = 0; index < found; index++)
         all[index] = text();
     if (count)
@@ -282,7 +283,7 @@ static const char **texts(size_t more, size_t *count) {
     return all;
 }
 
-/* Small things. */
+/* Helpers. */
 
 static char *digits(char *target, unsigned long number) {
     char reversed[24];
@@ -295,8 +296,8 @@ static char *digits(char *target, unsigned long number) {
     return target;
 }
 
-/* "/proc/", a number, and the rest, which is short. */
-static const char *of_process(char *target, unsigned long process, const char *rest) {
+/* Join "/proc/", a number and a short rest. */
+static const char *proc_path(char *target, unsigned long process, const char *rest) {
     memcpy(target, "/proc/", 6);
     char *tail = digits(target + 6, process);
     memcpy(tail, rest, length(rest) + 1);
@@ -309,7 +310,7 @@ static void set_limit(int which, uint64_t soft, uint64_t hard) {
 }
 
 static void set_limits(void) {
-    for (size_t count = several(); count--;) {
+    for (size_t count = read_count(); count--;) {
         int which = (int)word();
         uint64_t soft = word();
         set_limit(which, soft, word());
@@ -317,40 +318,40 @@ static void set_limits(void) {
 }
 
 static void become_user(unsigned uid, unsigned gid) {
-    /* Refused in namespaces of ordinary users, whose groups mean nothing inside. */
+    /* The kernel refuses this in namespaces of ordinary users, whose groups mean nothing inside. */
     unless(EPERM, CALL(setgroups, 0, 0));
-    /* It keeps every right that it has in there, whoever it is, until it executes something. */
+    /* The process keeps its capabilities as any user, until it executes a program. */
     must(CALL(prctl, PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0));
     must(CALL(setresgid, gid, gid, gid));
     must(CALL(setresuid, uid, uid, uid));
-    /* Changed ids made the kernel forget it. */
+    /* Changing user ids clears PDEATHSIG; set it again. */
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
 }
 
 static void install_filter(const char *rules, size_t size) {
     struct sock_fprog program = {(unsigned short)(size / sizeof(struct sock_filter)), (struct sock_filter *)rules};
-    doing("filter of system calls", "");
+    doing("system call filter", "");
     must(CALL(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, &program));
 }
 
-/* A file of the machine's, by a name that nobody else has a hand in. */
+/* Open a file of the host by a trusted name. */
 static int open_own(const char *path, int flags) {
     return (int)must(CALL(openat, AT_FDCWD, path, flags | O_CLOEXEC, 0));
 }
 
-static struct statx about(long file) {
+static struct statx stat_of(long file) {
     struct statx found;
     memset(&found, 0, sizeof found);
     must(CALL(statx, file, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &found));
     return found;
 }
 
-/* What a name in an open folder leads to, by no link of the kernel's own to open files, and without waiting for it. */
+/* Open a name in a folder without following magic links of /proc, and without blocking. */
 static long open_in(long folder, const char *path, int flags) {
     flags |= O_CLOEXEC | (flags & O_PATH ? 0 : O_NONBLOCK | O_NOCTTY);
     struct open_how how = {(uint64_t)flags, 0, RESOLVE_NO_MAGICLINKS};
     long found = CALL(openat2, folder, path, &how, sizeof how);
-    if (found == -ENOSYS || found == -EPERM) /* before Linux 5.6, or in a container whose filter does not know it */
+    if (found == -ENOSYS || found == -EPERM) /* before Linux 5.6, or where a container's filter refuses it */
         found = CALL(openat, folder, path, how.flags, 0);
     return found;
 }
@@ -369,7 +370,7 @@ static void pause_ms(long milliseconds) {
     CALL(nanosleep, &pause, 0);
 }
 
-/* Have these capabilities and no others, until something is executed. */
+/* Reduce the capabilities to these, until a program is executed. */
 static void keep_rights(uint64_t kept) {
     struct __user_cap_header_struct version = {_LINUX_CAPABILITY_VERSION_3, 0};
     uint32_t low = (uint32_t)kept, high = (uint32_t)(kept >> 32);
@@ -391,57 +392,57 @@ static const struct { const char *path; uint64_t flag; } SPACES[] = {
 
 enum { COUNT_OF_SPACES = sizeof SPACES / sizeof *SPACES };
 
-/* Join namespaces of a process, whose folder in /proc is open: whoever has its number by now, they are of that one. All
-   are opened while there is a /proc of ours. */
+/* Join namespaces of a process, given its open folder in /proc, which names this process even if its number was reused.
+   All are opened first, while the host's /proc is accessible. */
 static void enter(int process, uint64_t spaces) {
-    int doors[COUNT_OF_SPACES];
-    if (!(spaces & CLONE_NEWUSER)) /* no sandbox is without */
+    int namespace_fds[COUNT_OF_SPACES];
+    if (!(spaces & CLONE_NEWUSER)) /* every sandbox has one */
         fail(FAILED, EBADMSG);
     for (int index = 0; index < COUNT_OF_SPACES; index++)
         if (spaces & SPACES[index].flag)
-            doors[index] = (int)must(CALL(openat, process, SPACES[index].path, O_RDONLY | O_CLOEXEC, 0));
+            namespace_fds[index] = (int)must(CALL(openat, process, SPACES[index].path, O_RDONLY | O_CLOEXEC, 0));
     for (int index = 0; index < COUNT_OF_SPACES; index++)
         if (spaces & SPACES[index].flag) {
-            must(CALL(setns, doors[index], SPACES[index].flag));
-            CALL(close, doors[index]);
+            must(CALL(setns, namespace_fds[index], SPACES[index].flag));
+            CALL(close, namespace_fds[index]);
         }
 }
 
-/* Become a process in a sandbox's namespaces and root, by its own user, which is returned. What is forked then has its
-   numbers. */
+/* Enter a sandbox's namespaces and root as its user, whose id is returned. Processes forked from now on are in its PID
+   namespace. */
 static unsigned join(void) {
     unsigned uid = (unsigned)word();
     uint64_t spaces = word();
     int process = file(1), rooted = (int)word();
     doing("the sandbox can't be joined", "");
-    joining = 1;
-    /* Before it is in there, nobody in there may trace it, read its memory or open its files. */
+    is_joining = 1;
+    /* Non-dumpable before joining: no process inside may trace this one, read its memory or open its files. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     enter(process, spaces);
     become_user(uid, uid);
-    /* Changed ids make a process dumpable or not by a system setting; ours is not up to it. */
+    /* Changing ids resets the dumpable flag by a sysctl of the host. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     if (!rooted) {
-        /* Only now: a root that the runtime mounted with FUSE is open to nobody but the sandbox's user. */
+        /* Only now: a FUSE root is accessible to the sandbox's user alone. */
         long root = must(CALL(openat, process, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
         must(CALL(fchdir, root));
         must(CALL(chroot, "."));
         CALL(close, root);
     }
-    /* A link inside to /proc/self/fd would lead what is started here out by it. */
+    /* Close it: a link to /proc/self/fd inside could lead processes started here out of the sandbox. */
     CALL(close, process);
-    joining = 0;
+    is_joining = 0;
     return uid;
 }
 
 /* Spawn. */
 
-/* A new terminal of the sandbox's own: both ends. Without echo line ends, too, are as they are written. */
+/* Open a new terminal of the sandbox, both ends. Without echo line ends are not translated either. */
 static int open_terminal(int *controlling, unsigned rows, unsigned columns, int echo) {
     int unlocked = 0;
     struct window window = {(uint16_t)rows, (uint16_t)columns, 0, 0};
     struct termios mode;
-    /* Whatever goes wrong with it: those inside can have it, too, as soon as it is unlocked. */
+    /* Sandboxed processes may open the terminal, too, as soon as it is unlocked. */
     doing("terminal", "");
     long opened = open_inside("/dev/pts/ptmx", O_RDWR);
     if (opened == -ENOSPC) {
@@ -462,20 +463,20 @@ static int open_terminal(int *controlling, unsigned rows, unsigned columns, int 
     return terminal;
 }
 
-static long fork_beside(void) {
+static long fork_sibling(void) {
     return CALL(clone, CLONE_PARENT | SIGCHLD, 0, 0, 0, 0);
 }
 
-/* Start a process, if the sandbox has room for it and for one more: nearly every program starts another. */
-static long start_within(uint64_t most) {
+/* Fork a process if the sandbox has room for it and one more: nearly every program starts another. */
+static long fork_within_limit(uint64_t most) {
     static const long pauses_ms[] = {5, 15, 30, 0};
     struct limit before;
     doing("start", "");
     must(CALL(prlimit64, 0, RLIMIT_NPROC, 0, &before));
-    if (most) /* we are counted as long as we are here */
+    if (most) /* this process counts until it ends */
         set_limit(RLIMIT_NPROC, most < before.hard ? most : before.hard, before.hard);
     for (int index = 0;; index++) {
-        long process = fork_beside();
+        long process = fork_sibling();
         if (process == 0 && most)
             set_limit(RLIMIT_NPROC, before.soft, before.hard);
         if (process >= 0)
@@ -486,36 +487,37 @@ static long start_within(uint64_t most) {
         }
         if (!pauses_ms[index])
             break;
-        /* Others like us, or what has just ended, may be about to go. */
+        /* Other helpers, or processes that have ended, may be about to go. */
         pause_ms(pauses_ms[index]);
     }
     if (most)
         set_limit(RLIMIT_NPROC, before.soft, before.hard);
-    /* That there is room without the sandbox's own limit is all that is asked. */
-    if (must(fork_beside()) == 0)
+    /* Check that the machine has room without the sandbox's own limit. */
+    if (must(fork_sibling()) == 0)
         end(0);
     doing("processes", "");
     fail(EXHAUSTED, 0);
 }
 
-/* Accounts, as the image's files have them; read here, since a C library would load others of the image to do so. */
+/* Accounts of the image's files. A C library would load plug-ins of the image to read them. */
 
-enum { LARGEST_TABLE = 1 << 24, MOST_GROUPS = 1 << 16, FIELDS = 7 };
+enum { MAX_TABLE_BYTES = 1 << 24, MAX_GROUPS = 1 << 16, FIELDS = 7 };
 
 struct table { const char *at, *end; };
 struct field { const char *text; size_t size; };
 
-/* An ordinary file of a reasonable size; nothing where there is none. */
+/* Read a regular file of limited size; empty if there is none. */
 static struct table table_of(const char *path) {
     struct table found = {"", ""};
     long opened = open_inside(path, O_RDONLY);
     if (is_error(opened))
         return found;
-    /* By descriptor: who put it there may have put a pipe in its place just now. */
-    if (S_ISREG(about(opened).stx_mode)) {
-        char *content = room(LARGEST_TABLE);
+    /* Checked by descriptor: the name may lead to a pipe by now. */
+    if (S_ISREG(stat_of(opened).stx_mode)) {
+        char *content = allocate(MAX_TABLE_BYTES);
         size_t size = 0;
-        for (long done; size < LARGEST_TABLE && (done = CALL(read, opened, content + size, LARGEST_TABLE - size)) > 0;)
+        long done;
+        while (size < MAX_TABLE_BYTES && (done = CALL(read, opened, content + size, MAX_TABLE_BYTES - size)) > 0)
             size += (size_t)done;
         found.at = content;
         found.end = content + size;
@@ -524,7 +526,7 @@ static struct table table_of(const char *path) {
     return found;
 }
 
-/* The fields of the next line, and how many there are; none at the end. */
+/* Read the fields of the next line; returns their count, 0 at the end. */
 static int line_of(struct table *table, struct field *fields, char between) {
     int count = 0;
     if (table->at == table->end)
@@ -549,7 +551,7 @@ static int is_text(struct field field, const char *wanted) {
     return field.size == length(wanted) && same(field.text, wanted, field.size);
 }
 
-/* A number of a field, or less than 0 if it is none; one that no id can have is told as one that no sandbox has. */
+/* Return the number in a field; negative if it is none, UINT32_MAX if no id can have it. */
 static long number_of(struct field field) {
     long number = 0;
     if (!field.size)
@@ -573,19 +575,19 @@ static int is_member(struct field members, struct field name) {
     return 0;
 }
 
-/* Have it told in a variable, in place of one that there may be; both places of the array may be used. */
-static size_t tell_in(const char **variables, size_t count, const char *name, struct field value) {
+/* Set a variable, replacing its old value; the array has space for one more. */
+static size_t set_variable(const char **variables, size_t count, const char *name, struct field value) {
     size_t size = length(name), found = 0;
     while (found < count && !same(variables[found], name, size))
         found++;
-    char *fresh = room(size + value.size + 1);
+    char *fresh = allocate(size + value.size + 1);
     memcpy(fresh, name, size);
     memcpy(fresh + size, value.text, value.size);
     variables[found] = fresh;
     return found == count ? count + 1 : count;
 }
 
-/* Become somebody of a name or number, and have the variables tell so. */
+/* Become the user of a name or number, and set HOME, USER and LOGNAME. */
 static void become_account(const char *wanted, unsigned uid, const char **variables, size_t count) {
     struct field user[FIELDS], group[FIELDS];
     struct table table = table_of("/etc/passwd");
@@ -607,28 +609,28 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
         fail(NO_USER, EINVAL);
     if (own == (long)uid)
         return;
-    uint32_t *groups = room(MOST_GROUPS * sizeof *groups);
+    uint32_t *groups = allocate(MAX_GROUPS * sizeof *groups);
     size_t found = 0;
     long other, unknown = own == UINT32_MAX || gid == UINT32_MAX;
     groups[found++] = (uint32_t)gid;
     table = table_of("/etc/group");
     for (int fields; (fields = line_of(&table, group, ':'));)
-        if (fields == 4 && (other = number_of(group[2])) >= 0 && is_member(group[3], user[0]) && found < MOST_GROUPS) {
+        if (fields == 4 && (other = number_of(group[2])) >= 0 && is_member(group[3], user[0]) && found < MAX_GROUPS) {
             groups[found++] = (uint32_t)other;
             unknown |= other == UINT32_MAX;
         }
     if (unknown || is_error(CALL(setgroups, found, groups)) || is_error(CALL(setresgid, gid, gid, gid)) ||
         is_error(CALL(setresuid, own, own, own)))
         fail(OTHER_USER, EINVAL);
-    /* As in join. */
+    /* See join. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     static const struct field root = {"/", 1};
-    count = tell_in(variables, count, "HOME=", user[5].size ? user[5] : root);
-    count = tell_in(variables, count, "USER=", user[0]);
-    tell_in(variables, count, "LOGNAME=", user[0]);
+    count = set_variable(variables, count, "HOME=", user[5].size ? user[5] : root);
+    count = set_variable(variables, count, "USER=", user[0]);
+    set_variable(variables, count, "LOGNAME=", user[0]);
 }
 
-/* Nothing that this process executes will ever have more than these capabilities. */
+/* Limit the capabilities of all programs that this process executes. */
 static void bound_rights(uint64_t kept) {
     for (int number = 0; number < 64 && !is_error(CALL(prctl, PR_CAPBSET_READ, number, 0, 0, 0)); number++)
         if (!(kept >> number & 1))
@@ -636,10 +638,10 @@ static void bound_rights(uint64_t kept) {
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
 }
 
-/* The program of that name in a folder, as a shell looks for it; here, as there can be as many folders as names have
-   bytes. */
+/* Execute a program of a folder as a shell does. This process tries one folder at a time, since there may be as many as
+   the variable has bytes. */
 static long execute_in(const char *folder, const char **argv, const char **env) {
-    char path[LONGEST_PATH];
+    char path[MAX_PATH];
     size_t above = length(folder), size = length(argv[0]) + 1;
     if (above + 1 + size > sizeof path)
         return -ENAMETOOLONG;
@@ -650,14 +652,14 @@ static long execute_in(const char *folder, const char **argv, const char **env) 
     return CALL(execve, path, argv, env);
 }
 
-/* The new process, in the sandbox's process numbers: become the program. Its files are the sources from 0 on. */
+/* In the new process, inside the sandbox's PID namespace: become the program, with the sources as files from 0 on. */
 static void execute(unsigned uid, int *sources, int count, int has_terminal) {
     doing("start", "");
     must(CALL(setsid));
     if (has_terminal)
         must(CALL(ioctl, sources[0], TIOCSCTTY, 0));
-    /* Out of the way first, since a source may have the number that another is to get. What keeps a high number closes
-       with the program's start. */
+    /* Move all sources to high numbers first, since one may have the number that another gets. High numbers are closed
+       when the program starts. */
     report = (int)must(CALL(fcntl, report, F_DUPFD_CLOEXEC, HIGH));
     for (int index = 0; index < count; index++)
         sources[index] = (int)must(CALL(fcntl, sources[index], F_DUPFD_CLOEXEC, HIGH));
@@ -685,7 +687,7 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
         fail(FAILED, EBADMSG);
     doing(argv[0], "");
     long last = -ENOENT, trouble = 0;
-    for (size_t folders = several(); folders--;) {
+    for (size_t folders = read_count(); folders--;) {
         last = execute_in(text(), argv, env);
         if (!trouble && last != -ENOENT && last != -ENOTDIR)
             trouble = last;
@@ -694,9 +696,9 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
 }
 
 static void spawn(void) {
-    int sources[MOST_FILES + 3], count = 0, controlling = -1, pipe[2];
+    int sources[MAX_FILES + 3], count = 0, controlling = -1, pipe[2];
     unsigned uid = join();
-    wait_for_word();
+    wait_for_go();
     uint64_t most = word();
     int has_terminal = (int)word();
     unsigned rows = (unsigned)word(), columns = (unsigned)word();
@@ -707,18 +709,18 @@ static void spawn(void) {
     for (int index = 2; index < count_of_files; index++)
         sources[count++] = files[index];
     must(CALL(pipe2, pipe, O_CLOEXEC));
-    long process = start_within(most);
+    long process = fork_within_limit(most);
     if (process == 0) {
         char word;
         CALL(close, pipe[1]);
-        /* It waits until it is known. Who was to say so may have been killed; unsaid, this end would be taken for that
-           of the program. */
+        /* Wait until the supervisor knows this process. If the parent was killed before it reported it, reply KILLED:
+           the end of this process must not be taken for the program's. */
         if (CALL(read, pipe[0], &word, 1) != 1)
             fail(KILLED, 0);
         execute(uid, sources, count, has_terminal);
     }
-    /* We never wait for it, as those inside can stop it. */
-    must(tell(STARTED, process, controlling));
+    /* Never wait for the child: sandboxed processes can stop it. */
+    must(reply(STARTED, process, controlling));
     CALL(write, pipe[1], "", 1);
     end(0);
 }
@@ -727,8 +729,8 @@ static void spawn(void) {
 
 enum { STOP_S = 5 };
 
-/* Stop all that runs in there but the first process, in one step, in which none is forked: by a process in there, which
-   those inside can stop or kill before it has done so. The answer is whether it has. */
+/* Stop all processes but the first in one step, so that none can fork meanwhile. A process inside does this, which
+   sandboxed processes can stop or kill. The reply says whether it succeeded. */
 static void stop(void) {
     int pipe[2];
     join();
@@ -746,7 +748,7 @@ static void stop(void) {
     CALL(close, pipe[1]);
     int stopped = CALL(ppoll, &polled, 1, &patience, 0, 8) > 0 && CALL(read, pipe[0], &word, 1) == 1;
     CALL(kill, process, SIGKILL);
-    must(tell(DONE, stopped, -1));
+    must(reply(DONE, stopped, -1));
     end(0);
 }
 
@@ -756,8 +758,8 @@ static void stop(void) {
 
 enum { CLONED = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC, WHOLE = CLONED | AT_RECURSIVE };
 
-/* A copy of a mount that is nowhere to be seen yet. */
-static int detached(const char *path, unsigned flags) {
+/* Return a detached copy of a mount. */
+static int clone_mount(const char *path, unsigned flags) {
     doing("mount of", path);
     return (int)must(CALL(open_tree, AT_FDCWD, path, flags));
 }
@@ -767,7 +769,7 @@ static void restrict_mount(int tree, uint64_t attributes, unsigned flags) {
     must(CALL(mount_setattr, tree, "", AT_EMPTY_PATH | flags, &given, sizeof given));
 }
 
-/* Mount it there; both are closed. */
+/* Attach a mount, and close both descriptors. */
 static void attach(int tree, long target) {
     must(target);
     must(CALL(move_mount, tree, "", target, "", MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH));
@@ -776,12 +778,12 @@ static void attach(int tree, long target) {
 }
 
 static int is_folder(long file) {
-    return S_ISDIR(about(file).stx_mode);
+    return S_ISDIR(stat_of(file).stx_mode);
 }
 
-/* Make a folder, and those above it, of which so much of a path is. */
+/* Make the folder that "size" bytes of a path name, and its parents. */
 static void make_folder(const char *path, size_t size) {
-    char above[LONGEST_PATH];
+    char above[MAX_PATH];
     doing("folder", path);
     if (size >= sizeof above)
         fail(FAILED, ENAMETOOLONG);
@@ -800,13 +802,13 @@ static size_t length_above(const char *path) {
     return size;
 }
 
-/* Mount it where it is to be seen, which is made if it is not there: a folder or a file, as what is to be seen. */
-static void show(int tree, const char *target) {
+/* Attach a mount to a path inside, which is created as a folder or a file, like the mount's root. */
+static void mount_visible(int tree, const char *target) {
     if (is_folder(tree)) {
         make_folder(target, length(target));
     } else {
         make_folder(target, length_above(target));
-        /* What is there already, whatever it is, is only mounted on. */
+        /* An existing file of any type is only mounted over. */
         int flags = O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
         long made = CALL(openat, AT_FDCWD, target, flags, 0644);
         if (!is_error(made))
@@ -822,8 +824,8 @@ static void mount_on(const char *target, const char *source, const char *kind, u
     must(CALL(mount, source, target, kind, flags, data));
 }
 
-/* One of the kernel's file systems, of this process's namespaces, that is nowhere yet. */
-static int of_the_kernel(const char *kind, unsigned attributes) {
+/* Return a detached new kernel file system of this process's namespaces. */
+static int new_kernel_mount(const char *kind, unsigned attributes) {
     doing("mount of", kind);
     long made = must(CALL(fsopen, kind, FSOPEN_CLOEXEC));
     must(CALL(fsconfig, made, FSCONFIG_CMD_CREATE, 0, 0, 0));
@@ -833,10 +835,10 @@ static int of_the_kernel(const char *kind, unsigned attributes) {
     return tree;
 }
 
-/* A folder of the root that is no link, and is made if it is not there, to be mounted on. */
+/* Open a mount point, which must not be a link, and is created if missing. */
 static long own_folder(const char *path) {
     make_folder(path, length(path));
-    doing(path, "of the image, which has to be a folder of its own");
+    doing(path, "of the image, which must be a folder and no link");
     return must(open_inside(path, O_PATH | O_DIRECTORY | O_NOFOLLOW));
 }
 
@@ -847,31 +849,31 @@ static void write_to(long file, const char *content, size_t size) {
     CALL(close, file);
 }
 
-/* A setting of the kernel's. That /proc is the kernel's, whatever an image has of that name. */
+/* Open a kernel setting through the kernel's own /proc, whatever the image has at that path. */
 static long setting(int proc, const char *name) {
     doing("", name);
     return CALL(openat, proc, name, O_WRONLY | O_CLOEXEC, 0);
 }
 
-/* Files of /etc that are the sandbox's own, in place of what is there. */
+/* Write the sandbox's own files of /etc, replacing the image's. */
 static void write_files(void) {
     make_folder("/etc", 4);
-    for (size_t count = several(), size; count--;) {
+    for (size_t count = read_count(), size; count--;) {
         const char *path = text(), *content = bytes(&size);
         doing("", path);
-        /* A link in its place is none that anybody should follow. */
+        /* Remove a link instead of following it. */
         unless(ENOENT, CALL(unlinkat, AT_FDCWD, path, 0));
         int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
         write_to(must(CALL(openat, AT_FDCWD, path, flags, 0666)), content, size);
     }
 }
 
-/* Give the sandbox's user a name: lines for tables that have none with his number, and none of the first who has. One
-   that is a pipe holds up nobody: where it can't be had, he has no name, and the sandbox all else. */
-static void name_user(void) {
+/* Add the sandbox's user to tables that lack its id, unless an earlier table has it. A table that is not writable is
+   skipped, and a pipe does not block. */
+static void add_account(void) {
     struct field fields[FIELDS];
     int known = 0;
-    for (size_t tables = several(); tables--;) {
+    for (size_t tables = read_count(); tables--;) {
         const char *path = text(), *line = text();
         long number = (long)word();
         struct table table = table_of(path);
@@ -882,8 +884,8 @@ static void name_user(void) {
         long opened = known ? -EEXIST : CALL(openat, AT_FDCWD, path, flags, 0666);
         if (is_error(opened))
             continue;
-        if (S_ISREG(about(opened).stx_mode)) {
-            /* The last one may be no whole one. */
+        if (S_ISREG(stat_of(opened).stx_mode)) {
+            /* The last line may lack its line end. */
             if (!whole)
                 CALL(write, opened, "\n", 1);
             CALL(write, opened, line, length(line));
@@ -892,16 +894,17 @@ static void name_user(void) {
     }
 }
 
-/* What each sandbox has of its own, whoever made it. */
-static void settle(int proc) {
-    /* In a user namespace of its own a process would have every capability again. */
+/* Write what every sandbox has of its own. */
+static void write_settings(int proc) {
+    /* A process would have all capabilities in a new user namespace. */
     write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);
     write_files();
-    name_user();
+    add_account();
 }
 
-/* What every image has, by mode; the terminals' group may use what an ordinary user's builder left closed. */
-static void make_usual_folders(int many_users) {
+/* Make folders that every sandbox has. With several users, sticky folders are opened to all, since a builder without
+   root may have left them closed. */
+static void make_standard_folders(int many_users) {
     static const struct { const char *path; unsigned mode; } USUAL[] = {
         {"/tmp", 01777}, {"/var/tmp", 01777}, {"/root", 0700}};
     for (size_t index = 0; index < sizeof USUAL / sizeof *USUAL; index++) {
@@ -919,7 +922,7 @@ static void make_usual_folders(int many_users) {
     }
 }
 
-/* Make: what of Linux's there is. */
+/* Make: devices and kernel file systems. */
 
 static const char *const DEVICES[] = {
     "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"};
@@ -928,7 +931,7 @@ static const char *const LINKS[][2] = {
     {"/dev/ptmx", "pts/ptmx"},           {"/dev/fd", "/proc/self/fd"},         {"/dev/stdin", "/proc/self/fd/0"},
     {"/dev/stdout", "/proc/self/fd/1"}, {"/dev/stderr", "/proc/self/fd/2"}, {"/dev/core", "/proc/kcore"}};
 
-/* What tells of the machine more than a program needs, as containers customarily hide it. */
+/* Files that reveal more of the machine than programs need, hidden as in other containers. */
 static const char *const HIDDEN[] = {
     "/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/key-users",
     "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi",
@@ -948,7 +951,7 @@ static void fill_dev(const int *devices) {
     CALL(close, own_folder("/dev"));
     mount_on("/dev", "tmpfs", "tmpfs", MS_NOSUID | MS_NOEXEC, text());
     for (int index = 0; index < COUNT_OF_DEVICES; index++)
-        show(devices[index], DEVICES[index]);
+        mount_visible(devices[index], DEVICES[index]);
     for (int index = 0; index < COUNT_OF_LINKS; index++) {
         doing("", LINKS[index][0]);
         must(CALL(symlinkat, LINKS[index][1], AT_FDCWD, LINKS[index][0]));
@@ -958,7 +961,7 @@ static void fill_dev(const int *devices) {
     mount_on("/dev/mqueue", "mqueue", "mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC, 0);
 }
 
-static void lock_kernels(void) {
+static void protect_kernel_settings(void) {
     for (int index = 0; index < COUNT_OF_READ_ONLY; index++) {
         doing("", READ_ONLY[index]);
         long tree = unless(ENOENT, CALL(open_tree, AT_FDCWD, READ_ONLY[index], CLONED));
@@ -969,9 +972,9 @@ static void lock_kernels(void) {
     }
 }
 
-/* Show the kernel's file systems, and hide and lock in them what a program has no business with. Until then no name
-   leads to /proc, whose links to open files are no paths; no name of the image is looked up after that. */
-static void show_kernels(int proc, int sys) {
+/* Mount the kernel's file systems, then hide and protect parts of them. Before this step no name leads to the magic
+   links of /proc; after it no name of the image is looked up. */
+static void mount_kernel_filesystems(int proc, int sys) {
     long empty = -1, folder = own_folder("/sys");
     attach(sys, folder);
     folder = own_folder("/proc");
@@ -983,9 +986,9 @@ static void show_kernels(int proc, int sys) {
         if (unless(ENOENT, found) == -ENOENT)
             continue;
         if (!is_folder(found)) {
-            attach(detached("/dev/null", CLONED), found);
+            attach(clone_mount("/dev/null", CLONED), found);
         } else if (empty < 0) {
-            /* An empty folder in place of each folder. */
+            /* Hide every folder behind one empty folder. */
             must(CALL(mount, "none", path, "tmpfs", MS_RDONLY, "size=4k,nr_inodes=2,mode=755"));
             empty = must(open_inside(path, O_PATH));
             CALL(close, found);
@@ -993,12 +996,13 @@ static void show_kernels(int proc, int sys) {
             attach((int)must(CALL(open_tree, empty, "", CLONED | AT_EMPTY_PATH)), found);
         }
     }
-    lock_kernels();
+    protect_kernel_settings();
 }
 
 /* Make: the first process. */
 
-/* No word is that the supervisor has died, or has changed its mind. By root the image comes with it, as a mount. */
+/* Wait for the supervisor's message, which for machine root carries the image as a mount. The end of the socket means
+   that the supervisor has died or cancelled the start. */
 static int wait_for_image(int channel) {
     struct { struct control head; int file, padding; } rights = {{0, 0, 0}, -1, 0};
     char go[16];
@@ -1018,19 +1022,18 @@ static void raise_loopback(void) {
 }
 
 /*
- * The root file system: an image, a layer of its own over it, and what is Linux's. The image is a stranger's, and its
- * links are followed as those inside would follow them. So that they lead nowhere else, what of the host is to be seen
- * inside is taken hold of first, and the host's root is gone, with no open file that leads back, before the first name
- * of the image is looked up. In /proc/self/mountinfo names in options are relative to the sandbox's folder; of what is
- * bound it tells which folder of its file system it is, since the kernel does.
+ * The root file system: the image, the sandbox's layer over it, and devices. The image is untrusted, and its links are
+ * followed as processes inside would follow them. So binds are cloned first, and the host's root is unmounted with no
+ * open file that leads back, before the first name of the image is looked up. In /proc/self/mountinfo paths in options
+ * are relative to the sandbox's folder; for binds the kernel shows the folder within their file system.
  */
-static void change_root(int image, const int *devices, int many_users, size_t first_volume) {
+static void change_root(int image, const int *devices, int many_users, size_t first_bind_file) {
     const char *folder = text(), *lower = text();
-    size_t binds = several();
-    struct { int tree; const char *target; } *held = room((binds + 1) * sizeof *held);
+    size_t binds = read_count();
+    struct { int tree; const char *target; } *held = allocate((binds + 1) * sizeof *held);
     for (size_t index = 0; index < binds; index++) {
         uint64_t attributes = word();
-        held[index].tree = detached(text(), WHOLE);
+        held[index].tree = clone_mount(text(), WHOLE);
         restrict_mount(held[index].tree, attributes, AT_RECURSIVE);
         held[index].target = text();
     }
@@ -1039,31 +1042,31 @@ static void change_root(int image, const int *devices, int many_users, size_t fi
     must(CALL(mkdirat, AT_FDCWD, "image", 0700));
     must(CALL(mkdirat, AT_FDCWD, "root", 0700));
     if (image < 0)
-        image = detached(lower, CLONED);
+        image = clone_mount(lower, CLONED);
     doing("mount on", "image");
     attach(image, CALL(openat, AT_FDCWD, "image", O_PATH | O_CLOEXEC, 0));
-    /* What a sandbox wrote goes with it: there is nothing to be gained by waiting for a disk. */
+    /* volatile: the layer is removed with the sandbox, so syncs to the disk are useless. */
     doing("mount of an overlay on", "root");
     must(CALL(mount, "overlay", "root", "overlay", 0,
               "lowerdir=image,upperdir=overlay/upper,workdir=overlay/work,userxattr,volatile"));
     must(CALL(chdir, "root"));
     doing("pivot_root", "");
     must(CALL(pivot_root, ".", "."));
-    /* The host's root lies on ours now, and in it we are at its top: no open file is needed to name it. */
+    /* The host's root is stacked on the new root, and this process is at its top, so "." names it. */
     doing("unmount of the host", "");
     must(CALL(umount2, ".", MNT_DETACH));
     must(CALL(chdir, "/"));
     fill_dev(devices);
     for (size_t index = 0; index < binds; index++)
-        show(held[index].tree, held[index].target);
-    for (size_t count = several(), index = 0; index < count; index++)
-        show(file((int)(first_volume + index)), text());
-    make_usual_folders(many_users);
+        mount_visible(held[index].tree, held[index].target);
+    for (size_t count = read_count(), index = 0; index < count; index++)
+        mount_visible(file((int)(first_bind_file + index)), text());
+    make_standard_folders(many_users);
 }
 
 static void first_process(int channel, int program) {
     unsigned uid = (unsigned)word(), gid = (unsigned)word();
-    int host_network = (int)word(), many_users = (int)word(), owned = (int)word(), devices[COUNT_OF_DEVICES];
+    int host_network = (int)word(), many_users = (int)word(), machine_root = (int)word(), devices[COUNT_OF_DEVICES];
     report = channel;
     doing("start", "");
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
@@ -1074,14 +1077,15 @@ static void first_process(int channel, int program) {
     doing("mounts of its own", "");
     must(CALL(mount, "none", "/", 0, MS_REC | MS_PRIVATE, 0));
     for (int index = 0; index < COUNT_OF_DEVICES; index++) {
-        devices[index] = detached(DEVICES[index], CLONED);
-        /* What is written to it is no matter of the mount; its mode is the host's, whose owner is who is inside then. */
-        if (owned)
+        devices[index] = clone_mount(DEVICES[index], CLONED);
+        /* A read-only mount still allows writing to the device; it protects the mode and owner, who on the host is
+           root. */
+        if (machine_root)
             restrict_mount(devices[index], MOUNT_ATTR_RDONLY, 0);
     }
-    /* Only as long as the host's are still there may fresh ones be made. */
-    int proc = of_the_kernel("proc", 0);
-    int sys = host_network ? detached("/sys", WHOLE) : of_the_kernel("sysfs", MOUNT_ATTR_RDONLY);
+    /* The kernel allows new ones only while the host's are visible. */
+    int proc = new_kernel_mount("proc", 0);
+    int sys = host_network ? clone_mount("/sys", WHOLE) : new_kernel_mount("sysfs", MOUNT_ATTR_RDONLY);
     if (host_network)
         restrict_mount(sys, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, AT_RECURSIVE);
     change_root(image, devices, many_users, 4);
@@ -1090,26 +1094,26 @@ static void first_process(int channel, int program) {
     must(CALL(sethostname, name, length(name)));
     if (!host_network)
         raise_loopback();
-    settle(proc);
-    show_kernels(proc, sys);
+    write_settings(proc);
+    mount_kernel_filesystems(proc, sys);
     size_t size;
     const char *rules = bytes(&size);
     doing("rights", "");
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
     keep_rights(0);
     install_filter(rules, size);
-    /* Children that nobody waits for are reaped by the kernel then, also after it has become the idle program. */
+    /* Have the kernel reap orphans, also after the idle program was executed. */
     ignore(SIGCHLD);
-    /* Those that are not closed by themselves; an ordinary user's sandbox could count them. */
+    /* These are not closed on exec; an ordinary user's sandbox would inherit them. */
     for (int index = 0; index < 3; index++)
         CALL(close, index);
     doing("idle program", "");
-    must(tell(READY, 0, -1));
+    must(reply(READY, 0, -1));
     const char *const arguments[] = {"sandbox", 0}, *const variables[] = {0};
     must(CALL(execveat, program, "", arguments, variables, AT_EMPTY_PATH));
 }
 
-/* Become the first user of a parent namespace, who may make user namespaces in it and map them. */
+/* Join a parent namespace as its first user, who may make and map user namespaces in it. */
 static void join_parent(int parent) {
     doing("parent namespace", "");
     must(CALL(setns, parent, CLONE_NEWUSER));
@@ -1117,16 +1121,16 @@ static void join_parent(int parent) {
     must(CALL(setresuid, 0, 0, 0));
 }
 
-/* Its files: the parent namespace of its user ids, the channel of the first process, the program that this is to become, and
-   volumes, or mounts in which all of /proc is to be seen. The answer is the first process's number. */
+/* Files: the parent namespace of the user ids, the channel of the first process, this program, and binds, or a mount
+   namespace where all of /proc is visible. The reply is the first process's number. */
 static void make(void) {
     char path[64];
     int parent = file(1), channel = file(2), program = file(3);
-    doing("mounts that cover nothing of /proc", "");
+    doing("mount namespace without overmounts", "");
     if (word())
         must(CALL(setns, file(4), CLONE_NEWNS));
     join_parent(parent);
-    /* A changed id closes what lies in /proc of us and our children, from where they are mapped. */
+    /* Changing ids clears the dumpable flag; the files of /proc that map ids would become root's. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));
     doing("limits", "");
     set_limits();
@@ -1140,26 +1144,26 @@ static void make(void) {
         first_process(channel, program);
     }
     doing("users", "");
-    write_to(open_own(of_process(path, (unsigned long)process, "/uid_map"), O_WRONLY), uids, length(uids));
+    write_to(open_own(proc_path(path, (unsigned long)process, "/uid_map"), O_WRONLY), uids, length(uids));
     doing("groups", "");
-    write_to(open_own(of_process(path, (unsigned long)process, "/gid_map"), O_WRONLY), gids, length(gids));
-    must(tell(STARTED, process, -1));
+    write_to(open_own(proc_path(path, (unsigned long)process, "/gid_map"), O_WRONLY), gids, length(gids));
+    must(reply(STARTED, process, -1));
     end(0);
 }
 
 /*
- * Prepare: what the container runtime has started, so that from now on it is as one that was made here. It leaves open
- * file systems in memory without bounds, and further user namespaces; and it shows accounts, hosts, nameservers, time
- * zone, network devices and control groups of the host.
+ * Prepare: adjust a sandbox that the container runtime started to match one made here. The runtime leaves memory file
+ * systems without limits, allows user namespaces, and shows accounts, hosts, nameservers, time zone, network devices
+ * and control groups of the host.
  */
 
-/* Some machines let nobody change a mount, or mount another; one of the host that is bound in has its own bound. */
+/* Some machines allow no remounts; a bind of a host's memory file system has its own limit. */
 static void if_allowed(long result) {
     if (result != -EPERM && result != -EACCES)
         must(result);
 }
 
-/* A name as the kernel tells it in a table of mounts: what would end it is a backslash and three octal digits there. */
+/* Decode a name in a table of mounts, where separators are a backslash and three octal digits. */
 static size_t unescape(char *target, struct field name) {
     size_t size = 0;
     for (size_t index = 0; index < name.size; index++) {
@@ -1176,10 +1180,10 @@ static size_t unescape(char *target, struct field name) {
 
 static void bound_memory(const char *small, const char *shared, const char *terminals) {
     struct field fields[FIELDS];
-    /* Not /proc/self: this process has none of the numbers that /proc shows. */
+    /* Not /proc/self: this process is in another PID namespace than that of /proc. */
     struct table mounts = table_of("/proc/1/mounts");
     for (int count; (count = line_of(&mounts, fields, ' '));) {
-        char target[LONGEST_PATH];
+        char target[MAX_PATH];
         if (count < 3 || fields[1].size >= sizeof target)
             continue;
         target[unescape(target, fields[1])] = 0;
@@ -1194,8 +1198,8 @@ static void bound_memory(const char *small, const char *shared, const char *term
     }
 }
 
-/* Its files: where to write the variables of its first process, which may say of any part of its memory that they are
-   there, and be read for ever: not for longer than so many seconds. */
+/* Files: the file to write the variables of the first process to. That process chooses which part of its memory is read
+   as its variables, and could make the read last forever, so a timer limits it. */
 static void prepare(void) {
     static const char *const KERNELS[] = {"/proc", "/sys", "/dev"};
     struct { struct { long seconds, microseconds; } again, first; } timer = {{0, 0}, {0, 0}};
@@ -1211,15 +1215,15 @@ static void prepare(void) {
         doing(path, "");
         memset(&found, 0, sizeof found);
         must(CALL(statx, AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &found));
-        /* What the runtime mounted by way of a link may hide the settings below, or be nothing of the kernel's. */
+        /* A mount of the runtime that followed a link may hide the settings below, or be no kernel file system. */
         if (!S_ISDIR(found.stx_mode))
-            refuse(path, "of the image is no folder of its own", ENOTDIR);
+            refuse(path, "of the image is not a folder", ENOTDIR);
     }
     doing("its variables", "");
     proc = must(open_inside("/proc", O_PATH | O_DIRECTORY | O_NOFOLLOW));
-    /* The image's own shell, which runs already, may have made another folder its root, with one of this name in it. */
+    /* The image's shell runs already, and may have changed its root to a folder with another /proc. */
     must(CALL(fstatfs, proc, &system));
-    if (system.kind != PROC_SUPER_MAGIC || about(proc).stx_ino != PROC_ROOT_INODE)
+    if (system.kind != PROC_SUPER_MAGIC || stat_of(proc).stx_ino != PROC_ROOT_INODE)
         refuse("/proc", "of the image is not the kernel's", ENOTDIR);
     uint64_t most = word();
     if (!copy(must(open_in(proc, "1/environ", O_RDONLY)), file(2), most, &reading, &writing))
@@ -1230,45 +1234,45 @@ static void prepare(void) {
     bound_memory(small, shared, terminals);
     doing("mount on", "/sys");
     if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));
-    /* What it mounted with contents of the host; nothing is there if it was set up not to. */
-    for (size_t count = several(); count--;)
+    /* Unmount files with contents of the host; they may be absent by the runtime's configuration. */
+    for (size_t count = read_count(); count--;)
         CALL(umount2, text(), MNT_DETACH | UMOUNT_NOFOLLOW);
-    /* What it copied. */
-    for (size_t count = several(); count--;)
+    /* Remove files that the runtime copied. */
+    for (size_t count = read_count(); count--;)
         CALL(unlinkat, AT_FDCWD, text(), 0);
-    /* Where the kernel takes who is inside for its own root, the runtime was told to lock what is locked in others. */
-    int owned = (int)word();
-    if (owned)
+    /* Where root inside is the machine's root user, the runtime's read-only binds are replaced by this program's. */
+    int machine_root = (int)word();
+    if (machine_root)
         CALL(umount2, "/proc/sys", MNT_DETACH | UMOUNT_NOFOLLOW);
-    settle((int)proc);
-    if (owned) {
+    write_settings((int)proc);
+    if (machine_root) {
         struct mount_attr locked = {MOUNT_ATTR_RDONLY, 0, 0, 0};
         for (int index = 0; index < COUNT_OF_DEVICES; index++)
             CALL(mount_setattr, AT_FDCWD, DEVICES[index], 0, &locked, sizeof locked);
-        lock_kernels();
+        protect_kernel_settings();
     }
-    must(tell(DONE, 0, -1));
+    must(reply(DONE, 0, -1));
     end(0);
 }
 
-/* The launcher, and the program. */
+/* The launcher's loop, and the program's entry. */
 
 enum { MAKE = 1, SPAWN, PUT, GET, ERASE, PREPARE, STOP };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
-/* In a child: do what was asked. A request that is larger than a packet is in the last of its files. */
-static void carry_out(struct header header, size_t size) {
+/* In the child: handle a request. One too large for a packet is in the last descriptor. */
+static void handle_request(struct header header, size_t size) {
     report = files[0];
-    /* It is the launcher's alone, whose end the supervisor sees by it: what takes long, or is stopped for ever in a
-       sandbox, must not keep it. */
+    /* The supervisor learns of the launcher's end by this socket. A child that takes long, or is stopped forever in a
+       sandbox, must not keep it open. */
     must(CALL(close, CHANNEL));
-    /* It joins the sandbox meanwhile. */
+    /* A spawn joins the sandbox meanwhile. */
     if (header.kind != SPAWN)
-        wait_for_word();
+        wait_for_go();
     if (header.size != size) {
         int held = file(count_of_files - 1);
-        if (about(held).stx_size < header.size)
+        if (stat_of(held).stx_size < header.size)
             fail(FAILED, EBADMSG);
         at = (const char *)must(CALL(mmap, 0, header.size, PROT_READ, MAP_PRIVATE, held, 0));
         limit = at + header.size;
@@ -1276,7 +1280,7 @@ static void carry_out(struct header header, size_t size) {
         count_of_files--;
     }
     static void (*const KINDS[])(void) = {
-        [MAKE] = make, [SPAWN] = spawn, [PUT] = put, [GET] = get, [ERASE] = remove_left, [PREPARE] = prepare,
+        [MAKE] = make, [SPAWN] = spawn, [PUT] = put, [GET] = get, [ERASE] = erase_sandbox, [PREPARE] = prepare,
         [STOP] = stop,
     };
     if (header.kind < sizeof KINDS / sizeof *KINDS && KINDS[header.kind])
@@ -1287,11 +1291,11 @@ static void carry_out(struct header header, size_t size) {
 static void serve(void) {
     report = -1;
     doing("start", "");
-    static union { struct control head; char room[sizeof(struct control) + MOST_FILES * sizeof(int)]; } rights;
+    static union { struct control head; char room[sizeof(struct control) + MAX_FILES * sizeof(int)]; } rights;
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     CALL(close_range, CHANNEL + 1, ~0U, 0);
-    /* What is started here ignores no signal and holds none back, whatever our own parents do: nohup is one. */
+    /* Reset signals, whatever this program's parents ignore or block, as nohup does. */
     unsigned long usual[4] = {0, 0, 0, 0};
     for (int number = 1; number <= LAST_SIGNAL; number++)
         CALL(rt_sigaction, number, usual, 0, 8);
@@ -1314,7 +1318,7 @@ static void serve(void) {
         else if (!(message.flags & MSG_TRUNC) && (size_t)size >= sizeof header
                  && count_of_files > (header.grouped ? 1 : 0)) {
             struct clone_args how = {.flags = CLONE_PARENT | CLONE_INTO_CGROUP, .cgroup = (uint64_t)files[0]};
-            process = header.grouped ? CALL(clone3, &how, sizeof how) : fork_beside();
+            process = header.grouped ? CALL(clone3, &how, sizeof how) : fork_sibling();
             if (process == 0) {
                 if (header.grouped) {
                     CALL(close, files[0]);
@@ -1325,7 +1329,7 @@ static void serve(void) {
                 at = packet + sizeof header;
                 limit = packet + size;
                 must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
-                carry_out(header, (size_t)size - sizeof header);
+                handle_request(header, (size_t)size - sizeof header);
             }
         }
         for (int index = 0; index < count_of_files; index++)
@@ -1334,8 +1338,8 @@ static void serve(void) {
     }
 }
 
-/* "eraser", a folder, and the number of an open file, if one is the parent namespace of those whose files are in it. */
-static void erase_as_told(const char **arguments) {
+/* Arguments: "eraser", a folder, and the descriptor number of a parent namespace whose users own files in it. */
+static void run_eraser(const char **arguments) {
     report = -1;
     doing("start", "");
     if (!arguments[1])
@@ -1355,7 +1359,7 @@ void begin(const char **arguments) {
         for (;;)
             CALL(ppoll, 0, 0, 0, 0, 0);
     if (is_text(role, "eraser"))
-        erase_as_told(arguments);
+        run_eraser(arguments);
     serve();
     end(0);
 }

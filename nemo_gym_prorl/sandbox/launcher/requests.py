@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher is asked, and what it answers: the supervisor's side of ``launcher.c``, which has the same order.
+"""Requests to the launcher and its replies: the supervisor's side of ``launcher.c``, which has the same field order.
 
-A request is words of eight bytes and texts that end with a zero. One that does not fit into a packet goes in a memory
-file, the last of the descriptors beside it. An answer is two numbers, and what was being done in words.
+A request consists of words of eight bytes and NUL-terminated texts. A request too large for a packet is sent in a
+memory file, the last of its descriptors. A reply consists of two numbers and a text that names the step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp
-from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_options, terminal_options
-from nemo_gym_prorl.sandbox.isolation.privilege import KEPT, is_machine_root_outside
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
+from nemo_gym_prorl.sandbox.isolation.privilege import DEFAULT_CAPABILITIES, is_machine_root_in_namespace
 from nemo_gym_prorl.sandbox.limits import rlimits
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, Packet, PeerGone, close_all, receive_packet
 
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 from nemo_gym_prorl.sandbox.supervisor.protocol import HELPER_KILLED, exhausted
 
 
-class Kind(IntEnum):
-    """What is asked for."""
+class RequestKind(IntEnum):
+    """Request types."""
 
     MAKE = 1
     SPAWN = 2
@@ -46,8 +46,8 @@ class Kind(IntEnum):
     STOP = 7
 
 
-class Said(IntEnum):
-    """What is answered."""
+class ReplyKind(IntEnum):
+    """Reply types."""
 
     STARTED = 1
     READY = 2
@@ -60,32 +60,32 @@ class Said(IntEnum):
     OTHER_USER = 9
 
 
-LARGEST_INLINE = 60_000
-"""Bytes of a request that go in a packet."""
+MAX_INLINE_BYTES = 60_000
+"""Largest request that is sent in the packet itself; packets of Unix sockets have a limited size."""
 
 _HEADER = struct.Struct("=IIQ")
 _WORD = struct.Struct("=Q")
-_ANSWER = struct.Struct("=ii")
+_REPLY = struct.Struct("=ii")
 _LARGEST_WORDS = 4096
 
-MOST_VARIABLES = 2 << 20
-"""Bytes of variables that an image may set: as much as the kernel takes for a program, arguments included."""
+MAX_ENVIRONMENT_BYTES = 2 << 20
+"""Bytes of variables that an image may set: as many as the kernel takes for a program, arguments included."""
 
 GO = b"g"
-"""The word that a process waits for before it goes on: the supervisor knows of it."""
+"""Byte that a new process waits for: the supervisor has registered it."""
 
 
 class Request:
-    """One request, as it is put together."""
+    """A request under construction."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: RequestKind) -> None:
         self._kind = kind
         self._body = bytearray()
-        self.place: Place | None = None
-        """What it joins, which goes with it."""
+        self.namespaces: SandboxNamespaces | None = None
+        """The sandbox to join; its ``/proc`` directory is sent with the request."""
 
     def words(self, *numbers: int) -> None:
-        """Add numbers; -1 is the largest."""
+        """Add numbers; -1 becomes the largest."""
         for number in numbers:
             self._body += _WORD.pack(number & 0xFFFFFFFFFFFFFFFF)
 
@@ -93,44 +93,44 @@ class Request:
         """Add texts.
 
         Raises:
-            OSError: there is a zero in one, where it would end.
+            OSError: a text contains a NUL.
         """
         for each in texts:
             encoded = os.fsencode(each)
             if b"\0" in encoded:
-                raise OSError(errno.EINVAL, "there is a NUL in it")
+                raise OSError(errno.EINVAL, "paths, arguments and variables must not contain NUL")
             self._body += encoded + b"\0"
 
     def texts(self, texts: Sequence[str | bytes]) -> None:
-        """Add how many there are, and each."""
+        """Add the count of texts, and the texts."""
         self.words(len(texts))
         self.text(*texts)
 
     def content(self, content: bytes) -> None:
-        """Add how many bytes there are, and them."""
+        """Add the count of bytes, and the bytes."""
         self.words(len(content))
         self._body += content
 
     def limits(self, limits: Iterable[tuple[int, int, int]]) -> None:
-        """Add limits of a process: ``resource.RLIMIT_*``, soft, hard."""
+        """Add process limits: ``resource.RLIMIT_*``, soft, hard."""
         given = list(limits)
         self.words(len(given))
         for limit in given:
             self.words(*limit)
 
     def rules(self) -> None:
-        """Add the filter of system calls.
+        """Add the system call filter.
 
         Raises:
-            OSError: there is none for this machine.
+            OSError: this machine has no filter.
         """
         if not seccomp.FILTER:
-            raise OSError(errno.ENOSYS, f"there is no filter of system calls for {os.uname().machine}")
+            raise OSError(errno.ENOSYS, f"sandboxes have no system call filter for {os.uname().machine}")
         self.content(seccomp.FILTER)
 
     def settings(self, order: CreateRequest) -> None:
-        """Add the files of ``/etc`` that each sandbox has of its own, whoever makes it."""
-        files = list(mounts.own_files(mounts.resolver(order.network)))
+        """Add the files of ``/etc`` that are written for every sandbox."""
+        files = list(mounts.etc_files(mounts.resolv_conf(order.network)))
         self.words(len(files))
         for path, content in files:
             self.text(path)
@@ -142,13 +142,18 @@ class Request:
             self.words(number)
 
     def packet(self, group: int | None, files: Sequence[int]) -> Packet:
-        """As it is sent. What is sent with it stays open, but for ``group``: the folder of the control group in which
-        its process is to be born."""
+        """Return the packet to send, with its descriptors. Sending closes the descriptor of ``group`` and no other of
+        the caller's.
+
+        Args:
+            group: folder of the control group in which the launcher's child starts.
+            files: descriptors for the child.
+        """
         own = [] if group is None else [group]
-        joined = [self.place.process.number] if self.place else []
+        joined = [self.namespaces.process.fd] if self.namespaces else []
         header = _HEADER.pack(self._kind, len(own), len(self._body))
         body, more = bytes(self._body), []
-        if len(body) > LARGEST_INLINE:
+        if len(body) > MAX_INLINE_BYTES:
             memory = os.memfd_create("request", os.MFD_CLOEXEC)
             with os.fdopen(memory, "wb", closefd=False) as file:
                 file.write(body)
@@ -156,32 +161,33 @@ class Request:
         return Packet(header + body, [*own, *files[:1], *joined, *files[1:], *more], [*own, *more])
 
 
-def _place(request: Request, place: Place) -> None:
-    request.place = place
-    request.words(place.uid, place.spaces, place.rooted)
+def _add_namespaces(request: Request, namespaces: SandboxNamespaces) -> None:
+    request.namespaces = namespaces
+    request.words(namespaces.uid, namespaces.namespace_flags, namespaces.is_pivoted)
 
 
-def spawn(place: Place, order: SpawnRequest) -> Request:
-    """Start ``order.argv`` in a session of its own, as the supervisor's child.
+def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
+    """Start ``order.argv`` in a new session, as the supervisor's child.
 
-    Goes with its channel and files. With ``order.tty`` (rows and columns) the first three files of the program are
-    a terminal of the sandbox, and those that go with it follow as 3, 4, ...; without, they are its files from 0 on.
+    Descriptors sent with the request: the reply socket, and the program's files. With ``order.tty`` (rows and columns)
+    the program's files 0 to 2 are a new terminal, and the sent files follow from 3 on; without it they are numbered
+    from 0.
 
-    On the channel it waits for :data:`GO`, tells the new process's number (``pid``) with the controlling end of its
-    terminal; then why it could not execute its program, or nothing but its end. If it is killed before the program
-    begins, it says so or ends, and nothing was executed.
+    The new process waits for :data:`GO` on the reply socket, and replies with its number (``pid``) and the controlling
+    end of its terminal. A second reply says why the program could not be executed, or the socket closes. A process
+    killed before its program starts replies :data:`ReplyKind.KILLED` or closes the socket; nothing was executed then.
     """
-    request = Request(Kind.SPAWN)
-    _place(request, place)
-    bounded = Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE
-    request.words(place.limits[resource.RLIMIT_NPROC] if bounded else 0)
+    request = Request(RequestKind.SPAWN)
+    _add_namespaces(request, namespaces)
+    bounded = HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE
+    request.words(namespaces.limits[resource.RLIMIT_NPROC] if bounded else 0)
     rows, columns = order.tty or (0, 0)
     request.words(order.tty is not None, rows, columns, order.echo)
     request.text(order.cwd)
-    request.words(_rights(place))
-    files = rlimits.of_commands()
+    request.words(_rights(namespaces))
+    files = rlimits.command_open_files_limit()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
-    request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
+    request.limits([*limits, *((name, most, most) for name, most in namespaces.limits.items())])
     request.words(order.user is not None)
     if order.user is not None:
         request.text(str(order.user))
@@ -192,102 +198,109 @@ def spawn(place: Place, order: SpawnRequest) -> Request:
     return request
 
 
-def stop(place: Place) -> Request:
-    """Have the kernel stop all of it but its first process, in one step. Answers with whether it did."""
-    request = Request(Kind.STOP)
-    _place(request, place)
+def stop(namespaces: SandboxNamespaces) -> Request:
+    """Stop every process of a sandbox but the first, in one step; replies with 1 if that happened."""
+    request = Request(RequestKind.STOP)
+    _add_namespaces(request, namespaces)
     return request
 
 
-def put(place: Place, path: str, mode: int | None) -> Request:
-    """Make ``path`` inside a file with the contents of the one that goes with it; missing folders are made. Never half
-    a file. Without a ``mode`` it keeps the one it has, if there is one. Answers with how many there were before."""
-    request = Request(Kind.PUT)
-    _place(request, place)
+def put(namespaces: SandboxNamespaces, path: str, mode: int | None) -> Request:
+    """Write a file inside with the contents of the sent file; creates missing folders and replaces the file
+    atomically.
+
+    Replies with 1 if the file existed. Without a ``mode`` an existing file keeps its mode.
+    """
+    request = Request(RequestKind.PUT)
+    _add_namespaces(request, namespaces)
     request.text(path)
     request.words(-1 if mode is None else mode)
     return request
 
 
-def get(place: Place, path: str, most: int) -> Request:
-    """Copy the ordinary file ``path`` of at most so many bytes into the one that goes with it."""
-    request = Request(Kind.GET)
-    _place(request, place)
-    request.words(_rights(place), most)
+def get(namespaces: SandboxNamespaces, path: str, most: int) -> Request:
+    """Copy the regular file ``path`` of at most ``most`` bytes into the sent file."""
+    request = Request(RequestKind.GET)
+    _add_namespaces(request, namespaces)
+    request.words(_rights(namespaces), most)
     request.text(path)
     return request
 
 
-def prepare(place: Place, order: CreateRequest) -> Request:
-    """Make what the container runtime has started as others are. Goes with a file for the variables that it has by the
-    image's own doing."""
-    request = Request(Kind.PREPARE)
-    _place(request, place)
-    request.words(math.ceil(order.start_timeout_s), MOST_VARIABLES)
+def prepare(namespaces: SandboxNamespaces, order: CreateRequest) -> Request:
+    """Adjust a sandbox that the container runtime has started to match one that the launcher made.
+
+    The sent file receives the variables that the image sets.
+    """
+    request = Request(RequestKind.PREPARE)
+    _add_namespaces(request, namespaces)
+    request.words(math.ceil(order.start_timeout_s), MAX_ENVIRONMENT_BYTES)
     request.text(SMALL_TMPFS, shared_memory_options(order.shared_memory_mib), terminal_options())
-    request.texts(mounts.OF_THE_RUNTIME)
-    request.texts([path for path in mounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order.image + path)])
-    request.words(is_machine_root_outside())
+    request.texts(mounts.RUNTIME_MOUNTED_FILES)
+    request.texts([path for path in mounts.RUNTIME_COPIED_FILES if not os.path.lexists(order.image + path)])
+    request.words(is_machine_root_in_namespace())
     request.settings(order)
     return request
 
 
 def erase(folder: Path, group: Path | None) -> Request:
-    """Remove what an ended sandbox left: its control group, when nothing is left in it, and then its folder."""
-    request = Request(Kind.ERASE)
+    """Remove the control group of an ended sandbox, once it is empty, and then the sandbox's folder."""
+    request = Request(RequestKind.ERASE)
     request.text(str(group or ""), str(folder))
     return request
 
 
-def _rights(place: Place) -> int:
-    """The capabilities that a sandbox's commands can have."""
-    return sum(1 << number for number in place.capabilities.union(KEPT.values()))
+def _rights(namespaces: SandboxNamespaces) -> int:
+    """Return the capabilities that a sandbox's commands can have, as a bit mask."""
+    return sum(1 << number for number in namespaces.capabilities.union(DEFAULT_CAPABILITIES.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer."""
+class Reply:
+    """A reply of the launcher."""
 
-    said: Said
+    kind: ReplyKind
     number: int = 0
-    words: str = ""
+    step: str = ""
 
     def message(self) -> Message:
-        """What is told of it."""
-        match self.said:
-            case Said.STARTED:
+        """Return the reply as a message for the supervisor's client."""
+        match self.kind:
+            case ReplyKind.STARTED:
                 return {"pid": self.number}
-            case Said.READY:
+            case ReplyKind.READY:
                 return {"ready": True}
-            case Said.DONE:
+            case ReplyKind.DONE:
                 return {"number": self.number}
-            case Said.EXHAUSTED:
-                return exhausted(self.words)
-            case Said.KILLED:
+            case ReplyKind.EXHAUSTED:
+                return exhausted(self.step)
+            case ReplyKind.KILLED:
                 return HELPER_KILLED
-            case Said.NO_USER:
-                return {"error": f"there is no user {self.words!r} in this sandbox", "errno": self.number}
-            case Said.OTHER_USER:
-                error = f"this sandbox has one user, and that is not {self.words!r}; users: true gives it all of them"
+            case ReplyKind.NO_USER:
+                return {"error": f"there is no user {self.step!r} in this sandbox", "errno": self.number}
+            case ReplyKind.OTHER_USER:
+                error = f"this sandbox has one user, and that is not {self.step!r}; users: true gives it all of them"
                 return {"error": error, "errno": self.number}
-        error = ": ".join(filter(None, [self.words, os.strerror(self.number)]))
-        return {"error": error, "lost": True} if self.said is Said.LOST else {"error": error, "errno": self.number}
+        error = ": ".join(filter(None, [self.step, os.strerror(self.number)]))
+        return (
+            {"error": error, "lost": True} if self.kind is ReplyKind.LOST else {"error": error, "errno": self.number}
+        )
 
 
-def receive(channel: socket.socket) -> tuple[Message, list[int]]:
-    """Take the next answer, with its files, which are the caller's to close.
+def receive_reply(channel: socket.socket) -> tuple[Message, list[int]]:
+    """Receive the next reply and its descriptors, which the caller must close.
 
     Raises:
-        BlockingIOError: there is none now.
-        PeerGone: there never will be.
+        BlockingIOError: no reply has arrived yet.
+        PeerGone: the launcher's child has ended, or replied with something else.
     """
-    data, files, whole = receive_packet(channel, _ANSWER.size + _LARGEST_WORDS)
+    data, files, whole = receive_packet(channel, _REPLY.size + _LARGEST_WORDS)
     try:
-        said, number = _ANSWER.unpack_from(data)
-        message = Answer(Said(said), number, os.fsdecode(data[_ANSWER.size :])).message()
+        kind, number = _REPLY.unpack_from(data)
+        message = Reply(ReplyKind(kind), number, os.fsdecode(data[_REPLY.size :])).message()
     except (struct.error, ValueError) as error:
         close_all(files)
-        raise PeerGone(errno.EPROTO, f"no answer: {error}") from error
+        raise PeerGone(errno.EPROTO, f"the launcher's reply can't be read: {error}") from error
     if not whole:
         close_all(files)
     return message, files

@@ -1,17 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One control group (version 2) for each sandbox, where this process may make any.
+"""One control group (version 2) for each sandbox, where this process may make groups.
 
-A group keeps limits that cannot be overrun, ends all of its processes at once however fast they fork, and says when
-the last is gone. It needs no root, only a group of ours to make others in: systemd delegates one to
-``systemd-run --user --scope -p Delegate=yes`` and to services, a privileged container has one. Groups are made in the
-group that we are in and nowhere else, so that whatever bounds the server bounds its sandboxes too.
+A group enforces limits exactly, ends all of its processes at once however fast they fork, and reports when it is
+empty. Root is not needed, only a delegated group to make others in. systemd delegates one to ``systemd-run --user
+--scope -p Delegate=yes`` and to services; a privileged container has one. Sandboxes' groups are made below the
+server's group, so all limits of the server apply to its sandboxes.
 
-The kernel lets a group that hands out controllers hold no processes itself, unless it is the root of all. Ours does
-hold some: the server and us. So before the controllers are handed out everything in it moves into one leaf
-(:data:`LEAF`), where nothing changes for it: the limits of the group above go on to bound it.
+The kernel refuses to enable controllers in a group that holds processes, except in the root group. The delegated group
+holds the server and the supervisor. So all of its processes first move into a subgroup (:data:`SERVER_GROUP`), to
+which the limits of the delegated group still apply.
 
-What can be had is tried out rather than read off: a probe group is made, a process started in it, and all removed.
+The delegation is tested rather than read from settings: a probe group is made, a process started in it, and the group
+removed.
 """
 
 from __future__ import annotations
@@ -31,38 +32,38 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 
 CONTROLLERS = frozenset({"cpu", "memory", "pids"})
 
-LEAF = "prorl-server"
-"""Where the processes go that were in the group which hands out controllers."""
+SERVER_GROUP = "prorl-server"
+"""Name of the subgroup for the processes of the delegated group."""
 
-PREFIX = "prorl-s-"
-"""What the names of our groups begin with: those of sandboxes go on with their owner's and their own name."""
+GROUP_PREFIX = "prorl-s-"
+"""Prefix of group names; a sandbox's group name continues with the names of its owner and of the sandbox."""
 
 PROCESS_SLACK = 16
-"""Processes that a group may hold beyond the sandbox's own and the runtime's: those that start a command."""
+"""Processes of a group beyond the limit of the sandbox: helpers that start commands."""
 
 CPU_PERIOD_US = 100_000
-LEAST_CPU_US = 1000
-"""The kernel takes no less."""
+MIN_CPU_US = 1000
+"""Smallest quota that the kernel accepts."""
 
 _UNITS = frozenset({".scope", ".service", ".slice"})
-"""Ends of the names of systemd's groups."""
+"""Suffixes of group names that belong to systemd."""
 
 STALE_PROBE_S = 60.0
 """Age of a probe group whose maker is dead; a probe takes milliseconds."""
 
 REMOVE_S = 1.0
-"""How long processes that are ending may keep a group from being removed."""
+"""Time for processes that are ending to leave a group, so that it can be removed."""
 
 _MOVES = 100
-"""Rounds of moving processes that fork meanwhile."""
+"""Rounds of moving processes, since processes may fork meanwhile."""
 
 
-def own_group(mountinfo: str, membership: str) -> Path | None:
-    """The folder of the group that a process is in; ``None`` if it can't be seen or there is no version 2.
+def group_of(mountinfo: str, membership: str) -> Path | None:
+    """Return the folder of a process's group; ``None`` if it is not visible or version 2 is not mounted.
 
     Args:
-        mountinfo: the text of ``/proc/self/mountinfo``.
-        membership: the text of ``/proc/self/cgroup``.
+        mountinfo: text of ``/proc/self/mountinfo``.
+        membership: text of ``/proc/self/cgroup``.
     """
     group = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
     if group is None or "/.." in group:
@@ -76,39 +77,40 @@ def own_group(mountinfo: str, membership: str) -> Path | None:
     return None
 
 
-def name_of(folder: Path) -> str:
-    """The name of the group of the sandbox whose folder this is."""
+def group_name(folder: Path) -> str:
+    """Return the name of a sandbox's control group, given the sandbox's folder."""
     return f"prorl-{folder.parent.name}-{folder.name}"
 
 
-def base_of(group: Path) -> Path:
-    """Where a process in ``group`` makes others: beside the leaf if it was moved there, else below."""
-    return group.parent if group.name == LEAF else group
+def delegation_base(group: Path) -> Path:
+    """Return the group in which a process of ``group`` makes others: the parent of :data:`SERVER_GROUP`, else
+    ``group``."""
+    return group.parent if group.name == SERVER_GROUP else group
 
 
 @dataclass(frozen=True, slots=True)
 class Delegation:
-    """A group in which others can be made.
+    """A control group in which this process may make others.
 
     Attributes:
-        base: its folder.
-        controllers: of :data:`CONTROLLERS`, those that it has to hand out.
+        base: folder of the group.
+        controllers: those of :data:`CONTROLLERS` that the group can enable for others.
     """
 
     base: Path
     controllers: frozenset[str]
 
 
-def delegation() -> Delegation | None:
-    """The delegation that this process has, tried out; leaves things as they were. Some milliseconds."""
-    group = own_group(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+def probe_delegation() -> Delegation | None:
+    """Return this process's delegation, tested with a probe group that is removed again; ``None`` without one."""
+    group = group_of(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if group is None:
         return None
-    base = base_of(group)
-    if not os.access(base / "cgroup.procs", os.W_OK) or not is_ours(base):
+    base = delegation_base(group)
+    if not os.access(base / "cgroup.procs", os.W_OK) or not is_delegated(base):
         return None
     _remove_stale_probes(base)
-    probe = Group(base / f"{PREFIX}probe-{secrets.token_hex(4)}", frozenset())
+    probe = Group(base / f"{GROUP_PREFIX}probe-{secrets.token_hex(4)}", frozenset())
     try:
         probe.path.mkdir()
     except OSError:
@@ -123,18 +125,19 @@ def delegation() -> Delegation | None:
 
 def _remove_stale_probes(base: Path) -> None:
     """Remove the empty probe groups of processes that were killed during their probe."""
-    for left in base.glob(f"{PREFIX}probe-*"):
+    for left in base.glob(f"{GROUP_PREFIX}probe-*"):
         # Not a group with processes, which rmdir refuses, nor a new one, which another process may be probing.
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > STALE_PROBE_S:
                 left.rmdir()
 
 
-def is_ours(base: Path) -> bool:
-    """Whether all processes of a group may be moved: root can write to any group, as to the scope of a login.
+def is_delegated(base: Path) -> bool:
+    """Return whether this process may move all processes of a group.
 
-    systemd marks the units that it delegates. Its user manager cannot before version 251, so the groups that an
-    ordinary user may write to count as delegated.
+    Root can write to every group, even to the scope of a login, so for root the group must be delegated by systemd.
+    systemd's user manager can't mark delegation before version 251. So a group that an ordinary user may write to
+    counts as delegated.
     """
     if os.geteuid() != 0 or base.suffix not in _UNITS:
         return True
@@ -146,7 +149,7 @@ def is_ours(base: Path) -> bool:
 
 
 def _can_start_in(group: Group) -> bool:
-    """Try it in a child, which has one thread, whatever this process has."""
+    """Return whether a process can start in ``group``. A child makes the attempt, since it must have one thread."""
     child = os.fork()
     if child == 0:
         failed = 1
@@ -160,17 +163,18 @@ def _can_start_in(group: Group) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def hand_out(granted: Delegation) -> frozenset[str]:
-    """Have groups below ``granted.base`` get its controllers, as far as it can be had; returns those that they get."""
+def enable_controllers(granted: Delegation) -> frozenset[str]:
+    """Enable the controllers of ``granted`` for groups below its base, as far as the kernel allows; returns the
+    enabled ones."""
     missing = granted.controllers - _handed_out(granted.base)
     if not missing:
         return granted.controllers
-    # Several supervisors may be at it.
+    # Several supervisors may do this at the same time.
     lock = os.open(granted.base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Some controllers can be handed out by a group with processes, but then it is one of threads, and so are those
-        # below. Only the root of all is free of that; it alone has no type.
+        # The root group alone has no type, and may enable controllers while it holds processes. In others the kernel
+        # would make the group and those below threaded.
         if (granted.base / "cgroup.type").exists():
             _evacuate(granted.base)
         for name in sorted(missing):
@@ -186,36 +190,36 @@ def _handed_out(base: Path) -> set[str]:
 
 
 def _evacuate(base: Path) -> None:
-    """Move every process of ``base`` itself into its leaf, ourselves included."""
-    leaf = base / LEAF
+    """Move every process of ``base`` into its subgroup, this process included."""
+    leaf = base / SERVER_GROUP
     leaf.mkdir(exist_ok=True)
     for _ in range(_MOVES):
         processes = _read(base, "procs").split()
         if not processes:
             return
         for pid in processes:
-            # Ended meanwhile, or not ours to move: then the kernel refuses to hand out, and that is that.
+            # The process has ended, or may not be moved; then enabling the controllers fails.
             with contextlib.suppress(OSError):
                 _write(leaf, "procs", pid)
 
 
-def settings(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
-    """What to write into which file of a group for limits in bytes, number and processors; 0 is no limit."""
+def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
+    """Return the file to text that limit a group in bytes, processes and processors; 0 is no limit."""
     wanted = {
         "memory": ("memory.max", str(memory) if memory else ""),
         "pids": ("pids.max", str(processes) if processes else ""),
-        "cpu": ("cpu.max", f"{max(LEAST_CPU_US, round(cpus * CPU_PERIOD_US))} {CPU_PERIOD_US}" if cpus else ""),
+        "cpu": ("cpu.max", f"{max(MIN_CPU_US, round(cpus * CPU_PERIOD_US))} {CPU_PERIOD_US}" if cpus else ""),
     }
     return dict(entry for name, entry in wanted.items() if name in controllers and entry[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One sandbox's group.
+    """The control group of one sandbox.
 
     Attributes:
-        path: its folder.
-        controllers: those that bound it.
+        path: folder of the group.
+        controllers: controllers that limit the group.
     """
 
     path: Path
@@ -227,52 +231,53 @@ class Group:
         path.mkdir()
         return cls(path, CONTROLLERS & set(_read(path, "controllers").split()))
 
-    def bound(self, *, memory: int, processes: int, cpus: float) -> None:
-        """Set limits in bytes, number and processors, as far as there are controllers; 0 for none.
+    def set_limits(self, *, memory: int, processes: int, cpus: float) -> None:
+        """Set limits in bytes, processes and processors, as far as controllers are enabled; 0 for none.
 
-        For when the runtime has done its work, whose own threads and processors' time are many for a moment.
+        Call this after the start of the sandbox: the runtime's threads and processor time would exceed the limits.
         """
         present = int((self.path / "pids.current").read_text()) if "pids" in self.controllers else 0
         allowed = processes and processes + present + PROCESS_SLACK
-        for name, value in settings(self.controllers, memory=memory, processes=allowed, cpus=cpus).items():
+        for name, value in limit_files(self.controllers, memory=memory, processes=allowed, cpus=cpus).items():
             (self.path / name).write_text(value)
         if "memory" in self.controllers and memory and (swap := self.path / "memory.swap.max").exists():
-            # What is swapped out does not count as memory. Some kernels have no swap to bound.
+            # Swapped memory does not count as memory. Some kernels have no swap controller.
             swap.write_text("0")
 
     def fork(self) -> int:
-        """``os.fork`` whose child is in the group from its birth."""
+        """Fork a child that starts in the group."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return syscalls.fork_into(descriptor)
+            return syscalls.fork_into_cgroup(descriptor)
         finally:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """Send SIGKILL to every process in it, at once; none forks away."""
+        """Send SIGKILL to every process in the group at once; a process can't escape by forking."""
         with contextlib.suppress(FileNotFoundError):
             _write(self.path, "kill", "1")
 
     def processes(self) -> list[int]:
-        """Those in it. One that is just ending is not listed, but still keeps the group from being removed."""
+        """Return the processes in the group. A process that is ending is not listed, but still prevents removal."""
         try:
             return [int(pid) for pid in _read(self.path, "procs").split()]
         except FileNotFoundError:
             return []
 
-    def full(self) -> bool:
-        """Whether it holds as many processes as it may."""
+    def is_full(self) -> bool:
+        """Return whether the group has as many processes as its limit."""
         if "pids" not in self.controllers:
             return False
         allowed = (self.path / "pids.max").read_text().strip()
         return allowed != "max" and int((self.path / "pids.current").read_text()) >= int(allowed)
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed in it for want of memory, its own or the machine's."""
+        """Return how many processes the kernel has killed in the group, for lack of the group's or the machine's
+        memory."""
         return self._memory_event("oom_kill")
 
-    def full_of_memory(self) -> bool:
-        """Whether it ever wanted more memory than it may have."""
+    def exceeded_memory(self) -> bool:
+        """Return whether the group ever reached its own memory limit."""
         return bool(self._memory_event("oom"))
 
     def _memory_event(self, name: str) -> int:
@@ -280,10 +285,10 @@ class Group:
         return int(found[1]) if found else 0
 
     def remove(self) -> None:
-        """Remove it, which is the proof that nothing lives in it; harmless when it is gone. Blocks for a moment.
+        """Remove the group, which proves that it is empty. Idempotent; blocks for up to :data:`REMOVE_S`.
 
         Raises:
-            OSError: there are processes in it.
+            OSError: processes are left in the group.
         """
         deadline = time.monotonic() + REMOVE_S
         while True:

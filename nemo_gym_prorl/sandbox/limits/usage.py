@@ -1,11 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the watchdog measures: memory, processor time and threads of processes, and the disk use of a sandbox.
+"""Measurements for the watchdog: memory, processor time and threads of processes, and a sandbox's disk use.
 
-The disk scan runs in steps and is bounded: it ends the sandbox when it takes too long or finds too many folders
-(:mod:`.watchdog`). A sandbox may replace any folder by a link to the host meanwhile, so folders are opened beneath the
-top one and no link is followed. Not counted: folders that are closed to the server's user or lie deeper than a path
-can be long, and files without a name that are only mapped or on their way over a socket.
+The disk scan runs in steps. It stops at too many folders, and the watchdog ends a sandbox whose scan takes too long
+(:mod:`.watchdog`). A sandbox may replace any folder by a link to the host meanwhile. So folders are opened beneath the
+top one, and no link is followed.
+
+Not counted: folders closed to the server's user, folders deeper than the longest path, and unnamed files that are only
+mapped or in transit over a socket.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from functools import cache
 from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
 
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 STATE, PARENT, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, PAGES = 0, 1, 6, 11, 12, 17, 19, 21
-"""Positions in :func:`status`."""
+"""Indexes of the fields that :func:`read_stat` returns."""
 
-ENDED = "ZX"
+ENDED_STATES = "ZX"
 """States of a process that has ended."""
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
@@ -39,14 +41,14 @@ _AVAILABLE = re.compile(rb"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process, as it was looked at.
+    """One process at one moment.
 
     Attributes:
-        pid: its number on the host.
-        started: when it was started, which makes the number unique.
-        ticks: processor time it has used.
-        resident: bytes of memory, those that it shares counted in full, and the tables that say where they are.
-        threads: how many it has.
+        pid: number on the host.
+        started: start time in clock ticks, which makes the number unique.
+        ticks: processor time used.
+        resident: bytes of memory, shared pages counted in full, page tables included.
+        threads: number of threads.
     """
 
     pid: int
@@ -56,47 +58,47 @@ class Process:
     threads: int = 1
 
 
-def status(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the state on.
 
     Raises:
-        OSError: the process is gone.
+        OSError: the process has ended.
     """
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].decode().split()
 
 
-def look(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """Return one process; ``None`` if it has ended."""
     try:
-        found = status(pid)
+        found = read_stat(pid)
     except OSError:
         return None
-    if found[STATE] in ENDED:
+    if found[STATE] in ENDED_STATES:
         return None
     return Process(
         pid,
         started=int(found[STARTED]),
         ticks=int(found[USER_TICKS]) + int(found[SYSTEM_TICKS]),
-        resident=int(found[PAGES]) * PAGE + _page_tables(pid),
+        resident=int(found[PAGES]) * PAGE_BYTES + _page_tables(pid),
         threads=int(found[THREADS]),
     )
 
 
-def census(spaces: Iterable[int]) -> dict[int, set[int]]:
-    """Return the processes in each of some PID namespaces; looks at every process of the machine."""
+def processes_by_namespace(spaces: Iterable[int]) -> dict[int, set[int]]:
+    """Return the processes in each of some PID namespaces; reads every process of the machine."""
     found: dict[int, set[int]] = {number: set() for number in spaces}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            # A process that ended just now, or another user's, is in none of them.
+            # Skip processes that have ended or belong to another user.
             with contextlib.suppress(OSError):
                 if (members := found.get(os.stat(f"/proc/{name}/ns/pid").st_ino)) is not None:
                     members.add(int(name))
     return found
 
 
-def children(pid: int) -> list[int]:
-    """Return the children of a process, whichever of its threads has forked them."""
+def child_pids(pid: int) -> list[int]:
+    """Return the children of a process, forked by any of its threads."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -105,19 +107,22 @@ def children(pid: int) -> list[int]:
 
 
 def threads_in(space: int) -> int:
-    """Return the number of processes and threads in a PID namespace; looks at every process of the machine."""
-    return sum(process.threads for pid in census([space])[space] if (process := look(pid)))
+    """Return the number of processes and threads in a PID namespace; reads every process of the machine."""
+    return sum(process.threads for pid in processes_by_namespace([space])[space] if (process := read_process(pid)))
 
 
-def proportional(pid: int) -> tuple[int, int]:
-    """Return bytes of memory of a process, each shared page divided by those who share it, and those of them that are
-    in memory files. Slow."""
+def proportional_memory(pid: int) -> tuple[int, int]:
+    """Return bytes of a process's memory, each shared page divided by its users, and how many of them are in memory
+    files.
+
+    Slow: the kernel walks the page tables of the process.
+    """
     text = _read(f"/proc/{pid}/smaps_rollup")
     return _bytes(_PSS, text) + _page_tables(pid), _bytes(_PSS_OF_MEMORY_FILES, text)
 
 
 def _page_tables(pid: int) -> int:
-    """Return bytes of a process's page tables: 4 KiB for each 2 MiB in which it has read a byte."""
+    """Return bytes of a process's page tables, which take 4 KiB for each 2 MiB with a page that was read."""
     return _bytes(_PAGE_TABLES, _read(f"/proc/{pid}/status"))
 
 
@@ -135,31 +140,31 @@ def _read(path: str) -> bytes:
 
 
 def oom_kills() -> int:
-    """Processes that this machine's kernel has killed for want of memory, of whomever; 0 where it does not tell."""
+    """Return how many processes the machine's kernel has killed for lack of memory; 0 if unknown."""
     with open("/proc/vmstat", "rb") as file:
         found = _OOM_KILLS.search(file.read())
     return int(found[1]) if found else 0
 
 
-def available() -> int:
-    """Bytes of memory that this machine could still give."""
+def available_memory() -> int:
+    """Return bytes of memory that are available on this machine."""
     with open("/proc/meminfo", "rb") as file:
         found = _AVAILABLE.search(file.read())
     return int(found[1]) << 10 if found else 0
 
 
-STEP = 64
-"""Entries between two pauses."""
+ENTRIES_PER_STEP = 64
+"""Entries between two pauses of a scan."""
 
 MIN_ENTRY_BYTES = 4096
-"""Bytes that each file, link and folder counts at least: it takes an inode and a name."""
+"""Bytes that every file, link and folder counts at least, for its inode and name."""
 
 MAX_FOLDERS = 100_000
-"""Folders that a scan has found and not entered yet."""
+"""Folders that a scan has found and not yet entered; more would need too much memory."""
 
-BLOCK = 512
+BLOCK_BYTES = 512
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _GONE = " (deleted)"
 
@@ -170,9 +175,9 @@ class DiskUsage:
 
     Attributes:
         disk: bytes on disk.
-        largest: size of the largest file.
-        crowded: there are more folders than :data:`MAX_FOLDERS`.
-        seconds: processor time that the scan took.
+        largest: size of the largest file in bytes.
+        crowded: whether there are more than :data:`MAX_FOLDERS` folders.
+        seconds: processor time of the scan.
         held: bytes in memory files, by the number of a process that has them open; each file counts once.
     """
 
@@ -184,10 +189,11 @@ class DiskUsage:
 
 
 def scan(folders: Iterable[str], processes: Iterable[int], found: DiskUsage) -> Iterator[None]:
-    """Add up in ``found`` what ``folders`` contain and ``processes`` hold open; pauses every :data:`STEP` entries."""
+    """Add to ``found`` what ``folders`` contain and ``processes`` hold open; yields every :data:`ENTRIES_PER_STEP`
+    entries."""
     begin = time.thread_time()
     for number, _ in enumerate(_entries(folders, processes, found)):
-        if number % STEP == 0:
+        if number % ENTRIES_PER_STEP == 0:
             found.seconds += time.thread_time() - begin
             yield
             begin = time.thread_time()
@@ -205,14 +211,14 @@ def _entries(folders: Iterable[str], processes: Iterable[int], found: DiskUsage)
 def _below(top: str, found: DiskUsage) -> Iterator[None]:
     """Count the entries of a folder, depth first."""
     try:
-        descriptor = os.open(top, FOLDER)
+        descriptor = os.open(top, OPEN_FOLDER_FLAGS)
     except OSError:
         return
     try:
         todo = [""]
         while todo and not found.crowded:
             path = todo.pop()
-            # A folder may be gone, closed or a link by now.
+            # Skip a folder that was removed, closed or replaced by a link.
             with contextlib.suppress(OSError):
                 here = open_folder_beneath(path or ".", descriptor)
                 try:
@@ -229,12 +235,12 @@ def _below(top: str, found: DiskUsage) -> Iterator[None]:
 
 
 def _count(entry: os.DirEntry[str], found: DiskUsage) -> bool:
-    """Count one entry; return whether it is a folder."""
+    """Count one entry; returns whether it is a folder."""
     try:
         status = entry.stat(follow_symlinks=False)
     except OSError:
         return False
-    found.disk += max(status.st_blocks * BLOCK, MIN_ENTRY_BYTES)
+    found.disk += max(status.st_blocks * BLOCK_BYTES, MIN_ENTRY_BYTES)
     if stat.S_ISDIR(status.st_mode):
         return True
     found.largest = max(found.largest, status.st_size)
@@ -242,7 +248,7 @@ def _count(entry: os.DirEntry[str], found: DiskUsage) -> bool:
 
 
 def _of_process(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Iterator[None]:
-    """Count the open files of a process that have no name."""
+    """Count the unlinked files that a process has open."""
     try:
         numbers = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -250,7 +256,7 @@ def _of_process(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Itera
     for number in numbers:
         yield
         path = f"/proc/{pid}/fd/{number}"
-        # The process may have closed it meanwhile.
+        # The process may have closed the file meanwhile.
         with contextlib.suppress(OSError):
             if not os.readlink(path).endswith(_GONE):
                 continue
@@ -259,9 +265,9 @@ def _of_process(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Itera
                 continue
             seen.add(file)
             if status.st_dev == _device_of_memory_files():
-                found.held[pid] = found.held.get(pid, 0) + status.st_blocks * BLOCK
+                found.held[pid] = found.held.get(pid, 0) + status.st_blocks * BLOCK_BYTES
             elif not status.st_nlink:
-                found.disk += status.st_blocks * BLOCK
+                found.disk += status.st_blocks * BLOCK_BYTES
 
 
 @cache

@@ -1,20 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Limits where the kernel keeps none for us: decide from measurements who is killed.
+"""Decide from measurements which processes and sandboxes exceed limits that the kernel does not enforce.
 
-Control groups need an administrator who delegates them, and disk quotas are rarer still. So use is measured, where
-something happens: two thousand sandboxes, most of which wait for a model, cost next to nothing.
+Control groups need delegation by an administrator, and few machines have disk quotas. So the watchdog measures, mostly
+in sandboxes that are active: of two thousand sandboxes most wait for a model.
 
-- *Hot* sandboxes used processor time since the last look, or a program was started in them. Each tick looks at all hot
-  ones, at others in rotation for a share of the tick, and at all when the machine's memory goes fast.
-- *Memory*: the sum of resident sizes counts shared pages many times but is cheap. Only where it exceeds the limit, the
-  slow sum of proportional sizes decides. The largest processes are killed, as many as it takes; a sandbox that exceeds
-  its limit look after look is ended. Memory files count once a scan has found them, and so does a layer in memory.
-- *Disk*: hot sandboxes are scanned in turn, for a share of each tick. A sandbox that wrote too much is ended as soon
-  as the scan has seen it, and so is one whose scan takes too long.
-- *Processes, shared memory*: the kernel keeps these limits; the watchdog reports when they are used up.
+- A *hot* sandbox used processor time since the last look, or started a program. Each tick looks at all hot sandboxes,
+  and at others in rotation for a share of the tick. It looks at all of them while the machine's available memory drops
+  fast.
+- *Memory*: the sum of resident sizes counts shared pages several times, but is cheap. Where it exceeds the limit, the
+  slow sum of proportional sizes decides. The largest processes are killed until the rest fits. A sandbox that still
+  exceeds its limit look after look is ended. Memory files count once a scan has found them, and so does a layer in
+  memory.
+- *Disk*: hot sandboxes are scanned in turn, for a share of each tick. A sandbox is ended as soon as a scan exceeds its
+  limit or takes too long.
+- *Processes, shared memory*: the kernel enforces these limits; the watchdog reports when one is used up.
 
-Between two looks a sandbox may exceed its limits: the watchdog stops runaway programs and does no accounting. This
+A sandbox may exceed its limits between two looks: the watchdog stops runaway programs and does no accounting. This
 module is pure.
 """
 
@@ -28,53 +30,54 @@ from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, DiskUsage, Process
 
 TICK_S = 0.5
 
-COLD_SHARE_S = 0.002
-"""Of each tick, for sandboxes in which nothing happens."""
+COLD_BUDGET_S = 0.002
+"""Share of each tick for sandboxes that are not hot."""
 
-SCAN_SHARE_S = 0.05
-"""Of each tick, for measuring disk use."""
+SCAN_BUDGET_S = 0.05
+"""Share of each tick for disk scans."""
 
 MAX_SCAN_S = 10.0
 """Processor time of one scan: about a million folders or three million files."""
 
 SCAN_PAUSE_S = 2.0
-"""Between two scans of one sandbox."""
+"""Pause between two scans of one sandbox."""
 
-CENSUS_SHARE = 0.01
-"""Of all time, for looking at every process of the machine where no control groups list those of sandboxes."""
+PROC_SCAN_FRACTION = 0.01
+"""Share of all time for reading every process of the machine, where no control groups list sandboxes' processes."""
 
-MOST_LOOKS_OVER = 10
-"""In a row at which a sandbox is over its memory limit; then killing what is largest has not helped."""
+MAX_LOOKS_OVER_LIMIT = 10
+"""Looks in a row above the memory limit, after which killing processes has not helped and the sandbox is ended."""
 
-FAST = 0.02
-"""Of the machine's memory, used up within a tick: then everybody is looked at."""
+FAST_DROP_FRACTION = 0.02
+"""Share of the machine's memory used up within a tick, at which the watchdog looks at all sandboxes."""
 
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """One sandbox.
+    """State of one sandbox.
 
     Attributes:
-        name: the sandbox's.
-        space: number of its PID namespace.
-        init: its first process.
-        group: folder of its control group; empty without.
-        folder: where its layer lies.
-        memory_limit: in bytes; 0 if there is none, or the kernel keeps it.
+        name: name of the sandbox.
+        space: inode number of its PID namespace.
+        init: pid of its first process.
+        group: folder of its control group; empty without one.
+        folder: folder with its layer.
+        memory_limit: in bytes; 0 if there is none, or the kernel enforces it.
         disk_limit: in bytes; 0 for none.
-        process_limit: of processes and threads; 0 if the kernel keeps none for the sandbox alone.
+        process_limit: processes and threads; 0 if the kernel counts no processes for the sandbox alone.
         shared_memory_mib: size of ``/dev/shm``.
-        outside: the runtime's process, which is not among those inside but counts as one of the sandbox's user.
-        in_memory: whether its layer is.
-        hot: it did something since the last look.
-        unmeasured: it did something since it was last scanned.
-        scanned: when that was.
-        scanning: a scan of it is under way.
-        disk: bytes found then.
-        held: bytes in files of memory found then, by process.
-        members: the processes that are known of it.
-        killed: those of them that were killed for their memory, and may not have ended yet.
-        looks_over: how often in a row it was found over its memory limit.
+        outside: the runtime's process, which runs outside but counts as one of the sandbox's user.
+        in_memory: whether its layer is in memory.
+        hot: whether it was active since the last look.
+        unmeasured: whether it was active since the last scan.
+        scanned: time of the last scan.
+        scanning: whether a scan is running.
+        disk: bytes that the last scan found.
+        held: bytes in memory files that the last scan found, by process.
+        members: its known processes.
+        killed: members that were killed for their memory and may not have ended yet.
+        looks_over: looks in a row above the memory limit.
+        seen: pid and processor time of each process at the last look.
     """
 
     name: str
@@ -99,16 +102,16 @@ class Watched:
     looks_over: int = 0
     seen: frozenset[tuple[int, int]] = frozenset()
 
-    def saw(self, processes: list[Process]) -> None:
-        """Take note of a look: whether anything happened."""
+    def record_look(self, processes: list[Process]) -> None:
+        """Record the processes of a look, and whether any was active since the last one."""
         seen = frozenset((process.pid, process.ticks) for process in processes)
         self.hot = seen != self.seen
         self.unmeasured |= self.hot
         self.seen = seen
         self.members = {process.pid for process in processes}
 
-    def may_exceed(self, processes: list[Process]) -> bool:
-        """Whether it is worth measuring properly: resident sizes count too much, never too little."""
+    def may_exceed_memory(self, processes: list[Process]) -> bool:
+        """Return whether proportional sizes must be measured: resident sizes count too much, never too little."""
         counted = sum(one.resident for one in processes) + sum(self.held.values())
         may = bool(self.memory_limit) and self._used(counted) > self.memory_limit
         if not may:
@@ -116,15 +119,16 @@ class Watched:
         return may
 
     def memory_victims(self, proportional: dict[int, tuple[int, int]]) -> tuple[list[int], str] | None:
-        """Whom to kill, and why; nobody where no process's end would help, and the sandbox has to end.
+        """Return the processes to kill and the reason; an empty list if killing would not help, so the sandbox has to
+        end.
 
-        The largest first, as many as it takes; who was killed before and is still there goes before all others. Never
-        the first process: with it the sandbox would be lost, and nobody could tell that this was its own doing.
+        The largest processes come first, after those that were killed before and still exist. The first process is
+        never a victim: its end would end the sandbox, and could not be told from an end caused outside.
 
         Args:
-            proportional: of each process its proportional size, and how much of that is in files of memory.
+            proportional: proportional size of each process, and how much of it is in memory files.
         """
-        # A file of memory may be mapped, or held open, or both.
+        # A memory file may be mapped, open, or both.
         mapped = sum(shared for _size, shared in proportional.values())
         unmapped = max(0, sum(self.held.values()) - mapped)
         used = self._used(sum(size for size, _shared in proportional.values()) + unmapped)
@@ -134,8 +138,8 @@ class Watched:
             return None
         self.looks_over += 1
         reason = f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
-        if self.looks_over > MOST_LOOKS_OVER:
-            return [], f"{reason}, and again however many processes were killed for it"
+        if self.looks_over > MAX_LOOKS_OVER_LIMIT:
+            return [], f"{reason}, although processes were killed for it"
         layer = self.disk if self.in_memory else 0
         shares = {
             pid: max(size, self.held.get(pid, 0)) for pid, (size, _shared) in proportional.items() if pid != self.init
@@ -151,27 +155,27 @@ class Watched:
         return victims, reason
 
     def disk_violation(self, found: DiskUsage) -> str:
-        """Return why the sandbox has to end for what a scan has found so far, or an empty text."""
+        """Return why a running scan must end the sandbox; empty if it need not."""
         if not self.disk_limit:
             return ""
         if found.crowded:
             return f"disk: more than {MAX_FOLDERS} folders"
         if found.seconds > MAX_SCAN_S:
-            return f"disk: so many files and folders that measuring them takes more than {MAX_SCAN_S:.0f} s"
+            return f"disk: too many files and folders to measure within {MAX_SCAN_S:.0f} s"
         if found.disk > self.disk_limit:
             return f"disk: wrote {found.disk >> 20} MiB of {self.disk_limit >> 20} MiB"
         return ""
 
-    def measured(self, found: DiskUsage) -> None:
-        """Keep the result of a scan."""
+    def record_scan(self, found: DiskUsage) -> None:
+        """Record the result of a scan."""
         self.disk, self.held, self.scanning = found.disk, found.held, False
-        # The next look counts what is known now.
+        # Have the next tick look at this sandbox, with the new result.
         self.hot |= bool(found.held)
 
-    def full(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
-        """Of which limits that the kernel keeps all is in use, and in words."""
+    def exhausted_limits(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
+        """Return the limits enforced by the kernel that are used up: resource and description."""
         found = []
-        # With one left no command could be started that starts another.
+        # With one process left, no command could start another.
         if self.process_limit and sum(one.threads for one in processes) >= self.process_limit - 1:
             found.append(("processes", f"processes: all of {self.process_limit} in use"))
         if self.shared_memory_mib and not shared_memory_free:
@@ -183,24 +187,24 @@ class Watched:
 
 
 class WatchList:
-    """Whose turn it is."""
+    """All watched sandboxes, in the order in which they are looked at."""
 
     def __init__(self) -> None:
         self.all: dict[str, Watched] = {}
 
     def hot(self) -> list[Watched]:
-        """Those that are looked at with every tick."""
+        """Return the sandboxes to look at in every tick."""
         return [box for box in self.all.values() if box.hot]
 
     def cold(self) -> Iterator[Watched]:
-        """The others, longest not looked at first; who is given has had its turn."""
+        """Yield the others, the least recently looked at first; a yielded sandbox moves to the end."""
         for name in [name for name, box in self.all.items() if not box.hot]:
             box = self.all.pop(name)
             self.all[name] = box
             yield box
 
-    def to_scan(self, now: float) -> Watched | None:
-        """Whose disk use is to be measured next."""
+    def next_to_scan(self, now: float) -> Watched | None:
+        """Return the sandbox whose disk use is to be scanned next; ``None`` if none is due."""
         due = (
             box
             for box in self.all.values()
@@ -212,6 +216,6 @@ class WatchList:
         return min(due, key=lambda box: box.scanned, default=None)
 
 
-def goes_fast(before: int, now: int, total: int) -> bool:
-    """Whether the machine's memory, as available before and now, goes so fast that everybody must be looked at."""
-    return before - now > total * FAST
+def is_memory_dropping(before: int, now: int, total: int) -> bool:
+    """Return whether available memory drops so fast that all sandboxes must be looked at."""
+    return before - now > total * FAST_DROP_FRACTION

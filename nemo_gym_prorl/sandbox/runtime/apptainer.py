@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which Apptainer runs our sandboxes (or SingularityCE, which is untested), and what its environment must hold.
+"""Find the container runtime: Apptainer, or SingularityCE (untested).
 
-What the user or the cluster installed comes first, always: ``apptainer`` on PATH, then ``singularity`` on PATH, then
-the private copy that set-up put into the cache. The program's own word says which of the two it is, not its file name:
-many sites link ``singularity`` to Apptainer.
+``apptainer`` on PATH comes first, then ``singularity`` on PATH, then the private copy that ``prorl setup`` installed
+into the cache. The program's version text tells Apptainer from SingularityCE, since many sites link ``singularity`` to
+Apptainer.
 
-Root is not always root. In a container, root often lacks some capabilities, and Apptainer's path for root then fails
-("Requesting capability set ..."), while its rootless path works. So root with less than all capabilities is sent
-down the rootless path by an environment variable.
+In a container, root often lacks some capabilities. Apptainer's path for root then fails ("Requesting capability set
+..."), while its rootless path works. An environment variable makes Apptainer use the rootless path.
 
-How one is started is in :mod:`.launch`.
+:mod:`.launch` starts containers.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from nemo_gym_prorl.sandbox.images.entries import cache_dir, machine
 Flavor = Literal["apptainer", "singularity"]
 
 PREFIX_RECIPE = 2
-"""Number of the recipe by which :mod:`.install` builds the private copy; a new number means a new folder."""
+"""Version of the steps by which :mod:`.install` builds the private copy; another version gets another folder."""
 
 ROOT_CACHE = Path("/var/cache/nemo-gym-prorl")
 
 MARKER = "prorl-runtime.json"
-"""File in a private prefix that says it is complete, its version, and for which path it was built."""
+"""File in a complete private prefix: version, packages, and the path that it was built for."""
 
-HOW_TO_GET_IT = (
+INSTALL_HINT = (
     "install it with the machine's package manager (package 'apptainer'), or without root with "
     "the Apptainer project's tools/install-unprivileged.sh, or load your cluster's module (module load apptainer)"
 )
@@ -48,14 +47,14 @@ _VERSION = re.compile(r"(apptainer|singularity)(?:-ce|-pro)? version (\d+(?:\.\d
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One container runtime that answers.
+    """A container runtime that works.
 
     Attributes:
         path: absolute path of the program.
-        flavor: which of the two relatives it is, by its own word.
+        flavor: Apptainer or SingularityCE, by its version text.
         version: e.g. ``(1, 4, 5)``.
-        origin: ``path`` for an installed one, ``cache`` for our private copy.
-        env: variables without which it would not run here; usually none.
+        origin: ``path`` for an installed one, ``cache`` for the private copy.
+        env: variables that it needs on this machine; usually none.
     """
 
     path: Path
@@ -69,14 +68,14 @@ class Runtime:
         return ".".join(map(str, self.version))
 
     def environ(self) -> dict[str, str]:
-        """A copy of this process's environment with :attr:`env` added, for starting the runtime."""
+        """Return this process's environment with :attr:`env` added."""
         return {**os.environ, **self.env}
 
     def activate(self) -> None:
-        """Make ``apptainer`` mean this runtime for everything started from this process.
+        """Put this runtime on PATH as ``apptainer``, for every program that this process starts.
 
-        Others find it as ``apptainer`` on PATH (NeMo Gym's own provider does). PATH stays as it is where that is so
-        already, since moving a system folder to its front would hide the tools of a virtual environment.
+        NeMo Gym's own provider finds it there. PATH is not changed where it already leads to this runtime, since
+        moving a system folder to the front would hide the tools of a virtual environment.
         """
         os.environ.update(self.env)
         if shutil.which("apptainer") == str(self.path):
@@ -86,7 +85,7 @@ class Runtime:
             os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
 
     def _linked_folder(self) -> Path:
-        """A folder with nothing in it but ``apptainer``, leading to this program."""
+        """Return a folder that holds only a link ``apptainer`` to this program."""
         folder = cache_dir() / "links" / str(self.path).strip("/").replace("/", "-")
         folder.mkdir(parents=True, exist_ok=True)
         link = folder / "apptainer"
@@ -98,7 +97,7 @@ class Runtime:
 
 
 def find_runtime() -> Runtime | None:
-    """The runtime to use, by the order that the module describes, or ``None``. Takes about 30 ms."""
+    """Return the runtime by the order of the module's documentation, or ``None``. Takes about 30 ms."""
     for name in ("apptainer", "singularity"):
         if (found := shutil.which(name)) and (runtime := _probe(Path(found))):
             return runtime
@@ -106,7 +105,7 @@ def find_runtime() -> Runtime | None:
 
 
 def require_runtime() -> Runtime:
-    """As :func:`find_runtime`.
+    """Return the runtime.
 
     Raises:
         InfrastructureError: there is none; the message names the ways to get one.
@@ -114,23 +113,24 @@ def require_runtime() -> Runtime:
     if runtime := find_runtime():
         return runtime
     raise InfrastructureError(
-        f"no Apptainer on PATH or in {cache_dir()}: run 'prorl setup' on Debian; elsewhere, {HOW_TO_GET_IT}",
+        f"no Apptainer on PATH or in {cache_dir()}: run 'prorl setup' on Debian; elsewhere, {INSTALL_HINT}",
         kind=FailureKind.PROVIDER_UNAVAILABLE,
     )
 
 
 def private_prefix() -> Path:
-    """Where the private copy lives, or would live. The path is part of its programs, so it can't be moved.
+    """Return the folder of the private copy, whether or not it exists. Its programs contain the path, so it can't be
+    moved.
 
-    Root's is in :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` says otherwise: root's sandboxes run under user ids of
-    nobody, and those can't enter root's home folder.
+    For root the folder is in :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` is set: root's sandboxes run under ids without
+    a user, which can't enter root's home folder.
     """
     folder = ROOT_CACHE if os.geteuid() == 0 and "PRORL_CACHE" not in os.environ else cache_dir()
     return folder / f"apptainer-{machine()}-{PREFIX_RECIPE}"
 
 
 def parse_version(text: str) -> tuple[Flavor, tuple[int, ...]] | None:
-    """Read the answer to ``--version``, e.g. ``apptainer version 1.4.5`` or ``singularity-ce version 4.1.0-jammy``."""
+    """Parse the output of ``--version``: ``apptainer version 1.4.5`` or ``singularity-ce version 4.1.0-jammy``."""
     match = _VERSION.search(text)
     if not match:
         return None
@@ -139,11 +139,11 @@ def parse_version(text: str) -> tuple[Flavor, tuple[int, ...]] | None:
 
 
 def lacks_capabilities(status: str, last_capability: int) -> bool:
-    """Whether a process lacks some capability, in effect or for good.
+    """Return whether a process lacks a capability in its effective or bounding set.
 
     Args:
-        status: the text of ``/proc/PID/status``.
-        last_capability: the number in ``/proc/sys/kernel/cap_last_cap``.
+        status: text of ``/proc/PID/status``.
+        last_capability: number in ``/proc/sys/kernel/cap_last_cap``.
     """
     everything = (1 << (last_capability + 1)) - 1
     sets = dict(re.findall(r"^(CapEff|CapBnd):\s*([0-9a-fA-F]+)$", status, re.MULTILINE))
@@ -151,7 +151,7 @@ def lacks_capabilities(status: str, last_capability: int) -> bool:
 
 
 def runtime_env(flavor: Flavor) -> dict[str, str]:
-    """The variables that a runtime of this flavor needs in this process's situation."""
+    """Return the variables that a runtime needs in this process's environment."""
     if os.geteuid() != 0:
         return {}
     last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
@@ -161,7 +161,7 @@ def runtime_env(flavor: Flavor) -> dict[str, str]:
 
 
 def _probe(path: Path) -> Runtime | None:
-    """Ask a program on PATH what it is; ``None`` if it does not answer like one of the two."""
+    """Return the runtime at a path; ``None`` if its ``--version`` is not understood."""
     path = path.absolute()
     try:
         answer = subprocess.run(
@@ -181,7 +181,7 @@ def _private_copy() -> Runtime | None:
     prefix = private_prefix()
     try:
         marker = json.loads((prefix / MARKER).read_text())
-    except OSError:  # not there, or not ours to read
+    except OSError:  # missing or not readable
         return None
     if marker["prefix"] != str(prefix):
         return None

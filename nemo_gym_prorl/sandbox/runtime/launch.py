@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a sandbox by the container runtime: its command line, its variables, its log, its first process.
+"""Start a sandbox through the container runtime: command line, environment, log, first process.
 
-The supervisor makes command lines and variables itself from an order's plain values, so no order can have anything
-else executed. The log is a memory file of fixed size: the image's own ``sh`` writes to it, too.
+The supervisor builds command line and environment from the plain values of a request, so no request can execute
+anything else. The log is a memory file of fixed size, because the image's own ``sh`` writes to it as well.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp, syscalls
-from nemo_gym_prorl.sandbox.isolation.prepared_image import held_mounts
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
-from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
-from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
+from nemo_gym_prorl.sandbox.isolation.prepared_image import clone_binds
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_in_namespace
+from nemo_gym_prorl.sandbox.isolation.user_ids import create_single_user_namespace
+from nemo_gym_prorl.sandbox.launcher.requests import MAX_ENVIRONMENT_BYTES
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.supervisor.state_dir import OWNER_VARIABLE
 
@@ -34,18 +34,21 @@ if TYPE_CHECKING:
     from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest
 
 
-IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
-"""The container's PID 1, in plain ``sh``: reaps whatever loses its parent, and exits when its input ends. A child does
-the reading because ``wait`` reaps and ``read`` does not; that child may be killed from inside, and is replaced. What
-it has open of the host's are sockets, which can't be opened again by a name in ``/proc`` as a file of it could be."""
+IDLE_SCRIPT = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
+"""The container's PID 1, in POSIX ``sh``: reaps orphans, and exits when its input ends.
+
+A child does the reading because ``wait`` reaps and ``read`` does not. Sandboxed processes may kill that child; the
+loop replaces it. Its open descriptors from the host are sockets, which can't be reopened through ``/proc`` as files
+could.
+"""
 
 
-DROPPED = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH", "CAP_SYS_CHROOT")
-"""Capabilities that the container's PID 1 loses; the runtime knows them by name however old it is. It needs SYS_ADMIN
-itself, to begin the filter with."""
+DROPPED_CAPABILITIES = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH", "CAP_SYS_CHROOT")
+"""Capabilities that the container's PID 1 loses; all versions of the runtime know their names. PID 1 keeps SYS_ADMIN,
+which it needs to install the filter."""
 
 FUSE_DEVICE = os.makedev(10, 229)
-"""By the kernel's list of devices."""
+"""Device number in the kernel's list of devices."""
 
 
 def become_runtime(
@@ -54,47 +57,47 @@ def become_runtime(
     folder: Path,
     channel: socket.socket,
     log: int,
-    uncovered: Sequence[int],
+    mount_namespace: Sequence[int],
 ) -> NoReturn:
-    """Execute the runtime, as the only user of a new user namespace. What goes wrong is written to ``log``.
+    """Execute the runtime as the only user of a new user namespace; errors are written to ``log``.
 
     Args:
-        order: what it is to be.
-        command: of :func:`runtime_command`.
-        folder: the sandbox's, for what has to be shown elsewhere.
+        order: settings of the sandbox.
+        command: command line of :func:`runtime_command`.
+        folder: the sandbox's folder on the host.
         channel: input and output of the container's first process.
-        log: where the runtime's complaints go.
-        uncovered: of :func:`.mounts.uncovered`.
+        log: receives the runtime's errors.
+        mount_namespace: descriptors of :func:`.mounts.namespace_without_overmounts`.
     """
     try:
         parent = os.getppid()
-        syscalls.end_with(parent)
+        syscalls.die_with_parent(parent)
         os.setsid()
         image, inside, binds = order.image, order.uid, list[str]()
         host = order.host_uid, order.host_gid
-        owner = user_namespace(inside, *host)
+        owner = create_single_user_namespace(inside, *host)
         if is_machine_root():
-            image = _show_image(image, folder, *host)
-            binds = _show_mounts(order, folder)
-        bounds = _bounds(folder, root=inside == 0)
-        for descriptor in uncovered:
+            image = _mount_image(image, folder, *host)
+            binds = _mount_binds(order, folder)
+        options = _first_process_options(folder, root=inside == 0)
+        for descriptor in mount_namespace:
             os.setns(descriptor, os.CLONE_NEWNS)
         os.setns(owner)
         with contextlib.suppress(PermissionError):
             os.setgroups([])
         os.setresgid(inside, inside, inside)
         os.setresuid(inside, inside, inside)
-        # Changed ids made the kernel forget it.
-        syscalls.end_with(parent)
+        # Changing user ids clears PDEATHSIG; set it again.
+        syscalls.die_with_parent(parent)
         for number, descriptor in enumerate((channel.fileno(), channel.fileno(), log)):
             os.dup2(descriptor, number)
-        # The runtime hands on what it has: with a folder of the host's that is open, the image could leave its root.
+        # The runtime inherits open descriptors. With an open folder of the host the image could leave its root.
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         log = 2
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        rlimits.usual_limit()
-        words = [*command, *(f"--bind={bind}" for bind in binds), *bounds, image, "/bin/sh", "-c", IDLE]
+        rlimits.restore_open_files_limit()
+        words = [*command, *(f"--bind={bind}" for bind in binds), *options, image, "/bin/sh", "-c", IDLE_SCRIPT]
         os.execve(command[0], words, runtime_environment(folder.parent))
     except OSError as error:
         os.write(log, str(error).encode())
@@ -102,57 +105,63 @@ def become_runtime(
         os._exit(127)
 
 
-def _bounds(folder: Path, *, root: bool) -> list[str]:
-    """The runtime's options that bound the first process, the image's own ``sh``: it may be anything by its maker.
+def _first_process_options(folder: Path, *, root: bool) -> list[str]:
+    """Return the runtime's options that confine the first process, the image's untrusted ``sh``.
 
-    It gets a filter of system calls, which takes most of what its capabilities give, and as root loses others. Having
-    more than commands have it can't be taken over by them. Where commands are not root it has no more than they, and
-    they can; then it is the filter that counts.
+    That process gets the system call filter, and as root loses capabilities that the filter does not neutralise. As
+    root it has more rights than commands, so they can't trace it. Where commands are not root they have the same
+    rights and can trace it; then only the filter protects.
     """
     path = folder / "calls.json"
-    path.write_text(seccomp.profile())
+    path.write_text(seccomp.oci_profile())
     path.chmod(0o644)
-    return ["--security", f"seccomp:{path}", *(("--drop-caps", ",".join(DROPPED)) if root else ())]
+    return ["--security", f"seccomp:{path}", *(("--drop-caps", ",".join(DROPPED_CAPABILITIES)) if root else ())]
 
 
-def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
-    """As root: show the image where the sandbox's user can get to it, and what its owner owns as that user's.
+def _mount_image(image: str, folder: Path, uid: int, gid: int) -> str:
+    """As machine root, mount the image below the sandbox's folder, with its owner's files shown as the sandbox user's.
 
-    Neither are root's folders open to that user, nor could it change in its overlay what is somebody else's.
+    That user can't enter root's folders, and could not change other users' files in the overlay.
     """
     found = os.stat(image)
     shown = folder / "image"
-    syscalls.private_mounts()
+    syscalls.unshare_mounts()
     if stat.S_ISDIR(found.st_mode):
         shown.mkdir()
-        owner = user_namespace(found.st_uid, uid, gid, group=found.st_gid)
-        syscalls.mount_for(image, str(shown), owner)
+        owner = create_single_user_namespace(found.st_uid, uid, gid, group=found.st_gid)
+        syscalls.mount_as_owner(image, str(shown), owner)
     else:
         shown.touch()
-        syscalls.mount_for(image, str(shown), None)
-        show_fuse(folder / "fuse", uid, gid)
+        syscalls.mount_as_owner(image, str(shown), None)
+        provide_fuse_device(folder / "fuse", uid, gid)
     return str(shown)
 
 
-def _show_mounts(order: CreateRequest, folder: Path) -> list[str]:
-    """As root: the same for binds; returns where they are then."""
+def _mount_binds(order: CreateRequest, folder: Path) -> list[str]:
+    """As machine root, mount the binds below the sandbox's folder; returns the runtime's bind options."""
     shown = []
-    for number, (bind, tree) in enumerate(zip(order.binds, held_mounts(order), strict=True)):
+    for number, (bind, tree) in enumerate(zip(order.binds, clone_binds(order), strict=True)):
         host, _, rest = bind.partition(":")
         place = folder / f"mount-{number}"
         if Path(host).is_dir():
             place.mkdir()
         else:
             place.touch()
-        syscalls.attach(tree, str(place))
+        syscalls.move_mount(tree, str(place))
         shown.append(f"{place}:{rest}")
     return shown
 
 
-def show_fuse(place: Path, uid: int, gid: int) -> None:
-    """As root, in mounts of one's own: make ``/dev/fuse`` a user's, for the runtime to mount an image file with.
+def provide_fuse_device(place: Path, uid: int, gid: int) -> None:
+    """As machine root, replace ``/dev/fuse`` by a device that belongs to ``uid``, so that the runtime can mount image
+    files.
 
-    Only the runtime sees it: a sandbox has a ``/dev`` of its own. ``place`` is where the device is made.
+    Needs a private mount namespace. Only the runtime sees the device: a sandbox has its own ``/dev``.
+
+    Args:
+        place: folder to make the device in.
+        uid: user that owns the device.
+        gid: group that owns the device.
     """
     place.mkdir()
     syscalls.mount("tmpfs", str(place), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "size=64k,mode=755")
@@ -160,80 +169,85 @@ def show_fuse(place: Path, uid: int, gid: int) -> None:
     try:
         os.mknod(device, stat.S_IFCHR | 0o600, FUSE_DEVICE)
     except PermissionError:
-        # Root without the right to make devices: the machine's own may do.
+        # Without the right to make devices the machine's own may be usable.
         return
     os.chown(device, uid, gid)
     syscalls.bind(str(device), "/dev/fuse")
 
 
-_OF_THE_RUNTIME = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
-"""Names of variables that say something of the runtime, or of the host, and are not the image's."""
+_RUNTIME_VARIABLES = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
+"""Variables that describe the runtime or the host, and do not come from the image."""
 
-LOCKED = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
-"""What the machine's root, whom the kernel sees in root of a user namespace that he has made himself, could change
-there: until the sandbox has its own, and an image's first process is its maker's."""
+READ_ONLY_PATHS = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
+"""Paths through which the machine's root user could change the kernel. They are read-only until the sandbox has its
+own filter, since the image's first process is untrusted."""
 
 _EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp,bind-paths")
 
 
 def runtime_command(order: CreateRequest, folder: Path) -> list[str]:
-    """What starts a sandbox, less the image and the program in it.
+    """Return the command that starts a sandbox, without the image and its program.
 
     Args:
-        order: what it is to be, its binds checked.
-        folder: the sandbox's own.
+        order: settings of the sandbox, with validated binds.
+        folder: the sandbox's folder on the host.
     """
     command = [order.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
     if not order.network:
-        command += mounts.NONE_BY_THE_RUNTIME
-    locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
-    # Root shows them itself, with other owners.
+        command += mounts.RUNTIME_NO_NETWORK_OPTIONS
+    locked = (
+        [f"{path}:{path}:ro" for path in READ_ONLY_PATHS if Path(path).exists()]
+        if is_machine_root_in_namespace()
+        else []
+    )
+    # Machine root mounts the binds itself, with mapped owners.
     for bind in (*([] if is_machine_root() else order.binds), *locked):
         command += ["--bind", bind]
     return command
 
 
 def runtime_environment(folder: Path) -> dict[str, str]:
-    """The runtime's own variables; ``folder`` is the owner's, by which its helpers are known."""
+    """Return the runtime's environment; ``folder`` identifies the owner of its helper processes."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", OWNER_VARIABLE: str(folder)}
 
 
 def image_variables(reported: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a waiting shell that are the image's; ``LANG`` is ``C`` where the image sets none."""
-    found = {name: value for name, value in reported.items() if not _OF_THE_RUNTIME.fullmatch(name)}
+    """Return the variables of a waiting shell that come from the image; the runtime sets ``LANG=C`` where the image
+    does not."""
+    found = {name: value for name, value in reported.items() if not _RUNTIME_VARIABLES.fullmatch(name)}
     return {name: value for name, value in found.items() if (name, value) != ("LANG", "C")}
 
 
 def read_environment(path: str) -> dict[str, str]:
-    """The variables in a file, as the kernel has a process's.
+    """Return the variables in a file with the format of ``/proc/PID/environ``.
 
     Raises:
-        OSError: they are more than :data:`MOST_VARIABLES`.
+        OSError: they have more than :data:`MAX_ENVIRONMENT_BYTES`.
     """
     with Path(path).open("rb") as file:
-        variables = file.read(MOST_VARIABLES + 1)
-    if len(variables) > MOST_VARIABLES:
-        raise OSError(errno.E2BIG, f"the image sets more than {MOST_VARIABLES >> 20} MiB of variables")
+        variables = file.read(MAX_ENVIRONMENT_BYTES + 1)
+    if len(variables) > MAX_ENVIRONMENT_BYTES:
+        raise OSError(errno.E2BIG, f"the image sets more than {MAX_ENVIRONMENT_BYTES >> 20} MiB of variables")
     pairs = variables.decode("utf-8", "surrogateescape").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
-ROOM = 64 << 10
-"""Bytes that are kept of it."""
+LOG_BYTES = 64 << 10
+"""Size of a log."""
 
-SHOWN = 4000
-"""Bytes of its end that are shown."""
+EXCERPT_CHARS = 4000
+"""Characters of a log's end that errors quote."""
 
 
 def create_log() -> int:
-    """Return a new log of fixed size, to be written to as a file."""
+    """Return the descriptor of a new log of fixed size."""
     log = os.memfd_create("log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(log, 0o600)
-    os.ftruncate(log, ROOM)
+    os.ftruncate(log, LOG_BYTES)
     fcntl.fcntl(log, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return log
 
 
 def read_log(log: int) -> str:
-    """Return the end of what was written to a log."""
-    return os.pread(log, ROOM, 0).rstrip(b"\0")[-SHOWN:].decode("utf-8", "replace").strip()
+    """Return the end of a log's text."""
+    return os.pread(log, LOG_BYTES, 0).rstrip(b"\0")[-EXCERPT_CHARS:].decode("utf-8", "replace").strip()

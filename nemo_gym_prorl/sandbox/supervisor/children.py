@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.launcher.requests import GO, Request
-from nemo_gym_prorl.sandbox.launcher.requests import receive as receive_answer
+from nemo_gym_prorl.sandbox.launcher.requests import receive_reply as receive_answer
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.connection import (
@@ -239,7 +239,7 @@ def send_from_child(channel: socket.socket, message: Message, files: Sequence[in
 def _run_forked(program: Callable[[], object], files: Sequence[int], parent: int) -> NoReturn:
     """Run a program in a forked child, which must never return to its copy of the event loop."""
     try:
-        syscalls.end_with(parent)
+        syscalls.die_with_parent(parent)
         gc.disable()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -356,7 +356,7 @@ class Launcher:
             OSError: there is no launcher for this machine's architecture.
         """
         if self._program is None:
-            made = program.load(self._folder)
+            made = binary.load_launcher(self._folder)
             self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _MIN_PROGRAM_FD)
             os.close(made)
         return self._program
@@ -396,7 +396,7 @@ class Launcher:
             try:
                 pid = os.posix_spawn(
                     f"/proc/self/fd/{executable}",
-                    [program.LAUNCHER],
+                    [binary.LAUNCHER],
                     {},
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL)],
                 )

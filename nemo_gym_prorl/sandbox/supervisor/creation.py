@@ -28,14 +28,14 @@ from pathlib import Path
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.sandbox import signals
-from nemo_gym_prorl.sandbox.isolation import joining, layer_archive, mounts
+from nemo_gym_prorl.sandbox.isolation import layer_archive, mounts, namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
     PreparedImage,
-    image_for,
-    make,
-    open_image,
-    preliminaries,
-    received,
+    from_reply,
+    idmapped_image,
+    make_request,
+    prepare_image,
+    prerequisites,
 )
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
@@ -125,7 +125,7 @@ class Creation:
         with sandbox.step("folder"):
             make_folder(sandbox.folder, request)
             if self._groups:
-                path = self._groups / cgroups.name_of(sandbox.folder)
+                path = self._groups / cgroups.group_name(sandbox.folder)
                 state_dir.record_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
             await self._make_layer(sandbox)
@@ -164,7 +164,7 @@ class Creation:
         sandbox.environment = prepared.environment
         reply: Message = {}
         files: list[int] = []
-        if action := preliminaries(prepared, request):
+        if action := prerequisites(prepared, request):
             with sandbox.step("ids and binds"):
                 reply, files = await self._children.run(action, [prepared.image, prepared.parent_namespace])
         owners = [files.pop(0)] if reply.get("owners") else []
@@ -186,14 +186,20 @@ class Creation:
 
     async def _start_first(self, sandbox: Sandbox, prepared: PreparedImage, files: list[int]) -> Child:
         """Start the sandbox's first process, which then waits for its image."""
-        request = make(prepared, sandbox.request, str(sandbox.folder))
+        request = make_request(prepared, sandbox.request, str(sandbox.folder))
         parent, *shown = files if sandbox.request.users else [prepared.parent_namespace, *files]
         for left in reversed(range(LAUNCHER_TRIES)):
             with (
                 open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
                 self._children.starting() as adopt,
             ):
-                given = [parent, channel.fileno(), self._launcher.program(), *shown, *mounts.uncovered()]
+                given = [
+                    parent,
+                    channel.fileno(),
+                    self._launcher.program(),
+                    *shown,
+                    *mounts.namespace_without_overmounts(),
+                ]
                 try:
                     reply, _files = await self._launcher.run_once(request, given, sandbox.group)
                 except LauncherLost:
@@ -250,7 +256,7 @@ class Creation:
             sandbox.environment = await self._set_up_inside(sandbox.place, sandbox.request)
         sandbox.take_log()
 
-    async def _set_up_inside(self, place: joining.Place, request: CreateRequest) -> dict[str, str]:
+    async def _set_up_inside(self, place: namespaces.SandboxNamespaces, request: CreateRequest) -> dict[str, str]:
         """Give a sandbox of the runtime the setup of a direct start; return the variables that its image sets."""
         variables = os.memfd_create("variables", os.MFD_CLOEXEC)
         try:
@@ -260,7 +266,7 @@ class Creation:
             os.close(variables)
 
     def _record_first_process(self, sandbox: Sandbox, pid: int) -> None:
-        process = joining.ProcessFolder(pid)
+        process = namespaces.ProcDirectory(pid)
         namespace = state_dir.PidNamespace.of(pid)
         if sandbox.pid_namespace not in (namespace, None):
             raise OSError(f"process {pid} has ended")
@@ -268,11 +274,11 @@ class Creation:
             raise OSError(f"process {pid} is in the supervisor's own PID namespace, not a sandbox's")
         sandbox.pid_namespace = namespace
         namespace.record(sandbox.folder)
-        spaces = joining.spaces_of(process)
+        spaces = namespaces.unshared_namespaces(process)
         added = frozenset(sandbox.request.capabilities)
         rooted = sandbox.start_method == "direct"
-        sandbox.place = joining.Place(
-            process, sandbox.request.uid, sandbox.request.limits, spaces, rooted=rooted, capabilities=added
+        sandbox.place = namespaces.SandboxNamespaces(
+            process, sandbox.request.uid, sandbox.request.limits, spaces, is_pivoted=rooted, capabilities=added
         )
 
 
@@ -293,7 +299,7 @@ def _send_image(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) -
     """Let the first process continue; root's also gets the image, mounted with its user ids."""
     assert sandbox.channel
     assert sandbox.starter
-    image = image_for(prepared, sandbox.starter.pid, owners)
+    image = idmapped_image(prepared, sandbox.starter.pid, owners)
     try:
         socket.send_fds(sandbox.channel, [b"go"], [] if image is None else [image])
     finally:
@@ -308,7 +314,7 @@ async def _wait_ready(sandbox: Sandbox, first: Child) -> None:
     while "error" not in message:
         await ready(sandbox.channel)
         try:
-            message, _files = requests.receive(sandbox.channel)
+            message, _files = requests.receive_reply(sandbox.channel)
         except PeerGone:
             if "ready" in message:
                 return
@@ -367,7 +373,7 @@ class PreparedImages:
 
     async def _make(self, key: str, request: CreateRequest) -> PreparedImage:
         environment = await self._script_variables(request) if request.scripted else {}
-        made = received(environment, *await self._children.run(partial(open_image, request.image)))
+        made = from_reply(environment, *await self._children.run(partial(prepare_image, request.image)))
         self._made[key] = made
         self._evict()
         return made
@@ -457,7 +463,7 @@ async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.Pi
     with open_channel(sandbox, socket.SOCK_STREAM) as theirs:
         sandbox.log = launch.create_log()
         command = runtime_command(sandbox.request, sandbox.folder)
-        uncovered = mounts.uncovered()
+        uncovered = mounts.namespace_without_overmounts()
         program = partial(become_runtime, sandbox.request, command, sandbox.folder, theirs, sandbox.log, uncovered)
         starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log, *uncovered], sandbox.group)
     state_dir.record_starter(sandbox.folder, starter.pid)

@@ -28,13 +28,13 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.filesystems import in_memory, kind_under
+from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
-from nemo_gym_prorl.sandbox.isolation.mounts import TERMINALS
+from nemo_gym_prorl.sandbox.isolation.mounts import MAX_TERMINALS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import rlimits, usage
-from nemo_gym_prorl.sandbox.limits.rlimits import file_size_reached
+from nemo_gym_prorl.sandbox.limits.rlimits import file_size_violation
 from nemo_gym_prorl.sandbox.supervisor import state_dir, watchdog_process
 from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
@@ -84,7 +84,7 @@ class Sandboxes:
         self._watchdog = watchdog_process.Watchdog(children, self._on_violation, self._watch_entries)
         # Started before any sandbox, which may use up the processes of this user.
         PROCESS_LOOPS.start("limit-watch", self._watchdog.run_once)
-        self._in_memory = in_memory(kind_under(folder))
+        self._in_memory = is_in_memory(filesystem_type(folder))
         self._active: dict[str, list[int]] = {}
         """Pids started per sandbox since the last report to the watchdog."""
 
@@ -125,7 +125,7 @@ class Sandboxes:
         """Whether the kernel may have killed a process of a sandbox within its own memory limit."""
         group = sandbox.group
         if group and "memory" in group.controllers:
-            return bool(group.oom_kills()) and not group.full_of_memory()
+            return bool(group.oom_kills()) and not group.exceeded_memory()
         return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
 
     async def create(self, client: Client, request: CreateRequest, files: list[int]) -> Reply:
@@ -175,7 +175,7 @@ class Sandboxes:
         """
         if not _NAME.fullmatch(request.sandbox) or request.sandbox in self._all:
             raise ValueError(f"not a name for a sandbox, or in use: {request.sandbox}")
-        if trouble := rlimits.shortage(len(self._all)):
+        if trouble := rlimits.descriptor_shortage(len(self._all)):
             raise Refused({"error": trouble, "quota": True})
         folder = self._folder / request.sandbox
         try:
@@ -266,12 +266,12 @@ class Sandboxes:
             self._check_oom_kills(sandbox)
         elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.request.disk_mib:
             # 128 + n is a shell's report of a child's signal.
-            sandbox.report_limit(file_size_reached(sandbox.request.disk_mib), "file size")
+            sandbox.report_limit(file_size_violation(sandbox.request.disk_mib), "file size")
 
     def spawn_refused(self, name: str, resource: str) -> None:
         """Report the limit that kept a program from starting."""
         if sandbox := self._all.get(name):
-            most = sandbox.request.processes if resource == "processes" else TERMINALS
+            most = sandbox.request.processes if resource == "processes" else MAX_TERMINALS
             sandbox.report_limit(f"{resource}: all of {most} in use", resource)
 
     def _check_oom_kills(self, sandbox: Sandbox) -> None:
@@ -279,7 +279,7 @@ class Sandboxes:
             kills = sandbox.group.oom_kills()
             if kills > sandbox.oom_kills:
                 sandbox.oom_kills = kills
-                if sandbox.group.full_of_memory():
+                if sandbox.group.exceeded_memory():
                     allowed = sandbox.request.memory_mib
                     self._over_memory(sandbox, f"memory: all of {allowed} MiB used, the kernel ended a process")
                 else:

@@ -30,11 +30,11 @@ from functools import partial
 
 from nemo_gym_prorl.background import log_exceptions
 from nemo_gym_prorl.sandbox import signals
-from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import (
     LAUNCHER_TRIES,
@@ -173,7 +173,9 @@ class Programs:
                     await _abort_start(program, channel, adopt)
                     raise
 
-    def _refusal(self, error: BaseException, program: Program, place: Place, group: Group | None) -> BaseException:
+    def _refusal(
+        self, error: BaseException, program: Program, place: SandboxNamespaces, group: Group | None
+    ) -> BaseException:
         """Return the error to report for a failed start."""
         if program.start_timeout and program.start_timeout.expired():
             return Refused(HELPER_KILLED)
@@ -183,15 +185,15 @@ class Programs:
             return Refused(EXHAUSTED)
         return error
 
-    def _is_full(self, place: Place) -> bool:
+    def _is_full(self, place: SandboxNamespaces) -> bool:
         """Whether the sandbox, not the machine, was at its limit of processes. The sandbox may be below it again.
 
         Kernels that do not count processes per namespace need the count of threads in the sandbox.
         """
-        if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
+        if HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
             return self._children.can_fork()
         with contextlib.suppress(FileNotFoundError):
-            namespace = place.process.namespace("pid")
+            namespace = place.process.namespace_inode("pid")
             # One below: a command needs a process for itself and one for its child.
             return usage.threads_in(namespace) >= place.limits[resource.RLIMIT_NPROC] - 1
         return False
@@ -204,7 +206,7 @@ async def _abort_start(program: Program, channel: socket.socket, adopt: Adopt) -
     await program.joiner.wait()
     # The joiner may have reported a process; an unreported one does not begin.
     with contextlib.suppress(BlockingIOError, PeerGone):
-        message, files = requests.receive(channel)
+        message, files = requests.receive_reply(channel)
         close_all(files)
         if "pid" in message:
             program.process = adopt(message["pid"])
@@ -214,7 +216,7 @@ async def _abort_start(program: Program, channel: socket.socket, adopt: Adopt) -
 async def _wait_started(program: Program, channel: socket.socket, adopt: Adopt) -> list[int]:
     await ready(channel)
     try:
-        message, files = requests.receive(channel)
+        message, files = requests.receive_reply(channel)
     except PeerGone:
         raise Refused(HELPER_KILLED) from None
     if "error" in message:
@@ -222,7 +224,7 @@ async def _wait_started(program: Program, channel: socket.socket, adopt: Adopt) 
     program.process = adopt(message["pid"])
     try:
         await ready(channel)
-        message, _files = requests.receive(channel)
+        message, _files = requests.receive_reply(channel)
     except PeerGone:
         return files
     except BaseException:
@@ -241,7 +243,9 @@ ONE_BY_ONE_S = 1.0
 _STOPPED = "TtZX"
 
 
-async def pause(children: Children, launcher: Launcher, namespace: state_dir.PidNamespace, place: Place) -> Reply:
+async def pause(
+    children: Children, launcher: Launcher, namespace: state_dir.PidNamespace, place: SandboxNamespaces
+) -> Reply:
     """Stop all programs of a sandbox, also those that they start meanwhile.
 
     Raises:
@@ -295,7 +299,7 @@ def programs_not_of(namespace: state_dir.PidNamespace, pid: int) -> tuple[int, b
     others, busy = 0, False
     for _started, program, state in _programs(namespace):
         with contextlib.suppress(OSError):
-            found = usage.status(program)
+            found = usage.read_stat(program)
             others += int(found[usage.PARENT]) != pid
             busy |= state != "S" or int(found[usage.THREADS]) > 1
     return others, busy
@@ -316,7 +320,7 @@ def _processes(namespace: state_dir.PidNamespace) -> Iterator[tuple[int, int, st
     channel = _channel_of(namespace.init)
     for pid in namespace.members():
         with contextlib.suppress(OSError):
-            state, parent, *rest = usage.status(pid)
+            state, parent, *rest = usage.read_stat(pid)
             own = pid == namespace.init or (
                 bool(channel) and int(parent) == namespace.init and _channel_of(pid) == channel
             )
@@ -325,7 +329,7 @@ def _processes(namespace: state_dir.PidNamespace) -> Iterator[tuple[int, int, st
 
 def _runs(pid: int, started: int) -> bool:
     try:
-        state, *rest = usage.status(pid)
+        state, *rest = usage.read_stat(pid)
     except OSError:
         return False
     return state not in _STOPPED and int(rest[18]) == started

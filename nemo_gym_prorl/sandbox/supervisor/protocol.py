@@ -73,7 +73,7 @@ class CreateRequest:
     @property
     def limits(self) -> dict[int, int]:
         """Hard limits of every program in the sandbox, by ``resource.RLIMIT_*``."""
-        return rlimits.of_programs(self.processes, self.disk_mib)
+        return rlimits.program_limits(self.processes, self.disk_mib)
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ EXHAUSTED = exhausted("processes")
 
 def no_process(error: OSError, group: Group | None) -> Refused:
     """Return the error for a process that cannot be started: the sandbox's limit, or a shortage of the machine."""
-    if isinstance(error, BlockingIOError) and group and group.full():
+    if isinstance(error, BlockingIOError) and group and group.is_full():
         return Refused(EXHAUSTED)
     return Refused({"error": f"no process can be started: {error_text(error)}", "errno": error.errno})
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from nemo_gym_prorl.sandbox.isolation import joining
+from nemo_gym_prorl.sandbox.isolation import namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
@@ -135,7 +135,7 @@ class Sandbox:
     channel: socket.socket | None = None
     starter: Child | None = None
     group: cgroups.Group | None = None
-    place: joining.Place | None = None
+    place: namespaces.SandboxNamespaces | None = None
     pid_namespace: state_dir.PidNamespace | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Sandbox:
                 else:
                     end.set_result(None)
 
-    def place_to_join(self) -> joining.Place:
+    def place_to_join(self) -> namespaces.SandboxNamespaces:
         """Return the namespaces to join of a sandbox that is up.
 
         Raises:
@@ -208,7 +208,7 @@ class Sandbox:
         """Set the limits of the control group, if there is one."""
         memory, processes, cpus = (self.request.memory_mib, self.request.processes, self.request.cpus)
         if self.group:
-            self.group.bound(memory=memory << 20, processes=processes, cpus=cpus)
+            self.group.set_limits(memory=memory << 20, processes=processes, cpus=cpus)
 
     def report_limit(self, reason: str, resource: str) -> None:
         """Send each limit that the sandbox reached to all clients, once."""

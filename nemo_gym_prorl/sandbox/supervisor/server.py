@@ -36,7 +36,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.sandbox.isolation import layer_archive, syscalls
-from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, rlimits
 from nemo_gym_prorl.sandbox.supervisor import programs, state_dir
@@ -176,7 +176,7 @@ class Supervisor:
         pid, terminal = await self._programs.start(self._sandboxes.up(request.sandbox), request, files, on_exit)
         return {"pid": pid}, terminal
 
-    def _place(self, sandbox: str) -> Place:
+    def _place(self, sandbox: str) -> SandboxNamespaces:
         return self._sandboxes.up(sandbox).place_to_join()
 
     async def _pause(self, sandbox: Sandbox) -> Reply:
@@ -213,7 +213,7 @@ class Supervisor:
             reply, none = pack()
             return {**reply, "programs": others}, none
 
-        return await self._children.run(action, [file, sandbox.place.process.number])
+        return await self._children.run(action, [file, sandbox.place.process.fd])
 
 
 async def _send(client: Client, reply: Message, files: list[int]) -> None:
@@ -228,10 +228,10 @@ async def _send(client: Client, reply: Message, files: list[int]) -> None:
 
 def _groups() -> Path | None:
     """Return the parent of the sandboxes' control groups; ``None`` without delegated control groups."""
-    granted = cgroups.delegation()
+    granted = cgroups.probe_delegation()
     if granted is None:
         return None
-    cgroups.hand_out(granted)
+    cgroups.enable_controllers(granted)
     return granted.base
 
 
@@ -277,7 +277,7 @@ def main() -> None:
     """Run ``supervisor FOLDER OWNER LISTENER``, the last two being descriptors of open sockets."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     # The runtime must not inherit the lock: its left-over processes would make the folder look owned.
-    rlimits.raise_limit()
+    rlimits.raise_open_files_limit()
     for inherited in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(inherited), int(inherited) <= 2)

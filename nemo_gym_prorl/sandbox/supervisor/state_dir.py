@@ -29,13 +29,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_gym_prorl.filesystems import on_shared_disk
+from nemo_gym_prorl.filesystems import is_shared
 from nemo_gym_prorl.processes import process_variables
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation import user_ids
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, user_outside
-from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
-from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, outer_uid
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
+from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.signals import start_time
 
@@ -80,13 +80,13 @@ def state_root() -> Path:
         folder.stat().st_mode & stat.S_IXOTH for folder in (temporary, *temporary.parents)
     ):
         temporary = Path("/tmp")
-    root = Path(os.environ.get("PRORL_STATE") or temporary / f"prorl-{user_outside()}").absolute()
+    root = Path(os.environ.get("PRORL_STATE") or temporary / f"prorl-{outer_uid()}").absolute()
     if (excess := len(os.fsencode(root / LONGEST_SOCKET_NAME)) - MAX_SOCKET_PATH) > 0:
         raise OSError(f"the path is {excess} bytes too long for a Unix socket in it ({MAX_SOCKET_PATH} at most)")
     present = next(path for path in (root, *root.parents) if path.exists())
-    if on_shared_disk(present):
+    if is_shared(present):
         raise OSError(f"{root} is on a file system that other machines may share")
-    if is_machine_root() and (wall := walled_in(root if present == root else present / "new")):
+    if is_machine_root() and (wall := first_untraversable_parent(root if present == root else present / "new")):
         raise OSError(f"sandboxes of root run under unprivileged user ids, which can't enter {wall}")
     root.mkdir(parents=True, exist_ok=True)
     found = root.lstat()
@@ -141,7 +141,7 @@ class PidNamespace:
         own = os.stat("/proc/self/ns/pid").st_ino
         todo = [starter]
         while todo:
-            for child in usage.children(todo.pop()):
+            for child in usage.child_pids(todo.pop()):
                 # A process may end at any time.
                 with contextlib.suppress(OSError):
                     if (namespace := cls.of(child)).number != own:
@@ -193,7 +193,7 @@ def groups_of(folder: Path) -> list[cgroups.Group]:
         with contextlib.suppress(FileNotFoundError):
             path = Path(record.read_text())
             # A partial record belongs to a group that was not made.
-            if path.name == cgroups.name_of(record.parent):
+            if path.name == cgroups.group_name(record.parent):
                 found.append(cgroups.Group(path, frozenset()))
     return found
 
@@ -356,6 +356,8 @@ def remove_tree(folder: Path) -> None:
 
 def _erase(folder: Path, *parent: int) -> int:
     """Return the errno of the failure, or 0."""
-    arguments = [program.ERASER, os.fspath(folder), *map(str, parent)]
-    ended = subprocess.run(arguments, executable=program.path(), pass_fds=parent, env={}, check=False).returncode
+    arguments = [binary.ERASER, os.fspath(folder), *map(str, parent)]
+    ended = subprocess.run(
+        arguments, executable=binary.launcher_path(), pass_fds=parent, env={}, check=False
+    ).returncode
     return ended if ended >= 0 else errno.EINTR

@@ -21,16 +21,16 @@ from functools import partial
 
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, Facts, file_size_reached
+from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts, file_size_violation
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
-    CENSUS_SHARE,
-    COLD_SHARE_S,
-    SCAN_SHARE_S,
+    COLD_BUDGET_S,
+    PROC_SCAN_FRACTION,
+    SCAN_BUDGET_S,
     TICK_S,
     Watched,
     WatchList,
-    goes_fast,
+    is_memory_dropping,
 )
 from nemo_gym_prorl.sandbox.supervisor.children import Children, send_from_child
 from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, PeerGone, receive, socket_pair
@@ -58,7 +58,7 @@ def watch_entry(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
         "folder": str(sandbox.folder / "overlay" / "upper"),
         "memory_limit": memory,
         "disk_limit": wanted.disk_mib << 20,
-        "process_limit": wanted.processes if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
+        "process_limit": wanted.processes if HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
         "shared_memory_mib": wanted.shared_memory_mib,
         "in_memory": in_memory,
     }
@@ -135,8 +135,8 @@ class UsageMonitor:
     def __init__(self, channel: socket.socket) -> None:
         self.watched = WatchList()
         self._channel = channel
-        self._available = usage.available()
-        self._total = os.sysconf("SC_PHYS_PAGES") * usage.PAGE
+        self._available = usage.available_memory()
+        self._total = os.sysconf("SC_PHYS_PAGES") * usage.PAGE_BYTES
         self._next_census = 0.0
         self._scans: deque[tuple[Watched, DiskUsage, Iterator[None]]] = deque()
 
@@ -153,17 +153,17 @@ class UsageMonitor:
 
     def tick(self) -> None:
         """Measure the hot sandboxes, and as many cold ones and disk scans as their time shares allow."""
-        before, self._available = self._available, usage.available()
+        before, self._available = self._available, usage.available_memory()
         self._census()
         for box in self.watched.hot():
             self._look(box)
-        end = time.monotonic() + COLD_SHARE_S
-        check_all = goes_fast(before, self._available, self._total)
+        end = time.monotonic() + COLD_BUDGET_S
+        check_all = is_memory_dropping(before, self._available, self._total)
         for box in self.watched.cold():
             self._look(box)
             if not check_all and time.monotonic() > end:
                 break
-        self._measure(time.monotonic() + SCAN_SHARE_S)
+        self._measure(time.monotonic() + SCAN_BUDGET_S)
 
     def _census(self) -> None:
         """Assign processes to the sandboxes that have no control group."""
@@ -171,21 +171,21 @@ class UsageMonitor:
         begin = time.monotonic()
         if not unlisted or begin < self._next_census:
             return
-        for space, members in usage.census(unlisted).items():
+        for space, members in usage.processes_by_namespace(unlisted).items():
             unlisted[space].members = members
         now = time.monotonic()
-        self._next_census = now + (now - begin) / CENSUS_SHARE
+        self._next_census = now + (now - begin) / PROC_SCAN_FRACTION
 
     def _look(self, box: Watched) -> None:
-        processes = [found for pid in self._members(box) if (found := usage.look(pid))]
-        box.saw(processes)
+        processes = [found for pid in self._members(box) if (found := usage.read_process(pid))]
+        box.record_look(processes)
         if box.hot:
             self._look_for_full(box, processes)
-        if not box.may_exceed(processes):
+        if not box.may_exceed_memory(processes):
             return
         # The control group also has processes of the runtime, outside the sandbox.
         inside = {process.pid: process for process in processes if _is_inside(process.pid, box)}
-        over = box.memory_victims({pid: usage.proportional(pid) for pid in inside})
+        over = box.memory_victims({pid: usage.proportional_memory(pid) for pid in inside})
         if over is None:
             return
         victims, reason = over
@@ -194,16 +194,16 @@ class UsageMonitor:
             signals.send(victim, signal.SIGKILL, partial(_is_same, inside[victim], box))
 
     def _look_for_full(self, box: Watched, processes: list[usage.Process]) -> None:
-        if box.outside and (runtime := usage.look(box.outside)):
+        if box.outside and (runtime := usage.read_process(box.outside)):
             processes = [*processes, runtime]
-        for resource, reason in box.full(processes, _shared_memory_free(box)):
+        for resource, reason in box.exhausted_limits(processes, _shared_memory_free(box)):
             self._report(box, resource, reason, ended=False)
 
     def _members(self, box: Watched) -> set[int]:
         if not box.group:
             # Orphans become children of the first process.
             known = {box.init, *box.members}
-            return known.union(*map(usage.children, known))
+            return known.union(*map(usage.child_pids, known))
         try:
             with open(f"{box.group}/cgroup.procs", "rb") as file:
                 return {int(number) for number in file.read().split()}
@@ -213,7 +213,7 @@ class UsageMonitor:
     def _measure(self, until: float) -> None:
         """Continue the disk scans in turn, some entries each, so that many files of one delay no other's scan."""
         while (now := time.monotonic()) < until:
-            if box := self.watched.to_scan(now):
+            if box := self.watched.next_to_scan(now):
                 # Later writes mark the sandbox as unmeasured again.
                 box.unmeasured, box.scanned, box.scanning = False, now, True
                 found = DiskUsage()
@@ -229,9 +229,9 @@ class UsageMonitor:
             elif more:
                 self._scans.append((box, found, steps))
             else:
-                box.measured(found)
+                box.record_scan(found)
                 if box.disk_limit and found.largest >= box.disk_limit:
-                    self._report(box, "file size", file_size_reached(box.disk_limit >> 20), ended=False)
+                    self._report(box, "file size", file_size_violation(box.disk_limit >> 20), ended=False)
 
     def _report(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
         send_from_child(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
@@ -254,5 +254,5 @@ def _is_inside(pid: int, box: Watched) -> bool:
 
 
 def _is_same(process: usage.Process, box: Watched) -> bool:
-    now = usage.look(process.pid)
+    now = usage.read_process(process.pid)
     return now is not None and now.started == process.started and _is_inside(process.pid, box)

@@ -23,9 +23,9 @@ from functools import cache
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, TaskError
-from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, ByArgument
-from nemo_gym_prorl.syscall_filter import Verdict as CallVerdict
-from nemo_gym_prorl.syscall_filter import program as filter_program
+from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, ArgumentRule
+from nemo_gym_prorl.syscall_filter import FilterAction as CallVerdict
+from nemo_gym_prorl.syscall_filter import compile_filter as filter_program
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sandboxed_grader import (
@@ -235,7 +235,7 @@ SYSCALLS = {
 }  # fmt: skip
 """Numbers of the system calls that the filters restrict."""
 
-_OWN_PROCESS_ONLY = ByArgument(0, frozenset({0}), ALLOW, REFUSE)
+_OWN_PROCESS_ONLY = ArgumentRule(0, frozenset({0}), ALLOW, REFUSE)
 """Rule for system calls whose first argument is a process id: 0 is the caller."""
 
 _SYSCALL_RULES: dict[str, CallVerdict] = {
@@ -243,12 +243,12 @@ _SYSCALL_RULES: dict[str, CallVerdict] = {
         ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _OWN_PROCESS_ONLY
     ),
     # The priority of a user or group would include the grader's.
-    "setpriority": ByArgument(0, frozenset({0}), ByArgument(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
+    "setpriority": ArgumentRule(0, frozenset({0}), ArgumentRule(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
     # F_SETOWN, F_SETSIG, F_SETOWN_EX make the kernel send signals to another process.
-    "fcntl": ByArgument(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
+    "fcntl": ArgumentRule(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
     # FIOSETOWN, SIOCSPGRP and TIOCSTI.
-    "ioctl": ByArgument(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
-    "socketpair": ByArgument(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
+    "ioctl": ArgumentRule(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
+    "socketpair": ArgumentRule(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
     "clone3": UNKNOWN,  # "unknown" makes the C library fall back to clone
     "clone": ALLOW,  # the zygote forks children
 }
@@ -265,6 +265,6 @@ def filters() -> dict[str, list[str]]:
     for machine, architecture in ARCHITECTURES.items():
         calls = COMMON_SYSCALLS | SYSCALLS[machine]
         strict = {number: _SYSCALL_RULES.get(name, REFUSE) for name, number in calls.items()}
-        lone = {calls["clone"]: ByArgument(0, frozenset({CLONE_THREAD}), ALLOW, REFUSE, mask=CLONE_THREAD)}
+        lone = {calls["clone"]: ArgumentRule(0, frozenset({CLONE_THREAD}), ALLOW, REFUSE, mask=CLONE_THREAD)}
         found[machine] = [filter_program(architecture, verdicts, LAST_SYSCALL).hex() for verdicts in (strict, lone)]
     return found

@@ -11,8 +11,8 @@ from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE
 from nemo_gym_prorl.tasks.code import grading as filters
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
-from tests.sandbox.test_seccomp import judge as judge_call
 from tests.tasks.code.conftest import Judge
+from tests.test_syscall_filter import run_filter
 
 
 of_one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -217,7 +217,7 @@ def test_filters_allow_own_limits_and_threads_only(machine: str) -> None:
 
     def said(program: bytes, name: str, *arguments: int) -> int:
         given = (*arguments, *[0] * (6 - len(arguments)))
-        return judge_call(program, (filters.ARCHITECTURES[machine], filters.SYSCALLS[machine][name], given))
+        return run_filter(program, (filters.ARCHITECTURES[machine], filters.SYSCALLS[machine][name], given))
 
     for which, who, verdict in ((0, 0, ALLOW), (0, 7, REFUSE), (1, 0, REFUSE), (2, 0, REFUSE)):
         assert said(strict, "setpriority", which, who, 19) == verdict

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.sandbox.factory import StartedSandbox
-from nemo_gym_prorl.sandbox.images.builder import Order, build
+from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
@@ -78,7 +78,7 @@ APPLY_FIX = f"echo {base64.b64encode(FIX.encode()).decode()} | base64 -d | git a
 def build_image(template: str, base: str, name: str, variables: tuple[tuple[str, str], ...] = (), **more: Any) -> str:
     """Build an image from a template beside this file and return its folder."""
     path = str(Path(__file__).with_name(f"{template}.def.j2"))
-    order = Order(path, base, f"test-swe-{name}", variables=dict(variables), format="folder", **more)
+    order = BuildRequest(path, base, f"test-swe-{name}", variables=dict(variables), format="folder", **more)
     return str(build(order, ImageStore(), require_runtime(), print))
 
 

@@ -1,20 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Running the programs that make images and the private runtime.
+"""Run the programs that build images and the private runtime.
 
-They start helpers and containers of their own, and a builder may be killed. So they run under a reaper
-(:mod:`nemo_gym_prorl.processes`), which ends everything that they started when they end, and when we do.
+These programs start helpers and containers of their own, and a builder may be killed. So they run under a reaper
+(:mod:`nemo_gym_prorl.processes`), which ends all their descendants when they or this process end.
 
-For root they run in a user namespace whose root has no rights on this machine: they run commands of strangers
-(``%post`` and ``%setup`` of a definition file) and read their files (layers of a registry, a squashfs). The namespace
-has a block of host ids that no user has: its root may install packages and give files to other users. Invariants:
+They run untrusted commands (``%post`` and ``%setup`` of a definition file) and read untrusted files (layers of a
+registry, a squashfs). For machine root they therefore run in a user namespace whose root has no rights on the host.
+The namespace has a block of host ids without users: its root may install packages and give files to other ids.
+Invariants:
 
-- the programs may write below the folder they work in, which is given to them, and where any user may (``/tmp``);
-- of the folders above it, and above whatever else they need, that are closed to other users they see just that much:
-  the rest of root's home folder, say, is not there;
-- no process they start outlives them: they have a PID namespace of their own, which ends with its first process.
+- the programs may write below their working folder, which is given to them, and where every user may write (``/tmp``);
+- of folders closed to other users they see only the files that they need: root's home folder, for example, stays
+  hidden;
+- no process outlives the build: the programs have a PID namespace, which ends with its first process.
 
-The network is the machine's: packages come from there. An ordinary user's programs run as that user.
+The network is the machine's, since packages are downloaded. An ordinary user's programs run as that user.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from typing import NoReturn
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.rootfs import everything
+from nemo_gym_prorl.sandbox.images.rootfs import walk
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, private_prefix
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
-WORDS_KEPT = 800
-"""Characters of a failed program's last words that become part of the error."""
+MAX_ERROR_CHARS = 800
+"""Characters of a failed program's last output that the error quotes."""
 
 _live: set[subprocess.Popen[str]] = set()
 
 
 def stop_all() -> None:
-    """End whatever :meth:`run` runs, in whichever threads; they raise."""
+    """End all programs that :func:`run` has started, in any thread; those calls raise."""
     for reaper in list(_live):
         reaper.terminate()
 
@@ -62,36 +63,36 @@ def run(
     timeout_s: float,
     cwd: Path | None = None,
     *,
-    fine: Container[int] = (0,),
+    ok_codes: Container[int] = (0,),
     reads: Sequence[Path] | None = None,
 ) -> str:
-    """Run a program; returns what it printed.
+    """Run a program; returns its output.
 
     Args:
-        command: the program and its arguments.
-        environ: its environment; ours if not given.
-        timeout_s: how long it may take.
-        cwd: the folder to run in, where its temporary files are, too.
-        fine: the exit codes that are no failure.
-        reads: if strangers have a hand in what it does: what it needs besides ``cwd`` and what all may read. For root
-            it runs without root's rights then, and what it makes there has to be settled (:func:`.rootfs.settle`).
+        command: program and arguments.
+        environ: environment of the program; this process's if not given.
+        timeout_s: time limit.
+        cwd: working folder, which also holds temporary files.
+        ok_codes: exit codes that are no failure.
+        reads: for programs that handle untrusted input: files needed besides ``cwd`` and world-readable ones. For
+            machine root the program then runs without root's rights, and its results need :func:`.rootfs.sanitize`.
 
     Raises:
-        InfrastructureError: it failed or was not done in time; with its last words.
+        InfrastructureError: the program failed or timed out; quotes its last output.
     """
     what = " ".join([Path(command[0]).name, *(word for word in command[1:2] if not word.startswith("-"))])
     environ = os.environ if environ is None else environ
     mark = ProcessMark("PRORL_IMAGE_TOOL", secrets.token_hex(8))
-    # Who has become another user may not reach the interpreter any more, and has to do without a reaper.
+    # After a change of user the interpreter may not be accessible; then there is no reaper.
     kept = os.access(sys.executable, os.X_OK)
     scratch = Path(tempfile.mkdtemp(prefix="tool-", dir=cwd))
-    # The two with prefixes are passed on to what runs in containers.
+    # The runtime passes variables with these prefixes into containers.
     marked = {f"{prefix}{mark.name}": mark.value for prefix in ("", "APPTAINERENV_", "SINGULARITYENV_")}
     temporary = {f"{prefix}TMPDIR": str(scratch) for prefix in ("", "APPTAINER_", "SINGULARITY_")}
     given = cwd if reads is not None and is_machine_root() else None
     if given and reads is not None:
-        command = confined(command, given, reads)
-        # There is no home folder for it, and no capability is missing.
+        command = confined_command(command, given, reads)
+        # The namespace has no home folder, and its root has all capabilities.
         environ = {name: value for name, value in environ.items() if not name.endswith("_USERNS")} | {"HOME": "/"}
     try:
         with subprocess.Popen(
@@ -109,7 +110,7 @@ def run(
                 output, errors = reaper.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired as error:
                 reaper.terminate()
-                raise InfrastructureError(f"{what} was not done after {timeout_s:g} s") from error
+                raise InfrastructureError(f"{what} did not finish within {timeout_s:g} s") from error
             except BaseException:
                 reaper.terminate()
                 raise
@@ -119,9 +120,9 @@ def run(
         if given:
             take_back(given)
         remove_tree(scratch)
-    if reaper.returncode not in fine:
+    if reaper.returncode not in ok_codes:
         said = " / ".join(line.strip() for line in (errors or output).splitlines() if _is_news(line))
-        raise InfrastructureError(f"{what} failed: {said[-WORDS_KEPT:] or f'exit code {reaper.returncode}'}")
+        raise InfrastructureError(f"{what} failed: {said[-MAX_ERROR_CHARS:] or f'exit code {reaper.returncode}'}")
     return output.strip()
 
 
@@ -133,34 +134,34 @@ _PACKAGES = str(Path(__file__).parents[3])
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from nemo_gym_prorl.sandbox.images import programs
-sys.exit(programs.main(sys.argv[1:]))
+from nemo_gym_prorl.sandbox.images import build_tools
+sys.exit(build_tools.main(sys.argv[1:]))
 """
 
 
-def confined(command: Sequence[str], work: Path, seen: Sequence[Path]) -> list[str]:
-    """The command line that runs ``command`` so.
+def confined_command(command: Sequence[str], work: Path, seen: Sequence[Path]) -> list[str]:
+    """Return the command line that runs ``command`` in a user namespace without rights on the host.
 
     Args:
-        command: what to run; its program is found by its absolute path.
-        work: the folder to work in, which it is given with all that is in it.
-        seen: files and folders that it reads, wherever they lie; root's are its own there.
+        command: command to run; its program is an absolute path.
+        work: working folder, which is given to the namespace's root with its contents.
+        seen: files and folders to read; files of root belong to the namespace's root there.
     """
     paths = [str(path) for path in (work, *seen)]
     return [sys.executable, "-ISc", _PROGRAM, _PACKAGES, *paths, "--", *command]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what :func:`confined` was given; its exit code."""
+    """Run the arguments of :func:`confined_command`; returns the exit code."""
     split = arguments.index("--")
     work, *seen = map(Path, arguments[:split])
-    # As a sandbox with several users has.
-    first = user_ids.draw(several=True)
-    ids = [(0, first, user_ids.BLOCK)]
-    owner = user_ids.namespace(lambda pid: user_ids.write_maps(pid, ids, ids))
+    # Use a block of host ids, like a sandbox with several users.
+    first = user_ids.draw_host_id(several=True)
+    ids = [(0, first, user_ids.IDS_PER_BLOCK)]
+    owner = user_ids.create_user_namespace(lambda pid: user_ids.write_id_maps(pid, ids, ids))
     _give(work, first)
-    syscalls.private_mounts()
-    _show(work, seen, owner)
+    syscalls.unshare_mounts()
+    _mount_visible(work, seen, owner)
     os.setns(owner)
     os.setgroups([])
     os.setresgid(0, 0, 0)
@@ -176,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _become(command: Sequence[str]) -> NoReturn:
-    """Become the first process of the PID namespace, which ends with us."""
+    """Become the first process of the PID namespace, with which the namespace ends."""
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.unshare(os.CLONE_NEWNS)
@@ -189,23 +190,23 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 def _give(work: Path, owner: int) -> None:
-    for _path, name, folder in everything(work):
+    for _path, name, folder in walk(work):
         os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
 
 
 def take_back(work: Path) -> None:
-    """By root: close a folder that was given away, so that nobody who was handed it names what is in it."""
+    """As machine root, take back a folder that was given away, and close it to other users."""
     os.chown(work, os.geteuid(), os.getegid())
     work.chmod(0o700)
 
 
-def _show(work: Path, seen: Sequence[Path], owner: int) -> None:
-    """Let ``owner``'s root get to what he needs, and to nothing else that strangers may not get to."""
-    # By their descriptors, since what covers the walls covers them, too.
+def _mount_visible(work: Path, seen: Sequence[Path], owner: int) -> None:
+    """Mount the files that ``owner``'s root needs, and hide the folders that other users may not enter."""
+    # Open the paths first: hiding the folders hides the paths as well.
     held = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in dict.fromkeys((work, *seen))}
-    walls = {wall for path in held if (wall := syscalls.walled_in(path))}
-    for wall in walls:
-        syscalls.mount("tmpfs", str(wall), "tmpfs", syscalls.MS_NOSUID, "mode=755,size=1m")
+    hidden = {folder for path in held if (folder := syscalls.first_untraversable_parent(path))}
+    for folder in hidden:
+        syscalls.mount("tmpfs", str(folder), "tmpfs", syscalls.MS_NOSUID, "mode=755,size=1m")
     for path, descriptor in held.items():
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,15 +216,15 @@ def _show(work: Path, seen: Sequence[Path], owner: int) -> None:
                 path.touch()
         source = f"/proc/self/fd/{descriptor}"
         try:
-            syscalls.mount_for(source, str(path), None if path == work else owner)
+            syscalls.mount_as_owner(source, str(path), None if path == work else owner)
         except OSError:
-            # An old kernel or an odd file system: what all may read can be read as it is, too.
+            # Without idmapped mounts world-readable files are still readable.
             syscalls.bind(source, str(path))
         os.close(descriptor)
 
 
-DOWNLOADS = "downloads"
-"""The runtime's cache folder for what it downloads, below the folder of a build."""
+DOWNLOADS_FOLDER = "downloads"
+"""Folder of the runtime's download cache, below the folder of a build."""
 
 _LOGIN = re.compile(r"(APPTAINER|SINGULARITY)_(DOCKER_(USERNAME|PASSWORD|LOGIN)|AUTHFILE)")
 _PASSED = re.compile(
@@ -243,46 +244,48 @@ def build(
     credentials: bool = False,
     base: Path | None = None,
 ) -> Path:
-    """Let the runtime make an image in ``work``; gives the root folder or SIF, which belongs to the caller.
+    """Have the runtime build an image in ``work``; returns the root folder or SIF, which belongs to the caller.
 
     Args:
-        runtime: the one to use.
-        work: a folder of the caller's.
-        source: a root folder, a definition file in ``work``, or an address.
-        timeout_s: how long it may take.
-        unpacked: make a root folder and not a SIF.
-        credentials: let it send what the user has stored for registries; it is anonymous otherwise.
-        base: the root folder that the definition file names.
+        runtime: container runtime.
+        work: private folder of the build.
+        source: root folder, definition file in ``work``, or address.
+        timeout_s: time limit.
+        unpacked: whether to make a root folder instead of a SIF.
+        credentials: whether to send the user's stored registry logins.
+        base: root folder that the definition file names.
 
     Raises:
-        InfrastructureError: it failed, with its own words.
+        InfrastructureError: the build failed; quotes the runtime.
     """
     target = work / "made"
     _clear(target)
     environ = build_environ(runtime, work, credentials)
     options = ["--sandbox"] if unpacked else []
     if not credentials:
-        # Its own stored logins, Docker's and Podman's are all looked for below the home folder.
+        # Apptainer looks below the home folder for its own logins, Docker's and Podman's.
         (work / "no-logins.json").write_text('{"auths": {}}')
         options += ["--authfile", str(work / "no-logins.json")]
     command = [str(runtime.path), "build", *options]
     what = [str(target), source]
     if credentials:
-        # They are below the home folder. No commands of strangers are run: such an image is pulled, not built.
+        # Logins are below the home folder. A pull runs no untrusted commands, so it needs no confinement.
         run([*command, *what], environ, timeout_s, work)
     elif is_machine_root() or not source.endswith(".def"):
         reads = [path for path in (base, Path(source)) if path and path.is_dir() and not path.is_relative_to(work)]
-        run([*command, *what], environ, timeout_s, work, reads=[*closed_parts(runtime), *reads])
+        run([*command, *what], environ, timeout_s, work, reads=[*runtime_reads(runtime), *reads])
     else:
-        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_ids.HELPERS)):
-            # It insists on them for who has a range of ids, as each account of some distributions, and can do without.
+        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_ids.MAP_HELPERS)):
+            # Apptainer needs these helpers for users with subordinate ids, unless told to ignore the ids.
             command.append("--ignore-subuid")
         _build_as_user(command, what, environ, timeout_s, work)
     kind = target.lstat().st_mode if os.path.lexists(target) else 0
     if not (stat.S_ISDIR(kind) if unpacked else stat.S_ISREG(kind)):
-        raise InfrastructureError(f"{source} put something else in place of the image that was made of it")
+        raise InfrastructureError(
+            f"the build of {source} replaced the image by something else: check its %post and %setup"
+        )
     if unpacked:
-        rootfs.settle(target)
+        rootfs.sanitize(target)
     else:
         os.chown(target, os.geteuid(), os.getegid())
         target.chmod(0o644)
@@ -295,8 +298,8 @@ def _build_as_user(
     try:
         run([*command, "--fakeroot", *what], environ, timeout_s, work)
     except InfrastructureError as error:
-        # Where no user ids are delegated, Apptainer runs the host's fakeroot command in the image, to have packages
-        # believe in other owners. Not every image can run it, nor needs it.
+        # Without subordinate ids Apptainer runs the host's fakeroot command inside, so that packages can set owners.
+        # Not every image can run that command, or needs it.
         if "libs/fakeroot" not in error.reason:
             raise
         _clear(Path(what[0]))
@@ -304,29 +307,31 @@ def _build_as_user(
 
 
 def build_environ(runtime: Runtime, work: Path, credentials: bool) -> dict[str, str]:
-    """The environment of a build: downloads go to ``work``; no logins unless they are wanted, and no other secrets of
-    the caller's, since commands of strangers can read it."""
+    """Return the environment of a build: downloads go to ``work``.
+
+    Untrusted commands can read the environment. So logins are left out unless wanted, and so are all other secrets.
+    """
     environ = runtime.environ()
-    # A second try finds there what the first one has downloaded.
-    environ[f"{runtime.flavor.upper()}_CACHEDIR"] = str(work / DOWNLOADS)
+    # A retry finds there what the first attempt has downloaded.
+    environ[f"{runtime.flavor.upper()}_CACHEDIR"] = str(work / DOWNLOADS_FOLDER)
     settings = f"{runtime.flavor.upper()}_CONFIGDIR"
     if not credentials or (settings not in environ and not Path(f"~/.{runtime.flavor}").expanduser().exists()):
-        # It would make itself a folder in the user's home for settings that there are none of.
+        # Without this the runtime makes a settings folder in the user's home.
         environ[settings] = str(work / "settings")
     if credentials:
         return environ
     return {name: value for name, value in environ.items() if _PASSED.fullmatch(name) and not _LOGIN.fullmatch(name)}
 
 
-def closed_parts(runtime: Runtime) -> list[Path]:
-    """The folder of a runtime that strangers could not get to otherwise; for :func:`.programs.run` to read."""
-    if not walled_in(runtime.path):
+def runtime_reads(runtime: Runtime) -> list[Path]:
+    """Return the folder of a runtime that other users can't enter; for the ``reads`` of :func:`run`."""
+    if not first_untraversable_parent(runtime.path):
         return []
     return [private_prefix() if runtime.origin == "cache" else runtime.path.resolve().parents[1]]
 
 
 def find_unsquashfs(runtime: Runtime) -> str | None:
-    """The program that unpacks a SIF without mounting it: the machine's, else the one that came with the runtime."""
+    """Return the program that unpacks a SIF without mounting it: the machine's, else the runtime's own."""
     if found := shutil.which("unsquashfs"):
         return found
     prefix = runtime.path.resolve().parents[1]
@@ -335,7 +340,7 @@ def find_unsquashfs(runtime: Runtime) -> str | None:
 
 
 def _clear(target: Path) -> None:
-    """Remove what a former try left."""
+    """Remove the result of an earlier attempt."""
     if target.is_dir():
         remove_tree(target)
     else:
