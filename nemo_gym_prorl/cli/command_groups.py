@@ -130,6 +130,7 @@ def swe(
     datasets.
     """
     from nemo_gym_prorl.failures import CallerError
+    from nemo_gym_prorl.sandbox.images.reference import parse_registry
     from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 
     if dataset not in CONVERTERS:

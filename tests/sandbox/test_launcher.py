@@ -22,6 +22,7 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import binary, requests
 from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind, receive_reply
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.children import CHANNEL, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
 from tests.sandbox.without import Off, Without
 
@@ -104,13 +105,13 @@ async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> 
 
 TELL = """
 from nemo_gym_prorl.sandbox.supervisor import children as launcher
-running = children.Launcher._running
+running = launcher.Launcher._running
 def tell(self):
     channel = running(self)
     with open({path!r}, "w") as file:
         file.write(str(self._process.pid))
     return channel
-children.Launcher._running = tell
+launcher.Launcher._running = tell
 """
 """Has a supervisor write down which process is its launcher."""
 
