@@ -147,9 +147,9 @@ STATUSES = {
 
 
 def counted(tool: str, text: str) -> object:
-    tally = ToolCallStats()
-    tally.count(tool, text)
-    return tally.as_json()[tool]
+    stats = ToolCallStats()
+    stats.count(tool, text)
+    return stats.as_json()[tool]
 
 
 @given(tool=st.sampled_from(["bash", "python"]), text=text, status=st.sampled_from(sorted(STATUSES)), said=notes)
@@ -174,8 +174,8 @@ def test_errors_of_other_tools_are_counted(tool: str, text: str, errors: int) ->
 
 
 def test_calls_add_up_by_tool() -> None:
-    tally = ToolCallStats()
+    stats = ToolCallStats()
     for code in (0, 1, 0):
-        tally.count("bash", observation(Output(), observations.exit_code(code), limit=1000))
-    tally.count("submit", "Submitted.")
-    assert tally.as_json() == {"bash": {**FINE, "calls": 3, "errors": 1}, "submit": FINE}
+        stats.count("bash", observation(Output(), observations.exit_code(code), limit=1000))
+    stats.count("submit", "Submitted.")
+    assert stats.as_json() == {"bash": {**FINE, "calls": 3, "errors": 1}, "submit": FINE}
