@@ -5,7 +5,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.tasks.workbench import tools as observations
@@ -80,6 +80,7 @@ def test_exact_observations(output: Output, status: str, said: list[str], expect
 
 
 @given(output=outputs, status=statuses, said=notes)
+@example(output=Output("x" * 2000), status="ok", said=[])
 def test_status_line_cannot_be_forged_and_limit_holds(output: Output, status: str, said: list[str]) -> None:
     shown = observation(output, status, said, limit=LIMIT)
     assert len(shown.encode()) <= LIMIT
