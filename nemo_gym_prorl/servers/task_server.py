@@ -62,7 +62,7 @@ RELEASE_PATH = "/release_session"
 CHECKPOINT_PATH = "/checkpoint_session"
 CLOSE_PATH = "/close_session"
 LEASE_PATH = "/renew_leases"
-SHUTDOWN_TIMEOUT_S = 30.0  # for ending all sessions; a supervisor kills the server later
+SHUTDOWN_TIMEOUT_S = 30.0  # for ending all sessions, before the process exits in any case
 SNAPSHOT_SWEEP_S = 60.0  # a small fraction of ORPHAN_S
 
 

@@ -5,7 +5,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.tasks.workbench import tools as observations
@@ -80,6 +80,7 @@ def test_exact_observations(output: Output, status: str, said: list[str], expect
 
 
 @given(output=outputs, status=statuses, said=notes)
+@example(output=Output("x" * 2000), status="ok", said=[])
 def test_status_line_cannot_be_forged_and_limit_holds(output: Output, status: str, said: list[str]) -> None:
     shown = observation(output, status, said, limit=LIMIT)
     assert len(shown.encode()) <= LIMIT
@@ -147,9 +148,9 @@ STATUSES = {
 
 
 def counted(tool: str, text: str) -> object:
-    tally = ToolCallStats()
-    tally.count(tool, text)
-    return tally.as_json()[tool]
+    stats = ToolCallStats()
+    stats.count(tool, text)
+    return stats.as_json()[tool]
 
 
 @given(tool=st.sampled_from(["bash", "python"]), text=text, status=st.sampled_from(sorted(STATUSES)), said=notes)
@@ -174,8 +175,8 @@ def test_errors_of_other_tools_are_counted(tool: str, text: str, errors: int) ->
 
 
 def test_calls_add_up_by_tool() -> None:
-    tally = ToolCallStats()
+    stats = ToolCallStats()
     for code in (0, 1, 0):
-        tally.count("bash", observation(Output(), observations.exit_code(code), limit=1000))
-    tally.count("submit", "Submitted.")
-    assert tally.as_json() == {"bash": {**FINE, "calls": 3, "errors": 1}, "submit": FINE}
+        stats.count("bash", observation(Output(), observations.exit_code(code), limit=1000))
+    stats.count("submit", "Submitted.")
+    assert stats.as_json() == {"bash": {**FINE, "calls": 3, "errors": 1}, "submit": FINE}

@@ -124,7 +124,7 @@ class Metadata(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class CodeTestCase:
-    """One test.
+    """A test of a problem.
 
     Attributes:
         input: standard input of the program, or arguments of the function.

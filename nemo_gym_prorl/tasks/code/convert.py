@@ -212,7 +212,7 @@ def _is_json(value: Any, *, tuples: bool) -> bool:
 Record = Mapping[str, Any]
 
 TIME_FACTOR = 5.0
-"""Multiplier of time limits that were set for compiled programs; CPython is several times slower."""
+"""Multiplier of time limits that were set for compiled programs, to leave room for an interpreter."""
 
 CHECKER = {"kind": "float"}
 """Token-wise comparison with 1e-6 tolerance for fractional numbers, as nearly all such problems specify."""

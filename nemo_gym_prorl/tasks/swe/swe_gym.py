@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""How tests of SWE-Gym's repositories are run, by repository and version. Pure.
+"""Test commands of SWE-Gym's repositories, by repository and version. Pure.
 
 SWE-Gym's records contain no test commands, and its harness is not packaged.
 """
@@ -17,7 +17,7 @@ from nemo_gym_prorl.failures import CallerError
 
 @dataclass(frozen=True, slots=True)
 class TestSpec:
-    """How a record's tests are run.
+    """Commands that run a record's tests.
 
     Attributes:
         command: test command; in :data:`_SWE_GYM` without the test files.

@@ -4,7 +4,7 @@
 
 Invariants of sessions:
 
-- A failure caused by the agent is an observation: a session that ended is replaced, and the model is told.
+- A failure caused by the agent is an observation: a session that ended is replaced, and the observation says so.
 - The end of the sandbox is ``session_lost``. Both look alike here, so the sandbox is probed after each session's end.
 - Every call returns: a session that does not answer long after its time limit is replaced too.
 - Concurrent calls of a tool are serialized, since there is one shell and one kernel.

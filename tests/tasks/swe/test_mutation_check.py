@@ -26,7 +26,7 @@ def image() -> str:
     return tally.build_image("helpers", tally.image(), "helpers")
 
 
-def asking(*lines: str, command: str = f"python3 -m pytest -rA {MORE}", **swe: Any) -> dict[str, Any]:
+def row_changes(*lines: str, command: str = f"python3 -m pytest -rA {MORE}", **swe: Any) -> dict[str, Any]:
     """Return changes of a row with other hidden tests."""
     names = [line.split("(")[0].split()[1] for line in lines if line.startswith("def test_")]
     patch = f"diff --git a/{MORE} b/{MORE}\nnew file mode 100644\n--- /dev/null\n+++ b/{MORE}\n"
@@ -42,14 +42,14 @@ def asking(*lines: str, command: str = f"python3 -m pytest -rA {MORE}", **swe: A
 
 
 CHECKED = ('def test_negative(): reads("-1.50", -150)', 'def test_plain(): reads("12.34", 1234)')
-IN_TEST = asking("from tally.test.checks import reads", *CHECKED)
-CLOSE = asking(
+IN_TEST = row_changes("from tally.test.checks import reads", *CHECKED)
+CLOSE = row_changes(
     "import math",
     "from tally import parse",
     'def test_negative(): assert math.isclose(parse("-1.50"), -150.0)',
     'def test_plain(): assert math.isclose(parse("12.34"), 1234)',
 )
-TABLE = asking(
+TABLE = row_changes(
     "import pytest",
     "from tally import parse",
     '@pytest.mark.parametrize("given, expected", [("-1.50", -150), ("-2", -200)])',
@@ -57,7 +57,7 @@ TABLE = asking(
     'def test_plain(): assert parse("12.34") == 1234',
     FAIL_TO_PASS=[f"{MORE}::test_negative[-1.50--150]"],
 )
-BLUNT = asking(
+BLUNT = row_changes(
     "from tally import parse",
     "def test_negative():",
     '    if parse("-1.50") == -150: return',
@@ -193,8 +193,8 @@ FORMS = [
 @example(FORMS[0], "")
 def test_changed_test_fails(form: str, seed: str) -> None:
     source = f"class TestAll:\n  def test_it(self):\n    {form}\n\ndef test_other(): pass\n"
-    canaries = mutation_check_for(["a.py::TestAll::test_it[x]"], seed)
-    content, tests = canaries.changed("a.py", source.encode())
+    check = mutation_check_for(["a.py::TestAll::test_it[x]"], seed)
+    content, tests = check.changed("a.py", source.encode())
     assert tests == {"a.py::TestAll::test_it"}
     assert b"def test_other" not in content
     assert b"_other(): pass" in content, "as a helper"
