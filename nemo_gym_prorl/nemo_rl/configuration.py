@@ -149,8 +149,7 @@ def check_nemo_rl(table: Mapping[str, str]) -> None:
         CallerError: names are missing; the message lists all of them.
     """
     if missing := [*missing_names(table)]:
-        import nemo_rl
-
+        nemo_rl = resolve_name("nemo_rl")
         raise CallerError(
             f"the NeMo RL in {nemo_rl.__path__[0]} ({nemo_rl.__version__}) lacks {', '.join(missing)}; "
             f"use {TESTED_VERSION}",

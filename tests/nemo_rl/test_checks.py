@@ -70,7 +70,7 @@ def test_rows_are_looked_at(tmp_path: Path) -> None:
     # 10 epochs of 3 rows are 3 steps of 8 prompts, and 5 are wanted.
     path.write_text(3 * good_row)
     assert "after 3 of 5 steps" in found()["grpo.max_num_epochs"]
-    assert "At least 14" in found()["grpo.max_num_epochs"]
+    assert "at least 14" in found()["grpo.max_num_epochs"]
     path.write_text(4 * good_row)
     assert found() == {}
 
