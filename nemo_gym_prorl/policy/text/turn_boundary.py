@@ -12,9 +12,9 @@ tools, or append a token at the end. The boundary is therefore located in the re
    placeholder word, and the text after its last occurrence follows the turn.
 
 With placeholders, quotes and brackets that close a call are part of that text, although the policy wrote them itself.
-A second rendering without calls identifies them. The *end* of the turn is the text that the template writes after the
-turn both with and without later messages, so a token at the end of a whole conversation does not count. The result is
-compared with the rendering of the real conversation, which wins; the difference is counted.
+A second rendering without calls identifies them. The *end* of the turn is the text after the turn that does not
+depend on later messages, so a token at the end of a whole conversation does not count. The rendering of the real
+conversation overrides the result, and a difference is counted.
 
 Cost: one rendering of the conversation as text in the first case, because the prompt before the turn is recognised by
 its hash (:class:`RenderedPrompt`), and up to six in the second. Only new messages are tokenised.
