@@ -57,8 +57,8 @@ class PolicyMetrics:
             registry.register(LoopMetrics(loops))
         at = ("backend", "run")
         self._of_backends = {
-            Gauge(f"prorl_policy_{name}", told, at, registry=registry): value
-            for name, (told, value) in _BACKEND_GAUGES.items()
+            Gauge(f"prorl_policy_{name}", help_text, at, registry=registry): value
+            for name, (help_text, value) in _BACKEND_GAUGES.items()
         }
         self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", ("run",), registry=registry)
         registry.register(self)
@@ -79,8 +79,8 @@ class PolicyMetrics:
             "prorl_policy_branches", "Branches per rollout", registry=registry, buckets=(1, 2, 3, 5, 10)
         )
         self.counts = {
-            field: Counter(f"prorl_policy_{name}", told, registry=registry)
-            for field, (name, told) in _ROLLOUT_COUNTERS.items()
+            field: Counter(f"prorl_policy_{name}", help_text, registry=registry)
+            for field, (name, help_text) in _ROLLOUT_COUNTERS.items()
         }
         self.forks = Counter(
             "prorl_policy_forks",

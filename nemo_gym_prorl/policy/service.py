@@ -164,7 +164,7 @@ class PolicyService:
         node, new, ledger = match.node, match.new, rollout.history.ledger
         messages = (*(node.messages if node else ()), *new)
         why = "edited" if match.unsampled else "again"
-        prompt, parent, written = self._render(rollout, match, messages, request)
+        prompt, parent, rendered = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
         asked = SampleRequest(
             prompt,
@@ -202,7 +202,7 @@ class PolicyService:
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        opened = written.opened if written is not None and self.reads_reasoning else None
+        opened = rendered.opened if rendered is not None and self.reads_reasoning else None
         parsed = self._parse(rollout, generation, request, prompt, opened)
         if not request.parallel or (self.renderer is not None and self.renderer.single_call_only):
             parsed = replace(parsed, calls=parsed.calls[:1])
@@ -221,7 +221,7 @@ class PolicyService:
         # Some templates print reasoning verbatim, so the white space in the prompt is part of it.
         whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
         kept = whole if opened and parsed.reasoning is not None else message
-        rollout.answers[answer.id] = rollout.history.record(node, new, kept, turn, request.tools, written)
+        rollout.answers[answer.id] = rollout.history.record(node, new, kept, turn, request.tools, rendered)
         if not parsed.calls:
             # A turn without calls usually ends the rollout. A later turn finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
@@ -389,7 +389,7 @@ class PolicyService:
                 request.tools,
                 sampled=turn.sampled,
                 finish=turn.finish,
-                behind=_last(turn.observed),
+                previous_id=_last(turn.observed),
                 before=node.rendered_prompt,
                 now=rollout.began,
                 variables=request.template_variables,
@@ -454,7 +454,7 @@ class PolicyService:
             generation.finish,
             request.sampling.stop,
             variables=request.template_variables,
-            behind=_last(prompt.new),
+            previous_id=_last(prompt.new),
         )
         parsed = parse(
             text,

@@ -121,8 +121,8 @@ class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
         """Accept vLLM's name of an assistant message's reasoning besides Gym's."""
         messages = body.get("messages") if isinstance(body, dict) else None
         for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, dict) and (thought := message.pop("reasoning", None)) is not None:
-                message.setdefault("reasoning_content", thought)
+            if isinstance(message, dict) and (reasoning := message.pop("reasoning", None)) is not None:
+                message.setdefault("reasoning_content", reasoning)
         return body
 
 
@@ -208,10 +208,10 @@ class ProrlModel(SimpleResponsesAPIModel):
         if (streamed := await self._streamed(request, caller, body, "chat_completions")) is not None:
             return streamed
         try:
-            asked = ChatRequest.model_validate(read_object(body))
+            requested = ChatRequest.model_validate(read_object(body))
         except ValidationError as error:
             raise invalid_body(error) from error
-        completion = await self._complete(caller, asked)
+        completion = await self._complete(caller, requested)
         return _json(completion.model_dump_json(by_alias=True).encode(), caller)
 
     async def _on_messages(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
@@ -228,10 +228,10 @@ class ProrlModel(SimpleResponsesAPIModel):
         dispatch = f"{api}_dispatch"
         if not hasattr(SimpleResponsesAPIModel, dispatch) or b'"stream"' not in body:
             return None
-        if (asked := read_object(body)).get("stream") is not True:
+        if (requested := read_object(body)).get("stream") is not True:
             return None
         setattr(request.state, _CALLER, caller)
-        answer: Response = await getattr(self, dispatch)(request, asked)
+        answer: Response = await getattr(self, dispatch)(request, requested)
         return answer
 
     # The same routes inside Gym's application, for its OpenAPI document and its own calls
@@ -269,10 +269,10 @@ class ProrlModel(SimpleResponsesAPIModel):
             body = NeMoGymResponseCreateParamsNonStreaming.model_validate(params | {"input": []})
         except ValidationError as error:
             raise invalid_body(error) from error
-        asked = self._turn_request({**self._chat_fields(body), **more}, (), body.instructions)
+        requested = self._turn_request({**self._chat_fields(body), **more}, (), body.instructions)
         empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
         response = NeMoGymResponse.model_validate(self._envelope(body) | answer_fields(empty, None) | {"output": []})
-        return RequestTemplate(asked, orjson.loads(response.model_dump_json(by_alias=True)))
+        return RequestTemplate(requested, orjson.loads(response.model_dump_json(by_alias=True)))
 
     def _items(self, message: Message) -> list[dict[str, Any]]:
         """Return a turn's items as this Gym version writes them."""
@@ -311,8 +311,8 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     async def _complete(self, caller: RolloutCaller, body: ChatRequest) -> NeMoGymChatCompletion:
         chat = body.model_dump(exclude_unset=True)
-        asked = self._turn_request(chat, chat["messages"], None)
-        answer = await self._runtime.service.turn(caller.complete(asked))
+        requested = self._turn_request(chat, chat["messages"], None)
+        answer = await self._runtime.service.turn(caller.complete(requested))
         tokens = self.config.return_token_id_information and not caller.deferred
         response = completion(answer, self.config.model, tokens=tokens, logprobs=bool(chat.get("logprobs")))
         return NeMoGymChatCompletion.model_validate(response)

@@ -28,7 +28,6 @@ from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import (
     LogProbMode,
     changed_settings,
-    classify_biased_mode,
     classify_mode,
     unsupported_setting,
 )
@@ -115,14 +114,6 @@ async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: An
 )
 def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: float, mode: LogProbMode | None) -> None:
     assert classify_mode(plain, cold, only) is mode
-
-
-@pytest.mark.parametrize(
-    ("log_probs", "mode"),
-    [((0.0, -0.01), SCALED), ((-0.01, -8.0), RAW), ((0.0, -0.07), UNKNOWN)],
-)
-def test_a_mode_is_told_by_two_biased_tokens(log_probs: tuple[float, float], mode: LogProbMode) -> None:
-    assert classify_biased_mode(log_probs, SCALED) is mode
 
 
 TRUNCATIONS = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}

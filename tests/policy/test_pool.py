@@ -457,6 +457,18 @@ def test_short_rollouts_leave_a_cache_that_overflows_for_one_with_room() -> None
     assert (load.pool.backends["b0"].kv_demand, load.pool.backends["b1"].kv_demand) == (420, 260)
 
 
+def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
+    pool = BackendPool()
+    pool.add("a", "http://localhost", "1")
+    pool.request(1, "r1")
+    (backend,) = pool.pause()
+    assert pool.request(2, "r1") == []
+    assert pool.request(3, "r2") == []
+    assert pool.answered(1, 0.0) == []
+    assert not backend.in_flight
+    assert pool.resume(weight_version="2") == [Assign(2, "a", "2"), Assign(3, "a", "2")]
+
+
 def test_turns_wait_as_long_as_anything_of_their_run_is_under_way() -> None:
     pool = BackendPool(limit=1, unreachable_s=600.0)
     pool.add("a", "http://localhost", "7", "x")

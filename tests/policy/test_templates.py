@@ -97,7 +97,7 @@ def test_white_space_that_a_token_swallows_is_not_there_behind_a_sampled_one(kin
     before = chat.template.render([USER], prompt=True)
     after = chat.template.render([USER, SAID, AND], prompt=True).removeprefix(f"{before}a<|end|>")
     prompt, sampled, right = ids_of(tokenizer, before, "a<|end|>", after)
-    got = chat.render_continuation([USER, SAID], [AND], sampled=sampled, finish=Finish.STOP, behind=prompt[-1])
+    got = chat.render_continuation([USER, SAID], [AND], sampled=sampled, finish=Finish.STOP, previous_id=prompt[-1])
     assert got.ids == right
 
 
@@ -377,7 +377,7 @@ def test_no_kind_of_tokenizer_reads_a_spelt_token_as_one(kind: str, name: str) -
     for said in (f"a {name}b{name}", "a b"):
         seen = {"role": "tool", "tool_call_id": "1", "content": said}
         got = chat.render_continuation(
-            [USER, SAID], [seen], sampled=tokenizer.encode("a<|im_end|>"), finish=Finish.STOP, behind=0
+            [USER, SAID], [seen], sampled=tokenizer.encode("a<|im_end|>"), finish=Finish.STOP, previous_id=0
         )
         counts.append(got.ids.count(token))
     assert counts[0] == counts[1]

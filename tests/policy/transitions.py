@@ -211,7 +211,7 @@ def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
     for one in ones:
         prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")
         got = renderer.render_continuation(
-            one.history, one.new, one.tools, sampled=ids, finish=one.finish, behind=prompt[-1]
+            one.history, one.new, one.tools, sampled=ids, finish=one.finish, previous_id=prompt[-1]
         )
         counted.differences += got.corrected
         if one.right is None:

@@ -261,8 +261,8 @@ class HttpEngine(EngineControl):
             status, raw = await post(self._connections.sampling_session, there, self._headers_for(there), [body])
         if status >= 500 and status != 501:
             raise BackendFailed(f"{url} answered {status}: {excerpt(raw)}")
-        said = json_object(raw) if status == 200 else {}
-        if isinstance(ids := said.get("tokens"), list):
+        detail = json_object(raw) if status == 200 else {}
+        if isinstance(ids := detail.get("tokens"), list):
             if self._tokenizer_ids is None:
                 self._tokenizer_ids = ids
             if ids != self._tokenizer_ids:
@@ -270,7 +270,7 @@ class HttpEngine(EngineControl):
                     f"{url} tokenises text differently from this tokenizer: name the tokenizer of the served model",
                     field="tokenizer",
                 )
-        lengths = [said.get("max_model_len")]
+        lengths = [detail.get("max_model_len")]
         if self.takes_tokens and not _is_length(lengths[0]):
             cards = await self.models(url)
             mine = [card for card in cards if card.get("id") == self.model] + cards
@@ -289,7 +289,7 @@ class HttpEngine(EngineControl):
             return False
         return True
 
-    def sampling_limit(self, target: EngineTarget, prompt: int, wanted: int | None) -> int:
+    def sampling_limit(self, target: EngineTarget, prompt: int, requested: int | None) -> int:
         """Return how many tokens may be sampled after a prompt: the requested number, limited by the rest of the
         context.
 
@@ -301,16 +301,16 @@ class HttpEngine(EngineControl):
         """
         if target.context is None:
             self.contexts.pop(target.url, None)  # the engine may report the length by the next turn
-            if wanted is None:
+            if requested is None:
                 raise Misconfigured(
                     f"{target.url} does not report max_model_len in /v1/models, so every row needs this field",
                     field="max_output_tokens",
                 )
-            return wanted
+            return requested
         left = target.context - prompt - self._reserved_tokens
         if left < 1:
             raise ContextFull
-        return left if wanted is None else min(wanted, left)
+        return left if requested is None else min(requested, left)
 
     async def _post(
         self,
@@ -355,20 +355,20 @@ class HttpEngine(EngineControl):
             if not isinstance(answer, dict):
                 raise Misconfigured(f"{url} answered with JSON that is not an object", field="policy_base_url")
             return answer
-        said = excerpt(raw)
-        if status == 400 and CONTEXT_OVERFLOW.search(said):
+        detail = excerpt(raw)
+        if status == 400 and CONTEXT_OVERFLOW.search(detail):
             raise ContextFull
         if status in (400, 413, 415, 422):
-            raise RequestRefused(f"{url} refused the request ({status}): {said}", field="request")
+            raise RequestRefused(f"{url} refused the request ({status}): {detail}", field="request")
         if status in (401, 403):
-            raise Misconfigured(f"{url} refused the key: {said}", field="policy_api_key")
+            raise Misconfigured(f"{url} refused the key: {detail}", field="policy_api_key")
         if status == 404:
-            raise Misconfigured(f"{url} does not serve {self.model!r}: {said}", field="policy_model_name")
+            raise Misconfigured(f"{url} does not serve {self.model!r}: {detail}", field="policy_model_name")
         if status == 500:
-            raise BackendErred(f"{url} answered 500: {said}")
+            raise BackendErred(f"{url} answered 500: {detail}")
         if status < 500 and status not in (408, 409, 425, 429):
-            raise Misconfigured(f"{url} answered {status}: {said}", field="policy_base_url")
-        raise BackendFailed(f"{url} answered {status}: {said}")
+            raise Misconfigured(f"{url} answered {status}: {detail}", field="policy_base_url")
+        raise BackendFailed(f"{url} answered {status}: {detail}")
 
 
 def _is_length(value: object) -> bool:

@@ -208,11 +208,11 @@ class RequestTemplate:
     """The part that requests of a rollout share: everything except the input.
 
     Attributes:
-        asked: the turn without rollout and messages.
+        turn_request: the turn without rollout and messages.
         envelope: the fields of the answer that depend on the request only.
     """
 
-    asked: TurnRequest
+    turn_request: TurnRequest
     envelope: Mapping[str, Any]
 
 
@@ -263,7 +263,7 @@ class TurnRequests:
         if not (after is None or isinstance(after, str)):
             raise CallerError("must be a text", field="previous_response_id")
         template = self._template_of(params, more)
-        answer = await service.turn(caller.complete(template.asked, messages=messages, after=after))
+        answer = await service.turn(caller.complete(template.turn_request, messages=messages, after=after))
         output = self._output(service, caller, answer)
         return orjson.dumps({**template.envelope, **answer_fields(answer, after), "output": output})
 

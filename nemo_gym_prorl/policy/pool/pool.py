@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Assigns turns to backends: events in, decisions out.
+"""Assign turns to backends: events in, decisions out.
 
 The pool places rollouts, not requests. A rollout's prefix is cached where its last turn ran, so the rollout stays
 there unless the backend is dead, removed or overloaded. The pool balances the number of *live* rollouts, which falls
 when rollouts finish, so neither past load nor a late start distorts it:
 
 - :mod:`.backend_choice` decides where a rollout lives and when it leaves;
-- a late joiner counts as if it carried the load at its join until that load has finished, so it gets its share of new
+- a late joiner counts as if it carried the load at its join, until that load has finished; it gets its share of new
   rollouts without a burst of cold prefixes;
 - a backend whose turns take far longer than the others' counts as more loaded by that factor;
 - at most ``limit`` rollouts are live per backend; all others wait in *one* FIFO queue, from which a backend with room

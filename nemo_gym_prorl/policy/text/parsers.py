@@ -320,8 +320,8 @@ def parse(
     """
     if form.split is not None:
         own_thought, said, found = form.split(text)
-        whole = _cut(found.calls, found.closed or not cut) if calls else []
-        return Parsed(own_thought, said, tuple(_with_own_ids(whole, None)))
+        complete = _cut(found.calls, found.closed or not cut) if calls else []
+        return Parsed(own_thought, said, tuple(_with_own_ids(complete, None)))
     schemas = ToolSchemas(tools)
     reasoning, rest = _split_reasoning(text, form, in_reasoning=in_reasoning) if reads_reasoning else (None, text)
     if calls and reasoning is not None and not rest and not cut and not form.unmarked:
@@ -352,8 +352,8 @@ def _ended_by_call(reasoning: str, form: TurnFormat, schemas: ToolSchemas) -> tu
     if opening is None or not opening[0].strip():
         return reasoning, ""
     content, calls = _scan(reasoning[opening.start() :], form, schemas, reads_reasoning=False, cut=True)
-    whole = calls and not content.strip() and not any(call.malformed for call in calls)
-    return (reasoning[: opening.start()], reasoning[opening.start() :]) if whole else (reasoning, "")
+    complete = calls and not content.strip() and not any(call.malformed for call in calls)
+    return (reasoning[: opening.start()], reasoning[opening.start() :]) if complete else (reasoning, "")
 
 
 def _scan(
@@ -386,9 +386,9 @@ def _scan(
     return "".join(content), _cut(calls, closed or not cut)
 
 
-def _cut(calls: list[ToolCall], whole: bool) -> list[ToolCall]:
+def _cut(calls: list[ToolCall], complete: bool) -> list[ToolCall]:
     """Return the calls, the last one marked malformed with unfinished arguments unless ``whole``."""
-    if whole or not calls:
+    if complete or not calls:
         return calls
     *others, last = calls
     if last.malformed is None:
@@ -435,12 +435,12 @@ def as_call(name: object, arguments: object, raw: str, own_id: object = None) ->
     if not isinstance(arguments, dict):
         return ToolCall(name, raw, "its arguments are not a JSON object", own)
     try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        written.encode()
+        encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        encoded.encode()
     except ValueError:
         return ToolCall(name, raw, "its arguments hold a number that is too large, or half a character", own)
     # Textual arguments stay unchanged: an engine that renders history must see its own text.
-    return ToolCall(name, text if text is not None else written, None, own)
+    return ToolCall(name, text if text is not None else encoded, None, own)
 
 
 _QUOTED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)

@@ -387,7 +387,7 @@ def gemma(closing: str) -> Reader:
             while not text.startswith("]", at):
                 one, at = value(text, at, depth - 1)
                 items.append(one)
-                at = behind(text, at, "]")
+                at = after_separator(text, at, "]")
             return items, at + 1
         bare = _BARE.match(text, at)
         if bare is None or not bare[0].strip():
@@ -403,10 +403,10 @@ def gemma(closing: str) -> Reader:
             if key is None:
                 raise (ValueError if at < len(text) else _Unterminated)("an object is not terminated")
             found[key[1].strip()], at = value(text, _skip(text, key.end()), depth)
-            at = behind(text, at, "}")
+            at = after_separator(text, at, "}")
         return found, at + 1
 
-    def behind(text: str, at: int, end: str) -> int:
+    def after_separator(text: str, at: int, end: str) -> int:
         """Return the index after the separator behind a value, or of the bracket that ends the container."""
         at = _skip(text, at)
         if text.startswith(end, at) or text.startswith((",", "\n"), at - 1):

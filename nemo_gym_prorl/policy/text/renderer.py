@@ -261,8 +261,8 @@ class Renderer:
         plain = self._plain(messages)
         escaped = self._escape_observations(plain, answered=False)
         text, places = escaped.reveal(self.template.writer(tools, now, variables)(escaped.messages, True))
-        ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, RenderedPrompt.of(text, plain, self.reasoning_marker), escaped_tokens=neutralised)
+        ids, escaped_tokens = self.tokenizer.encode_observed(text, places)
+        return Continuation(ids, RenderedPrompt.of(text, plain, self.reasoning_marker), escaped_tokens=escaped_tokens)
 
     def render_continuation(
         self,
@@ -272,7 +272,7 @@ class Renderer:
         *,
         sampled: Sequence[int],
         finish: Finish,
-        behind: int | None = None,
+        previous_id: int | None = None,
         before: RenderedPrompt | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -285,7 +285,7 @@ class Renderer:
             tools: the tools as given to :meth:`render_prompt`.
             sampled: the ids of that turn.
             finish: why sampling ended.
-            behind: the last id of the turn's prompt.
+            previous_id: the last id of the turn's prompt.
             before: the prompt of the turn, whose messages start the history; rendered again if ``None``.
             now: the time as given to :meth:`render_prompt`.
             variables: the variables as given to :meth:`render_prompt`.
@@ -294,17 +294,19 @@ class Renderer:
             CallerError: the template refuses the messages.
         """
         known = tuple(before.plain) if before is not None else ()
-        past, coming = (*known, *self._plain(history[len(known) :])), self._plain(new)
-        escaped = self._escape_observations(coming, answered=True)
+        past, following = (*known, *self._plain(history[len(known) :])), self._plain(new)
+        escaped = self._escape_observations(following, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
-        said = SampledTurn(self.tokenizer.decode(sampled, behind), end, finish is Finish.STOP, plain)
+        sampled_turn = SampledTurn(self.tokenizer.decode(sampled, previous_id), end, finish is Finish.STOP, plain)
         write = self.template.writer(tools, now, variables)
-        boundary = find_turn_boundary(write, past, escaped.messages, said, self.tokenizer.special_pattern, before)
-        last = sampled[-1] if sampled else behind
-        ids, neutralised = self.tokenizer.encode_observed(*escaped.reveal(boundary.text), last)
-        written = RenderedPrompt.of(escaped.reveal(boundary.full)[0], past + coming, self.reasoning_marker)
-        return Continuation(ids, written, boundary.rewrites, boundary.corrected, neutralised)
+        boundary = find_turn_boundary(
+            write, past, escaped.messages, sampled_turn, self.tokenizer.special_pattern, before
+        )
+        last = sampled[-1] if sampled else previous_id
+        ids, escaped_tokens = self.tokenizer.encode_observed(*escaped.reveal(boundary.text), last)
+        rendered = RenderedPrompt.of(escaped.reveal(boundary.full)[0], past + following, self.reasoning_marker)
+        return Continuation(ids, rendered, boundary.rewrites, boundary.corrected, escaped_tokens)
 
     def turn_text(
         self,
@@ -312,20 +314,20 @@ class Renderer:
         finish: Finish,
         stop: Sequence[str] = (),
         variables: Mapping[str, Any] | None = None,
-        behind: int | None = None,
+        previous_id: int | None = None,
     ) -> str:
         """Return the text of a sampled turn without its end: a token, a stop string, or the template's own end of
         turn.
 
-        ``behind`` is the last id of the turn's prompt.
+        ``previous_id`` is the last id of the turn's prompt.
         """
-        text = self.tokenizer.decode(sampled, behind)
+        text = self.tokenizer.decode(sampled, previous_id)
         if finish is not Finish.STOP:
             return text
         if sampled and sampled[-1] in self.tokenizer.special:
-            return self.tokenizer.strip_end_token(sampled, text, behind)
+            return self.tokenizer.strip_end_token(sampled, text, previous_id)
         # With min_tokens an engine ignores early stop strings, so only one that the last token completes ends a turn.
-        before = len(self.tokenizer.decode(sampled[:-1], behind))
+        before = len(self.tokenizer.decode(sampled[:-1], previous_id))
         ends = (text.find(one, max(0, before - len(one) + 1)) for one in stop if one)
         cut = min((at for at in ends if at >= 0), default=len(text))
         end = end_of_turn(self.template.writer(variables=variables), self.tokenizer.special_pattern)

@@ -104,14 +104,14 @@ def merge_developer_messages(messages: Sequence[Message]) -> Sequence[Message]:
     """
     if not any(message["role"] == "developer" for message in messages):
         return messages
-    said = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-    answered = next((index for index, message in enumerate(said) if message["role"] == "assistant"), len(said))
-    first = [message for message in said[:answered] if message["role"] == "system"]
+    renamed = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    answered = next((index for index, message in enumerate(renamed) if message["role"] == "assistant"), len(renamed))
+    first = [message for message in renamed[:answered] if message["role"] == "system"]
     if not first:
-        return said
+        return renamed
     text = "\n\n".join(filter(None, (text_of(message.get("content")) for message in first)))
-    others = [message for message in said[:answered] if message["role"] != "system"]
-    return [{"role": "system", "content": text}, *others, *said[answered:]]
+    others = [message for message in renamed[:answered] if message["role"] != "system"]
+    return [{"role": "system", "content": text}, *others, *renamed[answered:]]
 
 
 def as_message(parsed: Parsed) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Tokenizer:
         return list(encoding.ids)
 
     def encode_observed(
-        self, text: str, places: Sequence[tuple[int, int]], behind: int | None = None
+        self, text: str, places: Sequence[tuple[int, int]], previous_id: int | None = None
     ) -> tuple[list[int], int]:
         """Return the ids of a text with the control tokens at ``places`` encoded as ordinary characters, and their
         number.
@@ -61,33 +61,33 @@ class Tokenizer:
         Args:
             text: the text to encode.
             places: character ranges of the control tokens to escape.
-            behind: the id before the text; ``None`` at a beginning.
+            previous_id: the id before the text; ``None`` at a beginning.
         """
-        anchor, head = self._anchor(text, behind)
+        anchor, head = self._anchor(text, previous_id)
         if not places:
             return self.encode(anchor + text)[head:], 0
         encoding = self._fast.encode(anchor + text, add_special_tokens=False)
         ids: list[int] = []
-        neutralised, left = 0, [(start + len(anchor), end + len(anchor)) for start, end in reversed(places)]
+        escaped_tokens, pending = 0, [(start + len(anchor), end + len(anchor)) for start, end in reversed(places)]
         text = anchor + text
         for token_id, (start, end) in zip(encoding.ids[head:], encoding.offsets[head:], strict=True):
-            while left and left[-1][1] <= start:
-                left.pop()
+            while pending and pending[-1][1] <= start:
+                pending.pop()
             escaped = None
-            if left and start <= left[-1][0] < end and token_id in self._added:
+            if pending and start <= pending[-1][0] < end and token_id in self._added:
                 escaped = self._ids_of_text(token_id, text[start:end])
-            neutralised += escaped is not None
+            escaped_tokens += escaped is not None
             ids += [token_id] if escaped is None else escaped
-        return ids, neutralised
+        return ids, escaped_tokens
 
-    def _anchor(self, text: str, behind: int | None) -> tuple[str, int]:
+    def _anchor(self, text: str, previous_id: int | None) -> tuple[str, int]:
         """Return text to put before a continuation so that it is not encoded as a beginning, and the anchor's number
         of ids.
         """
         anchors: Sequence[str] = ()
-        if behind in self._added:
-            anchors = [self._added[behind]]
-        elif behind is not None and self._marks_beginnings:
+        if previous_id in self._added:
+            anchors = [self._added[previous_id]]
+        elif previous_id is not None and self._marks_beginnings:
             anchors = _ANCHORS
         for anchor in anchors:
             head = self.encode(anchor)
@@ -96,21 +96,21 @@ class Tokenizer:
                 return anchor, len(head)
         return "", 0
 
-    def decode(self, ids: Sequence[int], behind: int | None = None) -> str:
+    def decode(self, ids: Sequence[int], previous_id: int | None = None) -> str:
         """Return the text of the ids, special tokens included.
 
         Args:
             ids: the ids to decode.
-            behind: the id before them; ``None`` at a beginning.
+            previous_id: the id before them; ``None`` at a beginning.
         """
-        if behind is None:
+        if previous_id is None:
             return self._text(ids)
-        anchor = [behind] if behind in self._added else self.encode("a")
+        anchor = [previous_id] if previous_id in self._added else self.encode("a")
         head, text = self.decode(anchor), self.decode([*anchor, *ids])
         if not text.startswith(head):
             return self.decode(ids)
         text = text[len(head) :]
-        return text.removeprefix(" ") if self._marks_section(behind) else text
+        return text.removeprefix(" ") if self._marks_section(previous_id) else text
 
     def count_unreadable(self, ids: Sequence[int]) -> int:
         """Return the number of ids without text, such as embedding padding; :meth:`decode` returns U+FFFD for each."""
@@ -129,29 +129,29 @@ class Tokenizer:
                 runs[-1].append(one)
         return "\ufffd".join(self._fast.decode(run, skip_special_tokens=False) for run in runs)
 
-    def _marks_section(self, behind: int) -> bool:
+    def _marks_section(self, previous_id: int) -> bool:
         """Return whether the decoder puts a meaningless space after this token."""
-        if behind not in self._added:
+        if previous_id not in self._added:
             return False
-        if behind not in self._marks_sections:
-            head = self._added[behind]
-            self._marks_sections[behind] = self.decode(self.encode(f"{head}a")) == f"{head} a"
-        return self._marks_sections[behind]
+        if previous_id not in self._marks_sections:
+            head = self._added[previous_id]
+            self._marks_sections[previous_id] = self.decode(self.encode(f"{head}a")) == f"{head} a"
+        return self._marks_sections[previous_id]
 
-    def strip_end_token(self, ids: Sequence[int], text: str, behind: int | None = None) -> str:
+    def strip_end_token(self, ids: Sequence[int], text: str, previous_id: int | None = None) -> str:
         """Return the text of ids without their last id, a special token.
 
         Args:
             ids: the ids with that token.
             text: the decoded text of all ids.
-            behind: as in :meth:`decode`.
+            previous_id: as in :meth:`decode`.
         """
         end = self.special[ids[-1]]
-        if (apart := self._keeps_spacing.get(ids[-1])) is None:
+        if (keeps_spacing := self._keeps_spacing.get(ids[-1])) is None:
             # Some decoders put a space before each token except the first.
             before = self.encode(self.sample_text())
-            apart = self._keeps_spacing[ids[-1]] = self.decode([*before, ids[-1]]) == self.decode(before) + end
-        return text.removesuffix(end) if apart else self.decode(ids[:-1], behind)
+            keeps_spacing = self._keeps_spacing[ids[-1]] = self.decode([*before, ids[-1]]) == self.decode(before) + end
+        return text.removesuffix(end) if keeps_spacing else self.decode(ids[:-1], previous_id)
 
     def sample_text(self) -> str:
         """Return :data:`SAMPLE` after this tokenizer's special tokens, which hardly any other tokenizer encodes as the

@@ -12,9 +12,9 @@ tools, or append a token at the end. The boundary is therefore located in the re
    placeholder word, and the text after its last occurrence follows the turn.
 
 With placeholders, quotes and brackets that close a call are part of that text, although the policy wrote them itself.
-A second rendering without calls identifies them. The *end* of the turn is the text that the template writes after the
-turn both with and without later messages, so a token at the end of a whole conversation does not count. The result is
-compared with the rendering of the real conversation, which wins; the difference is counted.
+A second rendering without calls identifies them. The *end* of the turn is the text after the turn that does not
+depend on later messages, so a token at the end of a whole conversation does not count. The rendering of the real
+conversation overrides the result, and a difference is counted.
 
 Cost: one rendering of the conversation as text in the first case, because the prompt before the turn is recognised by
 its hash (:class:`RenderedPrompt`), and up to six in the second. Only new messages are tokenised.
@@ -129,8 +129,8 @@ def find_turn_boundary(
     """
     full = render([*history, *new], True)
     before = before or RenderedPrompt.of(render(history[:-1], True))
-    kept, start = before.begins(full), before.length
-    if kept and sampled_turn.plain:
+    keeps_prompt, start = before.begins(full), before.length
+    if keeps_prompt and sampled_turn.plain:
         if sampled_turn.text.strip() and full.startswith(sampled_turn.text, start):
             return TurnBoundary(full[start + len(sampled_turn.text) :], full)
         if sampled_turn.body.strip() and full.startswith(sampled_turn.body, start):
@@ -143,8 +143,8 @@ def find_turn_boundary(
                 full,
             )
     tail, ending = _find_by_placeholders(render, history, new, full, sampled_turn, special)
-    rewrites = not kept or _drops_content(full[start:] if kept else full, history[-1])
-    right = tail if not kept else _corrected(tail, full, start, history[-1], sampled_turn, special)
+    rewrites = not keeps_prompt or _drops_content(full[start:] if keeps_prompt else full, history[-1])
+    right = tail if not keeps_prompt else _corrected(tail, full, start, history[-1], sampled_turn, special)
     ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
     before_next = _before_next(render, history, new, full, right)
     return TurnBoundary(
@@ -205,9 +205,9 @@ def _find_by_placeholders(
     return tail, ending
 
 
-def _drops_content(written: str, message: Mapping[str, Any]) -> bool:
+def _drops_content(rendered: str, message: Mapping[str, Any]) -> bool:
     """Return whether the rendering lacks the message's reasoning, or its text besides calls."""
-    content, squeezed = str(message.get("content") or ""), "".join(written.split())
+    content, squeezed = str(message.get("content") or ""), "".join(rendered.split())
     parts = [
         *REASONING_BLOCK.findall(content),
         REASONING_BLOCK.sub("", content),

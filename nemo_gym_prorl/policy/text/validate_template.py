@@ -276,9 +276,9 @@ class _RenderedTurn:
     def _divergence(self) -> int:
         """Return where the rendering starts to differ from the prompt, rounded back to a token or a line."""
         pairs = enumerate(zip(self._prompt, self._full, strict=False))
-        alike = self._full[: next((place for place, (one, other) in pairs if one != other), None)]
-        tokens = [token.end() for token in self._tokenizer.special_pattern.finditer(alike)]
-        return max([0, alike.rfind("\n") + 1, *tokens])
+        common = self._full[: next((place for place, (one, other) in pairs if one != other), None)]
+        tokens = [token.end() for token in self._tokenizer.special_pattern.finditer(common)]
+        return max([0, common.rfind("\n") + 1, *tokens])
 
     def _reads(self, body: str, form: TurnFormat, *, closed: bool) -> bool:
         """Return whether a format reads the turn's calls, closed if ``closed``, without leaving marker text in the
@@ -299,15 +299,15 @@ class _RenderedTurn:
         prompt, turn, whole = map(encode, texts)
         if turn[: len(prompt)] != prompt or whole[: len(turn)] != turn:
             return  # a token spans the boundary, which sampled tokens never do
-        ids, behind = turn[len(prompt) :], prompt[-1]
+        ids, previous_id = turn[len(prompt) :], prompt[-1]
         self._require(bool(ids), f"the tokenizer has no ids for {sampled!r}")
         got = self._renderer.render_continuation(
-            self._history, self._new, self._tools, sampled=ids, finish=finish, behind=behind, now=_NOW
+            self._history, self._new, self._tools, sampled=ids, finish=finish, previous_id=previous_id, now=_NOW
         )
         text = self._tokenizer.decode(got.ids, ids[-1])
         same = got.ids == whole[len(turn) :] or text == or_else
         self._require(same, f"after {sampled!r} the service would append {text!r}, but the template writes {right!r}")
-        text = self._tokenizer.decode(ids, behind)
+        text = self._tokenizer.decode(ids, previous_id)
         same = text.split() == sampled.split()  # the tokenizer may add spaces beside special tokens
         self._require(not returned or same, f"the tokenizer decodes {sampled!r} to {text!r}")
 

@@ -145,7 +145,7 @@ class ConversationIndex:
         message: Message,
         turn: LedgerTurn,
         tools: Tools = (),
-        written: RenderedPrompt | None = None,
+        rendered: RenderedPrompt | None = None,
     ) -> ConversationNode:
         """Add a turn that was sampled after ``before`` and the new messages."""
         visible, own = before.visible if before else _BEGINNING, ConversationFingerprint.of(message)
@@ -153,9 +153,9 @@ class ConversationIndex:
             visible = visible.with_message(one)
         visible = visible.with_assistant(own)
         if before is None:
-            return self._add(turn, (*new, message), visible, own, tools, written)
+            return self._add(turn, (*new, message), visible, own, tools, rendered)
         tools = before.tools if before.tools == tools else tools
-        return self._add(turn, (*before.messages, *new, message), visible, own, tools, written)
+        return self._add(turn, (*before.messages, *new, message), visible, own, tools, rendered)
 
     def find(self, messages: Sequence[Message], tools: Tools = ()) -> ConversationMatch:
         """Return the latest turn that the conversation continues, and the messages after the turn.
@@ -239,9 +239,9 @@ class ConversationIndex:
         visible: ConversationFingerprint,
         own: ConversationFingerprint,
         tools: Tools,
-        written: RenderedPrompt | None = None,
+        rendered: RenderedPrompt | None = None,
     ) -> ConversationNode:
-        node = ConversationNode(turn, messages, visible, tools, tuple(_identity_marks(messages[-1])), written)
+        node = ConversationNode(turn, messages, visible, tools, tuple(_identity_marks(messages[-1])), rendered)
         self._nodes.setdefault(visible.key, []).append(node)
         self._node_of_turn[turn] = node
         self._sampled_lengths[own.key] = len(turn.sampled)
@@ -262,8 +262,8 @@ class ConversationIndex:
             Counter(m for turn in node.turn.path() for m in self._node_of_turn[turn].identity_marks)
             for node in candidates
         ]
-        told = [(own & sent).total() for own in identity_marks]
-        best = [(own == sent, index) for index, own in enumerate(identity_marks) if told[index] == max(told)]
+        shared = [(own & sent).total() for own in identity_marks]
+        best = [(own == sent, index) for index, own in enumerate(identity_marks) if shared[index] == max(shared)]
         chosen = candidates[max(best)[1]]
         tokens = chosen.turn.sequence()
         return chosen, any(candidates[index].turn.sequence() != tokens for _, index in best)
@@ -300,10 +300,13 @@ def _identity_marks(message: Message) -> Iterator[str]:
     """Yield ids of an assistant message's calls and digests of its reasoning."""
     for call in message.get("tool_calls") or ():
         yield f"call {call.get('id')}"
-    for thought in (*REASONING_BLOCK.findall(text_of(message.get("content"))), message.get("reasoning_content") or ""):
-        if not thought:
+    for reasoning in (
+        *REASONING_BLOCK.findall(text_of(message.get("content"))),
+        message.get("reasoning_content") or "",
+    ):
+        if not reasoning:
             continue
-        yield f"thought {digest(b'', _without_whitespace(thought)).hex()}"
+        yield f"thought {digest(b'', _without_whitespace(reasoning)).hex()}"
 
 
 def _sent_token_fields(message: Message) -> tuple[Sequence[int], Sequence[int], Sequence[float]] | None:
@@ -371,9 +374,9 @@ def saved_turns(answers: Mapping[str, ConversationNode], after: str | None) -> I
         CallerError: the turns branch: the agent sampled a turn twice, or edited its past.
     """
     before: ConversationNode | None = None
-    behind = after is None
+    past_start = after is None
     for name, node in answers.items():
-        if behind:
+        if past_start:
             length = len(before.messages) if before else 0
             if before is not None and (node.messages[:length] != before.messages or len(node.messages) == length):
                 raise CallerError(
@@ -392,7 +395,7 @@ def saved_turns(answers: Mapping[str, ConversationNode], after: str | None) -> I
                 "finish": turn.finish,
                 "routed_experts": turn.routed_experts,
             }
-        before, behind = node, behind or name == after
+        before, past_start = node, past_start or name == after
 
 
 def restore_turns(history: ConversationIndex, turns: list[SavedTurn]) -> dict[str, ConversationNode]:

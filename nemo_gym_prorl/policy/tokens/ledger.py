@@ -196,9 +196,11 @@ class TokenLedger:
     def find(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> LedgerTurn | None:
         """Return the latest turn with exactly these tokens."""
         ids = pack_ids(sampled)
-        alike = [turn for turn in self._by_tokens.get((len(prompt_ids), ids_hash(ids)), ()) if turn.sampled == ids]
+        candidates = [
+            turn for turn in self._by_tokens.get((len(prompt_ids), ids_hash(ids)), ()) if turn.sampled == ids
+        ]
         prompt = list(prompt_ids)
-        return next((turn for turn in reversed(alike) if turn.prompt() == prompt), None)
+        return next((turn for turn in reversed(candidates) if turn.prompt() == prompt), None)
 
     def leaves(self) -> Iterator[LedgerTurn]:
         """Return the last turn of every branch."""
