@@ -166,7 +166,7 @@ class Line(RolloutClient):
     @override
     async def _once[M: BaseModel](self, model: type[M], method: str, path: str, body: Any, query: dict[str, Any]) -> M:
         params = urlencode({key: value for key, value in query.items() if value is not None})
-        with self._told():
+        with self._translated_errors():
             sent = b"" if body is None else orjson.dumps(body)
             status, headers, content = await self._machine.request(method, path, params, sent)
             if status >= 400:
@@ -176,6 +176,6 @@ class Line(RolloutClient):
 
     @override
     async def events(self, after: str | None = None) -> AsyncIterator[Transition]:
-        with self._told():
+        with self._translated_errors():
             async for transition in self._machine.events():
                 yield transition

@@ -90,7 +90,7 @@ async def test_an_outcome_before_the_answer_to_its_submission_is_not_missed() ->
 async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "_LATEST_S", 0.2)
+    monkeypatch.setattr(client_module, "_MAX_RETRY_AFTER_S", 0.2)
     settings = PipelineSettings(
         stages=PoolSizes(init=64, ready=64, run=64, eval=64), max_attempts=1, retain_bytes=3000
     )
