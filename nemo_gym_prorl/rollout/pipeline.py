@@ -66,7 +66,6 @@ _WORKING_STATE = {
     Stage.EVAL: JobState.EVALUATING,
 }
 
-
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 """Bounds of the retry delay of a job whose server cannot be probed."""
 _SESSION_GONE = frozenset({FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED})
@@ -79,20 +78,17 @@ class _Control:
     since: float = 0.0
     """Monotonic time at which the job entered its current queue or stage."""
     attempt: Attempt | None = None
-    """Set while a stage works."""
     cancelled: RolloutError | None = None
-    """Error with which the job is to end."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """Context of the submitter, so that spans belong to its trace rather than to that of the job that freed the
     slot."""
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
     timed_out: Failure | None = None
-    """Time-out of the agent, if its progress counts. If scoring then fails, the job ends with this failure: retries
-    would favour quick rollouts."""
+    """Time-out of the agent, if its progress counts. A failed EVAL then ends the job with this failure, without a
+    retry."""
     held_up: dict[Stage, float] = field(default_factory=dict)
-    """Monotonic time at which an unreachable server first stopped the job in a stage; cleared once the stage
-    succeeds with all servers up."""
+    """Monotonic time at which an outage first stopped the job, by stage; cleared by a success without outages."""
 
 
 class Pipeline(RolloutService):
@@ -385,8 +381,7 @@ class Pipeline(RolloutService):
         self._execute(self.scheduler.set_aside(job.id))
 
     async def _hold_up(self, job: Job, stage: Stage, failure: Failure, started: float) -> None:
-        """Requeue a job whose server is down, without counting the attempt: in the queue of a stage on hold, or, if
-        the server cannot be probed, after a delay."""
+        """Requeue a job whose server is down without counting the attempt; delayed if the server cannot be probed."""
         control = self._controls[job.id]
         job.failures.append(failure)
         again = Stage.EVAL if stage is Stage.EVAL else Stage.INIT
@@ -445,9 +440,8 @@ class Pipeline(RolloutService):
     def _await_siblings(
         self, job_id: str, patience_s: float, before: frozenset[str] | None = None, of: _Control | None = None
     ) -> None:
-        """End jobs whose siblings do not come, checked after each EVAL budget. The jobs end if siblings are missing
-        that were never submitted, and no sibling came or went since the last check (``before``). ``of`` guards
-        against another job with the same id."""
+        """End jobs whose siblings are missing: none came or went since the last check (``before``), one EVAL budget
+        ago. ``of`` guards against another job with the same id."""
         control = self._controls.get(job_id)
         if control is None or of not in (None, control):
             return

@@ -230,7 +230,7 @@ class RolloutService(ABC):
         """
         most = self._defaults.max_queued
         if not self._may_queue(client, most - len(self._arriving) - jobs + 1):
-            reason = f"the queue is full: {most} rollouts may wait, and {jobs} more are too many; try again later"
+            reason = f"the queue is full (max_queued {most}, {jobs} more requested); try again later"
             raise QueueFull(reason)
         self.store.refuse_if_full(client)
 

@@ -17,7 +17,7 @@ from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.fleet import dispatcher, forwarder
 from nemo_gym_prorl.fleet import gateway as gateway_module
 from nemo_gym_prorl.fleet.nodes import NodeJoined
-from nemo_gym_prorl.rollout.api import schemas
+from nemo_gym_prorl.rollout import status
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView, TurnView
 from nemo_gym_prorl.rollout.job import JobState
@@ -157,7 +157,7 @@ async def test_submit_names_what_is_no_use_and_goes_on_with_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", *[lasting(0.01)] * 10)
-    monkeypatch.setattr(schemas, "VERSION", "0.1.0")
+    monkeypatch.setattr(status, "VERSION", "0.1.0")
     async with service() as good, service() as old, serve(refusing(404)) as other:
         older = old.pipeline.status().model_copy(update={"version": "0.0.9"})
         monkeypatch.setattr(old.pipeline, "status", lambda: older)

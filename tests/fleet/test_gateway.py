@@ -268,7 +268,7 @@ async def test_a_front_has_bounds() -> None:
     async with fleet(2, settings=ServiceSettings(max_queued=2)) as there:
         for i in range(10):  # two windows of 4, and 2
             await there.client.submit_once(HELD, id=f"r{i}")
-        with pytest.raises(ApiError, match="429: 2 rollouts are waiting"):
+        with pytest.raises(ApiError, match="429: the queue is full"):
             await there.client.submit_once(HELD, id="r10")
         again = await there.client.submit_once(HELD, id="r0")
         assert again.id == "r0"
