@@ -37,7 +37,7 @@ _GRADER = (
     f"{_INSIDE}.zygote",
     f"{_INSIDE}.checkers",
 )
-"""What runs in the sandbox, as :func:`.program` takes it."""
+"""What runs in the sandbox, as :func:`.compile_filter` takes it."""
 
 CLOCK_FACTOR = 10
 """All tests may take so much longer by the clock: waiting for a processor is no fault of a candidate's."""
