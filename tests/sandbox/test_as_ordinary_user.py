@@ -58,7 +58,6 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         "images_build": (
             "a_template_becomes_an_image_that_starts_by_its_name",
             "a_sif_of_a_sif",
-            "an_image_on_one_of_a_registry",
             "packages_of_the_machines_distribution_are_a_base",
             "a_failed_build_says_why_and_leaves_nothing",
         ),
@@ -105,8 +104,8 @@ SAME_FOR_A_USER = (
     # Images are looked at before there is anything of a user's.
     "refused_by_name",
     # Accounts are read by the server, or looked for inside.
-    "test_an_unknown_user_is_a_result",
-    "test_a_line_that_is_no_account_is_nobodys",
+    "test_an_unknown_user_is_an_error_of_the_call",
+    "test_an_invalid_line_of_accounts_names_no_user",
     # A limit is kept by the same lines whoever made the sandbox; and that there may be none says nothing of the user.
     "test_memory_is_bounded[direct-0",
     "test_disk_use_is_bounded[direct-0",
@@ -115,8 +114,9 @@ SAME_FOR_A_USER = (
     # Of hostile images with a device, a link of each kind.
     "of_a_mounted_sif_lead_to_nothing_of_the_host[etc/passwd",
     "of_a_mounted_sif_lead_to_nothing_of_the_host[tmp",
-    "of_a_mounted_sif_hides_what_is_set[sys",
-    "of_a_mounted_sif_hides_what_is_set[dev",
+    "no_link_hides_what_is_set[sys-/proc/sys/kernel-sif",
+    "no_link_hides_what_is_set[sys-/proc/sys-sif",
+    "no_link_hides_what_is_set[dev-/proc/sys/kernel-sif",
     # What the server counts, cuts and keeps; what it asks the runtime once.
     "test_the_runtime_is_asked_once_until_the_image_changes",
     "test_what_the_runtime_says_of_a_broken_image_is_told",

@@ -5,19 +5,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.sandbox.supervisor import creation, state_dir
+from tests.sandbox.requests import request_for
 from tests.sandbox.without import Off, Without
 
 
@@ -198,3 +202,37 @@ async def test_an_idle_sandbox_is_one_small_process(image: Path, runtime: Runtim
         assert state_dir.helpers_of(folder.parent) == []
         used = (await asyncio.to_thread(Path(f"/proc/{space.init}/statm").read_text)).split()[1]
         assert int(used) * os.sysconf("SC_PAGE_SIZE") < 256 << 10
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox uses the descriptors of its prepared image some time after it asked for the image."""
+    monkeypatch.setattr(creation, "MOST_PREPARED", 2)
+    made = {"owner": [0, 0], "one_user": "", "ranges": []}
+    children = Mock()
+    held: list[PreparedImage] = []
+    children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))
+    kept = creation.PreparedImages(tmp_path, children, Mock(), lambda: held)
+
+    async def ask(image: str) -> PreparedImage:
+        return await kept.get(request_for(Path(image)))
+
+    gc.collect()  # files of other tests' objects would be closed meanwhile
+    before = open_files()
+    held.append(await ask("held"))
+    for number in range(4):
+        await ask(f"other {number}")
+    assert open_files() - before == 2 * (1 + 2)
+    assert await ask("held") is held[0]
+    held.clear()
+    await ask("last")
+    await ask("very last")
+    assert open_files() - before == 4
+    for prepared in (await ask("last"), await ask("very last")):
+        os.close(prepared.image)
+        os.close(prepared.parent_namespace)

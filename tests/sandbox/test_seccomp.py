@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,17 +20,94 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nemo_gym_prorl import syscall_filter
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.syscall_filter import ALLOW, KILL, REFUSE, UNKNOWN, ArgumentRule, FilterAction
 
 
 TABLE = seccomp.TABLES[os.uname().machine]
 X32 = 0x40000000
+
+
+Call = tuple[int, int, tuple[int, ...]]
+"""Architecture, number, arguments."""
+
+
+def judge(program: bytes, call: Call) -> int:
+    """Interpret a filter program as the kernel does; returns its action."""
+    architecture, number, arguments = call
+    shown = struct.pack("=iIQ6Q", number - (1 << 32) * (number >> 31), architecture, 0, *arguments)
+    code = list(struct.iter_unpack("=HBBI", program))
+    assert len(code) <= 4096, "the kernel takes no more"
+    at, held = 0, 0
+    while True:
+        operation, if_true, if_false, operand = code[at]
+        at += 1
+        match operation:
+            case 0x20:
+                held = struct.unpack_from("=I", shown, operand)[0]
+            case 0x54:
+                held &= operand
+            case 0x05:
+                at += operand
+            case 0x15:
+                at += if_true if held == operand else if_false
+            case 0x35:
+                at += if_true if held >= operand else if_false
+            case 0x06:
+                return int(operand)
+            case _:
+                raise AssertionError(f"no such instruction: {operation:#x}")
+
+
+def read(actions: Mapping[int, FilterAction], last: int, call: Call) -> int:
+    """Return the action by the table."""
+    _architecture, number, arguments = call
+    if number > last:
+        return UNKNOWN
+    action = actions.get(number, ALLOW)
+    while isinstance(action, ArgumentRule):
+        seen = arguments[action.index] & 0xFFFFFFFF & action.mask
+        action = action.then if seen in action.values else action.otherwise
+    return action
+
+
+WORDS = st.integers(0, 0xFFFFFFFF)
+SIMPLE = st.sampled_from([ALLOW, REFUSE, UNKNOWN, KILL])
+CONDITIONS = st.builds(ArgumentRule, st.integers(0, 5), st.frozensets(WORDS, max_size=40), SIMPLE, SIMPLE, WORDS)
+ARGUMENTS = st.tuples(*[st.integers(0, 2**64 - 1)] * 6)
+
+
+@settings(max_examples=30)
+@given(
+    st.dictionaries(st.integers(0, 300), SIMPLE | CONDITIONS, max_size=300),
+    st.integers(0, 300),
+    st.lists(st.tuples(st.just(7), st.integers(0, 310) | WORDS, ARGUMENTS), min_size=1),
+    st.data(),
+)
+def test_a_filter_program_decides_by_its_table(
+    actions: dict[int, FilterAction], last: int, calls: list[Call], data: st.DataObject
+) -> None:
+    program = syscall_filter.compile_filter(7, actions, last)
+    conditions = [number for number, action in actions.items() if isinstance(action, ArgumentRule) and action.values]
+    if conditions:
+        # Add a call that meets a condition, since random ones rarely do.
+        number = data.draw(st.sampled_from(conditions))
+        condition = actions[number]
+        assert isinstance(condition, ArgumentRule)
+        value = data.draw(st.sampled_from(sorted(condition.values))) | data.draw(WORDS) << 32
+        calls.append((7, number, tuple(value if place == condition.index else 0 for place in range(6))))
+    for call in calls:
+        assert judge(program, call) == read(actions, last, call)
+        assert judge(program, (8, *call[1:])) == KILL, "another architecture"
 
 
 @pytest.mark.parametrize("machine", seccomp.TABLES)

@@ -85,7 +85,7 @@ def without_bash(image: Path, runtime: Runtime, tmp_path: Path) -> Path:
 async def test_unusable_image_is_the_rows_fault(base_url: str, without_bash: Path) -> None:
     for image, complaint in {
         7: "must name the row's image",
-        "no-such-image": "no image named",
+        "no-such-image": "no image is named",
         "docker://Not An Image": "is not the address of an image",
         "/nowhere/no.sif": "/nowhere/no.sif",
         str(without_bash): "lacks bash",
