@@ -290,7 +290,7 @@ async def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_d
     (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 5\noom {ooms}\noom_kill 1\noom_group_kill 0\n")
     told: list[str] = []
     client: Any = SimpleNamespace(post=lambda message: told.append(message["reason"]))
-    box = sandbox.Sandbox("b-1", tmp_path, request_for(memory_mib=9), [client], [], stage=sandbox.Stage.UP)
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(memory_mib=9), [client], [], stage=sandbox.SandboxStage.UP)
     box.group = MemoryGroup(tmp_path, frozenset({"memory"}))
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
     boxes._loop = asyncio.get_running_loop()
