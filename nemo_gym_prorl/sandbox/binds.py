@@ -38,7 +38,7 @@ _RUNTIME_SYNTAX = re.compile(r'[,"\\\n]')
 """Characters with a meaning in the runtime's bind option."""
 
 
-def checked(binds: Sequence[str], state: Path, image: Path) -> list[str]:
+def check_binds(binds: Sequence[str], state: Path, image: Path) -> list[str]:
     """Return the binds with links in their host paths resolved, so that a later change of a link has no effect.
 
     Args:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.fields import Bounds, Program, SandboxPath, checked
+from nemo_gym_prorl.sandbox.fields import CommandBounds, ProgramArguments, SandboxPath, checked
 from nemo_gym_prorl.sandbox.images.rootfs import UNPACK_COMMAND
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import rlimits
@@ -39,7 +39,7 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
     shell_command,
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, create_request
-from nemo_gym_prorl.sandbox.supervisor.client import Process, SupervisorConnection
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess, SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.protocol import (
     CheckRequest,
@@ -252,9 +252,9 @@ class Container:
         user: str | int | None = None,
     ) -> Completed:
         """Run a program with arguments, as :meth:`run`. ``files`` become its open files 3, 4, ..."""
-        Bounds(timeout_s=timeout_s, output_limit=output_limit)
+        CommandBounds(timeout_s=timeout_s, output_limit=output_limit)
 
-        async def spawn(streams: Sequence[int]) -> Process:
+        async def spawn(streams: Sequence[int]) -> SandboxProcess:
             null, *outputs = streams
             return await self.spawn(argv, [null, *map(self.give, outputs), *files], cwd=cwd, env=env, user=user)
 
@@ -277,7 +277,7 @@ class Container:
         terminal: tuple[int, int] | None = None,
         echo: bool = False,
         user: str | int | None = None,
-    ) -> Process:
+    ) -> SandboxProcess:
         """Start a program in a session of its own.
 
         Args:
@@ -292,7 +292,7 @@ class Container:
         Raises:
             CallerError: the program, folder or user does not exist.
         """
-        program = Program(argv=argv, cwd=cwd, env=env or {}, user=user)
+        program = ProgramArguments(argv=argv, cwd=cwd, env=env or {}, user=user)
         request = SpawnRequest(
             sandbox=self.name,
             spawn=self._supervisor.new_name(),
@@ -322,18 +322,18 @@ class Container:
             os.fchmod(descriptor, 0o666)
         return descriptor
 
-    async def signal(self, process: Process, number: int) -> None:
+    async def signal(self, process: SandboxProcess, number: int) -> None:
         """Send a signal to the process group of a spawned process; a no-op if the process has ended."""
         if not process.ended.done():
             # A process ends with its supervisor; ``process.ended`` reports that.
             with contextlib.suppress(SandboxLost):
                 await self._supervisor.ask(SignalRequest(process.name, int(number)))
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: SandboxProcess) -> None:
         """Kill a spawned process and its group, at any stage of its start, without waiting."""
         self._supervisor.kill(process.name)
 
-    async def end(self, process: Process) -> None:
+    async def end(self, process: SandboxProcess) -> None:
         """Kill a spawned process and its group, and wait for its end, at most ``DEATH_S``.
 
         The wait is bounded because a tracer inside delays the report of the end.

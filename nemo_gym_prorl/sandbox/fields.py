@@ -132,7 +132,7 @@ class Checked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program(Checked):
+class ProgramArguments(Checked):
     """Validated arguments of a program's start."""
 
     argv: Argv
@@ -142,7 +142,7 @@ class Program(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds(Checked):
+class CommandBounds(Checked):
     """Validated bounds of a command: seconds, and bytes kept of each output stream."""
 
     timeout_s: Annotated[Number, Field(ge=0, le=MAX_SECONDS)] | None

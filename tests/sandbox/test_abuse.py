@@ -238,7 +238,9 @@ async def test_no_signal_reaches_a_process_of_the_host(
             await bystander.wait()
 
 
-ANY_BIND = Off("from nemo_gym_prorl.sandbox.supervisor import lifecycle; lifecycle.checked = lambda binds, *_: binds")
+ANY_BIND = Off(
+    "from nemo_gym_prorl.sandbox.supervisor import lifecycle; lifecycle.check_binds = lambda binds, *_: binds"
+)
 
 
 @WITH_AND_WITHOUT

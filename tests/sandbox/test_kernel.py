@@ -252,16 +252,6 @@ async def test_a_kernel_that_is_closed_meanwhile_gives_what_there_was(kernel: Ke
     await kernel.restart()
 
 
-async def test_a_kernel_that_a_cell_has_left_is_over(kernel: Kernel) -> None:
-    cell = await kernel.run("print('before'); exit()")
-    assert (cell.output, cell.error, cell.died) == ("before\n", None, True)
-    assert kernel._process
-    await asyncio.wait_for(asyncio.shield(kernel._process.ended), 20)
-    with pytest.raises(SandboxBroken, match="restart"):
-        await kernel.run("1")
-    await kernel.restart()
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def kernel_by_way(kernel_image: Path, runtime: Runtime, way: str) -> AsyncIterator[Kernel]:
     async with (
@@ -328,8 +318,3 @@ async def test_text_results_and_tracebacks_are_bounded(kernel: Kernel) -> None:
     failed = await kernel.run("raise ValueError('x' * 1_000_000)", output_limit=1000)
     assert len(failed.error or "") < 1100
     assert failed.omitted > 900_000
-
-
-async def test_cells_take_turns(kernel: Kernel) -> None:
-    cells = await asyncio.gather(*(kernel.run(f"import time; time.sleep(0.05); print({n})") for n in range(4)))
-    assert [cell.output for cell in cells] == ["0\n", "1\n", "2\n", "3\n"]

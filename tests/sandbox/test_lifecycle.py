@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import time
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -33,9 +35,10 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import client, state_dir
+from nemo_gym_prorl.sandbox.supervisor import client, creation, lifecycle, sandbox, state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost, Start
+from tests.sandbox.requests import request_for
 
 
 SERVER = Path(__file__).with_name("server.py")
@@ -361,6 +364,49 @@ def test_no_order_of_faults_leaves_anything_or_hangs(image: Path, runtime: Runti
 
 
 # Faults at one moment that random faults rarely hit
+
+
+async def test_an_end_that_is_asked_for_as_the_turn_comes_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the sandbox would come up, and its end would wait for the first process for ever."""
+    client: Any = Mock()
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [client], [])
+    boxes = lifecycle.Sandboxes(tmp_path, Mock(fork=Mock(side_effect=OSError)), None, AsyncMock())
+    boxes._all[box.name], boxes._creation = box, AsyncMock()
+    monkeypatch.setattr(boxes, "_admit", lambda *_request: box)
+    others = [boxes._starts.slot(str(number)) for number in range(2 * creation.MAX_CONCURRENT_STARTS)]
+    for other in others:
+        await other.__aenter__()
+    creating = asyncio.create_task(boxes.create(client, request_for(), []))
+    await asyncio.sleep(0.01)
+    await others[0].__aexit__(None, None, None)
+    closing = asyncio.create_task(boxes.destroy(box.name))
+    boxes._close(box)
+    with pytest.raises(sandbox.NoSandbox):
+        await creating
+    await closing
+    boxes._creation.create.assert_not_called()
+
+
+@pytest.mark.parametrize("fails", ["looking", "telling"])
+async def test_an_end_goes_on_whatever_fails_at_its_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [], [], stage=sandbox.SandboxStage.UP)
+    box.created.set()
+    box.pid_namespace = Mock(init=1, alive=False)
+    boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
+    boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
+    boxes._watchdog, boxes._launcher = Mock(), AsyncMock()
+    failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    if fails == "looking":
+        monkeypatch.setattr(lifecycle, "find_pid_namespace", failing)
+    else:
+        boxes._watchdog.post = failing
+    boxes._close(box)
+    failing.assert_called_once()
+    assert not boxes._all
 
 
 async def nothing_left(container: Container, program: str, files: int) -> None:

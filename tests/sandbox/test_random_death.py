@@ -137,7 +137,7 @@ def spaces(state: Path) -> list[state_dir.PidNamespace]:
 def service(image: Path, kernel_image: Path, state: Path) -> Iterator[Service]:
     own = state / "deaths"
     own.mkdir()
-    # As :func:`lease.state_root` would, if this process had sandboxes.
+    # As :func:`.state_dir.state_root` would, if this process had sandboxes.
     state.chmod(0o711)
     live = Service((image, kernel_image), own)
     live.start()

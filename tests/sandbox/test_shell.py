@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell, ShellBusy
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
@@ -373,3 +376,18 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
             assert fresh.output.startswith("fresh\n"), (command, fresh)
 
     await asyncio.gather(*(attack(command) for command in HOSTILE))
+
+
+@pytest.mark.skipif(bool(no_several_users()), reason="this user has no range of ids")
+async def test_a_shell_changes_its_user_and_comes_back(image: Path, runtime: Runtime) -> None:
+    async with (
+        await Container.start(ContainerSpec(image=image, users=True), runtime) as machine,
+        await Shell.start(machine) as shell,
+    ):
+        made = await shell.run("useradd -m -s /bin/bash alice && echo alice:word | chpasswd")
+        assert made.exit_code == 0, made
+        assert (await shell.run("su - alice", silence_s=0.5)).waiting
+        await shell.send("whoami; touch own; exit 3\n")
+        back = await shell.wait()
+        assert (back.exit_code, "alice" in back.output) == (3, True), back
+        assert (await shell.run("whoami; stat -c %U ~alice/own")).output == "root\nalice\n"

@@ -21,7 +21,7 @@ import pytest_asyncio
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.binds import checked
+from nemo_gym_prorl.sandbox.binds import check_binds
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.rootfs import fuse_error
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
@@ -338,9 +338,9 @@ def test_links_of_an_image_are_followed_inside_of_it(tmp_path: Path, host: Path)
         (image / name).symlink_to(target)
     for bind, reason in {"/p/x": "/proc is", "/r": "hide the image", "/conf": "made for", "/l1": "nowhere"}.items():
         with pytest.raises(CallerError, match=reason):
-            checked([f"{host}/folder:{bind}"], tmp_path / "state", image)
+            check_binds([f"{host}/folder:{bind}"], tmp_path / "state", image)
     for fine in ("/out/x", "/l3", "/usr"):
-        assert checked([f"{host}/folder:{fine}"], tmp_path / "state", image)
+        assert check_binds([f"{host}/folder:{fine}"], tmp_path / "state", image)
 
 
 # The table of options in the documentation

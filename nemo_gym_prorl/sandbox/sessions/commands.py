@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_gym_prorl.sandbox.fields import Command, checked
-from nemo_gym_prorl.sandbox.supervisor.client import Process
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 
 
 class HeadTail:
@@ -127,8 +127,8 @@ def shell_command(command: str) -> Iterator[tuple[list[str], list[int]]]:
 
 
 async def complete(
-    spawn: Callable[[Sequence[int]], Awaitable[Process]],
-    kill: Callable[[Process], None],
+    spawn: Callable[[Sequence[int]], Awaitable[SandboxProcess]],
+    kill: Callable[[SandboxProcess], None],
     timeout_s: float | None,
     output_limit: int,
 ) -> Completed:
@@ -147,7 +147,7 @@ async def complete(
     streams = [_Stream(output_limit), _Stream(output_limit)]
     passed = [null, *(stream.writer for stream in streams)]
     code, timed_out = -signal.SIGKILL, False
-    process: Process | None = None
+    process: SandboxProcess | None = None
     try:
         try:
             async with asyncio.timeout(timeout_s):

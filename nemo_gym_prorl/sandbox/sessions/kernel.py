@@ -23,7 +23,7 @@ from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
 from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
-from nemo_gym_prorl.sandbox.supervisor.client import Process
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
 from nemo_gym_prorl.session_results import CellResult
 
@@ -51,7 +51,7 @@ class Kernel:
     def __init__(self, container: Container) -> None:
         self._container = container
         self._lock = asyncio.Lock()
-        self._process: Process | None = None
+        self._process: SandboxProcess | None = None
         self._pipes: KernelPipes | None = None
         self._broken = ""
         self._killed = False
@@ -157,7 +157,7 @@ class Kernel:
     async def __aexit__(self, *_exception: object) -> None:
         await self.close()
 
-    async def _ends_within(self, over: asyncio.Future[CellOutput], process: Process, timeout_s: float) -> bool:
+    async def _ends_within(self, over: asyncio.Future[CellOutput], process: SandboxProcess, timeout_s: float) -> bool:
         """Wait for the end of a cell or its kernel, interrupt and then kill; return whether a signal was needed."""
         ends: list[asyncio.Future[Any]] = [over, process.ended]
         for number, limit in ((signal.SIGINT, timeout_s), (signal.SIGKILL, INTERRUPT_GRACE_S)):
@@ -169,7 +169,7 @@ class Kernel:
         await asyncio.wait(ends, timeout=DEATH_S, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _raise_cause(self, error: Exception, process: Process | None, output: str) -> None:
+    async def _raise_cause(self, error: Exception, process: SandboxProcess | None, output: str) -> None:
         """Raise the cause of a failed start, unless the image is the cause."""
         if self._broken:
             raise KernelBroken(self._broken) from error

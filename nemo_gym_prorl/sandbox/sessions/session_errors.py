@@ -14,11 +14,11 @@ import signal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.supervisor.client import Process
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
 
-async def blame_agent(container: Container, program: str, process: Process | None, trouble: str) -> None:
+async def blame_agent(container: Container, program: str, process: SandboxProcess | None, trouble: str) -> None:
     """Raise if the agent is the cause of a session's program not starting.
 
     Args:
@@ -36,7 +36,9 @@ async def blame_agent(container: Container, program: str, process: Process | Non
         raise SandboxBroken(f"{program} does not start in the sandbox any more: {trouble}; start a new sandbox")
 
 
-def session_end_error(container: Container, session: str, process: Process | None, *, ours: bool) -> RolloutError:
+def session_end_error(
+    container: Container, session: str, process: SandboxProcess | None, *, ours: bool
+) -> RolloutError:
     """Return the error for a request to a session that has ended.
 
     Args:

@@ -32,7 +32,7 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     TerminalOutput,
 )
 from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
-from nemo_gym_prorl.sandbox.supervisor.client import Process
+from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 from nemo_gym_prorl.session_results import ShellResult
@@ -81,7 +81,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self._terminal: ContainerTerminal | None = None
         self._channel: BashChannel | None = None
-        self._bash: Process | None = None
+        self._bash: SandboxProcess | None = None
         self._killed = False
         self._output = TerminalOutput(OUTPUT_LIMIT)
         self._code: int | None = None
@@ -144,7 +144,7 @@ class Shell:
             )
         self._container.sessions_started.add("bash")
 
-    async def _prepare(self, bash: Process, channel: BashChannel) -> str:
+    async def _prepare(self, bash: SandboxProcess, channel: BashChannel) -> str:
         """Prepare a new bash for commands; return what is wrong, or an empty text."""
         assert bash.terminal is not None
         self._terminal = ContainerTerminal(bash.pid, bash.terminal)

@@ -61,7 +61,7 @@ CLEANUP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class SandboxProcess:
     """A process that was started inside a sandbox.
 
     Attributes:
@@ -182,7 +182,7 @@ class SupervisorConnection:
         self._number += 1
         return f"{self._name}-{self._number}"
 
-    async def spawn(self, request: SpawnRequest, files: Sequence[int]) -> Process:
+    async def spawn(self, request: SpawnRequest, files: Sequence[int]) -> SandboxProcess:
         """Start a process, as :meth:`ask`. If the call is cancelled, the process does not run."""
         name = request.spawn
         ended = self._exits[name] = self._loop.create_future()
@@ -194,7 +194,7 @@ class SupervisorConnection:
             if isinstance(error, asyncio.CancelledError):
                 self.kill(name)
             raise
-        return Process(name, reply["pid"], ended, received[0] if received else None)
+        return SandboxProcess(name, reply["pid"], ended, received[0] if received else None)
 
     def kill(self, name: str) -> None:
         """Kill a process and its group, also while the process is still starting."""

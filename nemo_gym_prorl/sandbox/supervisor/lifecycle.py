@@ -29,7 +29,7 @@ from pathlib import Path
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
-from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
+from nemo_gym_prorl.sandbox.binds import check_binds, check_image_folder
 from nemo_gym_prorl.sandbox.isolation.mounts import MAX_TERMINALS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
@@ -40,7 +40,7 @@ from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, find_pid_namespace
 from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Refused, StartReply, error_text, failure
-from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
+from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, SandboxStage, step_down
 
 
 TICK_S = 0.5
@@ -95,7 +95,7 @@ class Sandboxes:
             NoSandbox: the sandbox does not exist or is not up.
         """
         sandbox = self._all.get(name)
-        if sandbox is None or sandbox.stage is not Stage.UP:
+        if sandbox is None or sandbox.stage is not SandboxStage.UP:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
@@ -145,11 +145,11 @@ class Sandboxes:
             async with sandbox.start_timeout, self._starts.slot(request.image):
                 sandbox.step_seconds["turn"] = self._loop.time() - begun
                 # The end may have been requested in the same iteration of the loop that granted the slot.
-                if sandbox.stage is Stage.WAITING:
+                if sandbox.stage is SandboxStage.WAITING:
                     sandbox.start_timeout.reschedule(self._loop.time() + timeout_s)
-                    sandbox.stage = Stage.CREATING
+                    sandbox.stage = SandboxStage.CREATING
                     await self._creation.create(sandbox)
-                if sandbox.stage is Stage.CREATING:
+                if sandbox.stage is SandboxStage.CREATING:
                     return vars(self._mark_up(sandbox)), []
             trouble: Refused = NoSandbox(f"sandbox {sandbox.name} has ended")
         except Refused as error:
@@ -180,7 +180,7 @@ class Sandboxes:
         folder = self._folder / request.sandbox
         try:
             check_image_folder(request.image, self._folder.parent)
-            request = replace(request, binds=checked(request.binds, self._folder.parent, Path(request.image)))
+            request = replace(request, binds=check_binds(request.binds, self._folder.parent, Path(request.image)))
         except CallerError as error:
             raise Refused({"error": error.complaint, "field": error.field}) from error
         sandbox = Sandbox(request.sandbox, folder, request, [client], files.copy())
@@ -189,7 +189,7 @@ class Sandboxes:
         return sandbox
 
     def _mark_up(self, sandbox: Sandbox) -> StartReply:
-        sandbox.stage = Stage.UP
+        sandbox.stage = SandboxStage.UP
         sandbox.machine_kills = usage.oom_kills()
         if ttl_s := sandbox.request.ttl_s:
             sandbox.expiry = self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
@@ -207,7 +207,7 @@ class Sandboxes:
 
     def _watch_entries(self) -> list[Message]:
         """Messages that make a new watchdog watch all sandboxes that are up."""
-        up = (box for box in self._all.values() if box.stage is Stage.UP)
+        up = (box for box in self._all.values() if box.stage is SandboxStage.UP)
         entries = (watchdog_process.watch_entry(box, in_memory=self._in_memory) for box in up)
         return [{"watch": entry} for entry in entries if entry]
 
@@ -219,13 +219,13 @@ class Sandboxes:
 
     def _report_active(self) -> None:
         active, self._active = self._active, {}
-        if any(box.stage is Stage.UP for name in active if (box := self._all.get(name))):
+        if any(box.stage is SandboxStage.UP for name in active if (box := self._all.get(name))):
             self._watchdog.post({"active": active})
 
     def _on_violation(self, message: Message) -> None:
         """Handle the watchdog's report of a sandbox over one of its limits."""
         sandbox = self._all.get(message["sandbox"])
-        if sandbox and sandbox.stage is Stage.UP:
+        if sandbox and sandbox.stage is SandboxStage.UP:
             if message["ended"]:
                 self.end_early(sandbox, message["reason"], message["resource"])
             elif message["resource"] != "memory":
@@ -260,7 +260,7 @@ class Sandboxes:
     def process_ended(self, name: str, code: int) -> None:
         """Report a limit that ended a program to the clients, before the program's exit is reported."""
         sandbox = self._all.get(name)
-        if sandbox is None or sandbox.stage is not Stage.UP:
+        if sandbox is None or sandbox.stage is not SandboxStage.UP:
             return
         if code == -signal.SIGKILL:
             self._check_oom_kills(sandbox)
@@ -289,7 +289,7 @@ class Sandboxes:
         """End a sandbox that is up when the supervisor's child for it exits."""
         assert sandbox.starter
         code = await sandbox.starter.wait()
-        if sandbox.stage is Stage.UP:
+        if sandbox.stage is SandboxStage.UP:
             self._check_oom_kills(sandbox)
             if (
                 code in KILL_STATUSES
@@ -317,7 +317,7 @@ class Sandboxes:
             resource: name of that limit.
             inside: whether processes of the sandbox ended it.
         """
-        if sandbox.stage is not Stage.UP:
+        if sandbox.stage is not SandboxStage.UP:
             return
         if reason:
             sandbox.send_event("limit", reason, resource)
@@ -326,9 +326,9 @@ class Sandboxes:
 
     def _close(self, sandbox: Sandbox) -> None:
         """Start closing a sandbox, unless it is closing or gone."""
-        if sandbox.stage in (Stage.CLOSING, Stage.GONE):
+        if sandbox.stage in (SandboxStage.CLOSING, SandboxStage.GONE):
             return
-        sandbox.stage = Stage.CLOSING
+        sandbox.stage = SandboxStage.CLOSING
         if sandbox.expiry:
             # The timer would keep a reference to the sandbox until it fires.
             sandbox.expiry.cancel()
@@ -371,7 +371,7 @@ class Sandboxes:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await sandbox.changed.wait()
-        sandbox.stage = Stage.GONE
+        sandbox.stage = SandboxStage.GONE
         close_all(sandbox.held_files)
         del self._all[sandbox.name]
         if sandbox.pid_namespace:

@@ -33,7 +33,7 @@ STUCK_S = 5.0
 supervisor keeps retrying."""
 
 
-class Stage(StrEnum):
+class SandboxStage(StrEnum):
     """See :mod:`.lifecycle`."""
 
     WAITING = "waiting"
@@ -125,7 +125,7 @@ class Sandbox:
     request: CreateRequest
     clients: list[Client]
     held_files: list[int]
-    stage: Stage = Stage.WAITING
+    stage: SandboxStage = SandboxStage.WAITING
     start_timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     created: asyncio.Event = field(default_factory=asyncio.Event)
     step_seconds: dict[str, float] = field(default_factory=dict)
