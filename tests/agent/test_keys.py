@@ -261,11 +261,3 @@ async def test_a_door_that_cannot_be_is_refused(
         async with deployment(**settings(certificate, **others)):
             pass
     assert refused.value.field == field
-
-
-async def test_a_file_of_authorities_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in (__file__, "/none.pem"):
-        monkeypatch.setenv("PRORL_CA", file)
-        with pytest.raises(CallerError, match="PRORL_CA"):
-            async with RolloutClient("https://127.0.0.1:1"):
-                pass

@@ -115,10 +115,9 @@ async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_pa
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        ("{path}:7", "rollouts.jsonl:7: there is no rollout in this line; the file has 1"),
-        ("{folder}/none.jsonl", "none.jsonl: there is no such file"),
-        ("{folder}/none.jsonl:3", "there is no such file"),
-        ("{rows}", "rows.jsonl:1: is no rollout"),
+        ("{path}:7", "rollouts.jsonl:7: has no rollout in this line; the file has 1 rollouts"),
+        ("{folder}/none.jsonl:3", "none.jsonl:3: no such file"),
+        ("{rows}", "rows.jsonl:1: is not a rollout"),
     ],
 )
 async def test_what_cannot_be_shown_is_said_in_one_line(tmp_path: Path, what: str, complaint: str) -> None:
@@ -149,7 +148,7 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
             "show late": ["late: succeeded", "failed attempt", "in init (infrastructure)", "the sandbox is gone"],
             "show gone": ["gone: failed", "in init, 2 attempts (infrastructure)", "the sandbox is gone"],
             "show bug": ["bug: failed", "KeyError: 'a bug'", "Traceback (most recent call last)"],
-            "show live": ["live: ", "it has not ended"],
+            "show live": ["live: ", ", not ended"],
             "status --group g": ["good", "bad", "2 rollouts"],
             "status --state succeeded": ["good", "late", "2 rollouts"],
             "status --failed": [
@@ -284,7 +283,7 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
     assert refused.get("working_time") is None
     message = first["output"]["choices"][0]["message"]
     assert {"type": "text", "text": "I look."}.items() <= message["content"][-1].items()
-    assert message["tool_calls"][1]["parse_error"] == 'no JSON object: {"command": '
+    assert message["tool_calls"][1]["parse_error"] == 'not a JSON object: {"command": '
     assert (good["scores"]["reward"]["value"], good["working_time"], good["total_time"]) == (0.5, 2.0, 22.0)
     assert good["model_usage"]["policy"]["total_tokens"] == 18
     assert (good["metadata"]["masked"], good["metadata"]["rollout"]["finish_reason"]) == (True, "max_steps")
@@ -327,15 +326,15 @@ async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: py
     empty, results = write(tmp_path / "empty.jsonl"), write(tmp_path / "first.jsonl", GOOD)
     assert await view_of(str(empty)) == (1, f"prorl: {empty}: has no rollouts\n")
     code, said_ = await view_of(str(results), "--bundle", str(tmp_path))
-    assert (code, "--bundle: is there already" in said_) == (1, True)
+    assert (code, "--bundle: exists already" in said_) == (1, True)
     code, said_ = await view_of(str(results), "--bundle", f"{results}/site")
-    assert (code, said_) == (1, "prorl: --bundle: can't be made: Not a directory\n")
+    assert (code, said_) == (1, "prorl: --bundle: cannot be created: Not a directory\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, said_ = await view_of(str(results), "--port", port)
         assert (code, said_) == (
             1,
-            f"prorl: --port: {port} can't be listened on: Address already in use; choose another\n",
+            f"prorl: --port: port {port} is not available: Address already in use; choose another\n",
         )
     monkeypatch.setitem(extras.EXTRAS, "view", ("no_such_inspect",))  # type: ignore[index]
     code, said_ = await view_of(str(results))

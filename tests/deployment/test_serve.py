@@ -17,7 +17,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.agent.gym_environments import StagesConfig
 from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.failures import InfrastructureError
@@ -166,13 +165,6 @@ def _tells_of_its_dead(service: Service) -> None:
         assert re.search(rf"^{name} ended \(killed by signal 9\)", said, re.MULTILINE), said
 
 
-async def _stopped(service: Service) -> None:
-    assert await service.stop() == 0
-    assert await service.mark.wait_gone(30) == {}
-    _tells_of_its_dead(service)
-    assert "Traceback" not in service.log.read_text()
-
-
 @pytest.mark.timeout(900)
 async def test_servers_that_are_killed_come_back_and_told_to_end_while_rollouts_run_it_leaves_nothing(
     scripted_policy: str, service: Service
@@ -202,30 +194,6 @@ async def test_servers_that_are_killed_come_back_and_told_to_end_while_rollouts_
         service.strike("policy_model")
         assert await service.stop(signal.SIGINT) == 0
     await _nothing_left(service)
-
-
-@pytest.mark.timeout(5400)
-async def test_500_rollouts_survive_that_each_server_is_killed(scripted_policy: str, service: Service, tmp_path: Path):
-    jobs = 500
-    await service.start(scripted_policy, "++uvicorn_logging_show_200_ok=true")
-    async with RolloutClient(service.urls[AGENT]) as client:
-        rolling = [asyncio.create_task(_to_its_end(client, number, row)) for number, row in enumerate(_rows(jobs))]
-        for number, name in enumerate(SERVERS, 1):
-            while sum(task.done() for task in rolling) < number * jobs // 5:
-                await asyncio.sleep(0.5)
-            await service.kill(name)
-        done = await asyncio.gather(*rolling)
-    assert [job.reward for job in done] == [1.0] * jobs, [job.failure for job in done if job.failure]
-    await _stopped(service)
-    # What its server was making when it was killed has no line in the log: at most as many as INIT has slots.
-    log = (tmp_path / "gym" / "gym.log").read_bytes()
-    slots = StagesConfig()
-    made = log.count(b'"POST /seed_session HTTP/1.1" 200') + slots.init
-    graded = log.count(b'"POST /verify HTTP/1.1" 200')
-    print(f"{jobs} rollouts, {made} sandboxes: {made / jobs:.3f} per rollout; {graded} more to grade them in")
-    # A kill costs what was in flight, and no queue is burnt while its server is away.
-    in_flight = slots.init + slots.ready + slots.run + slots.eval
-    assert jobs < made <= jobs + len(SERVERS) * in_flight
 
 
 async def _nothing_left(service: Service) -> None:
