@@ -249,7 +249,7 @@ async def test_a_rollout_by_tls_and_one_by_the_plain_address(
 @pytest.mark.parametrize(
     ("others", "field", "said"),
     [
-        ({"tls_key": None}, "tls_port", "are needed together"),
+        ({"tls_key": None}, "tls_port", "set all of tls_port"),
         ({"control_token": None}, "control_token", "would listen on all interfaces"),
         ({"tls_cert": Path(__file__)}, "tls_cert", "must be PEM, and belong together"),
     ],

@@ -98,15 +98,6 @@ async def test_a_folder_in_which_gym_cannot_start_is_refused(
         await gym.__aenter__()
 
 
-@STARTS_GYM
-async def test_servers_that_take_too_long_are_given_up(tmp_path):
-    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), work_dir=tmp_path / "gym", start_timeout_s=2)
-    expected = r"not up after 2 s, still waiting for .*; (Gym is still importing.*load|load) [\d.]+ on \d+ cores"
-    with pytest.raises(DeploymentError, match=expected):
-        await gym.__aenter__()
-    assert gym.cli.mark.processes() == {}
-
-
 @pytest.mark.parametrize(
     ("log", "told"),
     [
@@ -235,21 +226,6 @@ async def test_an_interpreter_without_gym_is_refused(tmp_path):
     bare.chmod(0o755)
     with pytest.raises(DeploymentError, match="No module named 'nemo_gym'; install nemo-gym there"):
         await GymCli(tmp_path, python=str(bare)).prepare()
-
-
-async def test_marked_processes_are_found_in_their_own_sessions_and_killed():
-    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
-    # The child ignores polite requests, lives in a session of its own, and its parent is gone.
-    script = "trap '' TERM INT HUP; sleep 600 & wait"
-    parent = await asyncio.create_subprocess_exec(
-        "sh", "-c", f'setsid sh -c "{script}" & exit', env={**os.environ, mark.name: mark.value}
-    )
-    await parent.wait()
-    while len(found := mark.processes()) < 2:
-        await asyncio.sleep(0.02)
-    assert any("sleep 600" in command for command in found.values())
-    assert await mark.kill(settle_s=0.2, kill_s=10) == {}
-    assert mark.processes() == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
