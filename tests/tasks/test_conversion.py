@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.data import convert as convert_file
-from nemo_gym_prorl.cli.images import wanted_images
+from nemo_gym_prorl.cli.images import images_to_pull
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.rows import read_metadata, read_problem
@@ -317,7 +317,7 @@ def test_rows_of_repositories_list_their_images(dataset: str, tmp_path: Path) ->
     assert done.exit_code == 0, done.output
     [row] = map(json.loads, rows.read_text().splitlines())
     assert row == CONVERT[dataset](record)
-    [image] = wanted_images([], rows, "image")
+    [image] = images_to_pull([], rows, "image")
     assert image.uri == row["image"]
 
 
