@@ -234,7 +234,7 @@ def test_the_command_line_builds_and_shows(order: Order, runtime: Runtime, tmp_p
     built = run()
     assert built.returncode == 0, built.stderr
     wrong = run("--format", "zip")
-    assert (wrong.returncode, wrong.stderr) == (1, "prorl: --format: 'zip' is neither 'folder' nor 'sif'\n")
+    assert (wrong.returncode, wrong.stderr) == (1, "prorl: --format: must be 'folder' or 'sif', not 'zip'\n")
 
 
 @pytest.mark.parametrize("pip", [True, False], ids=["by pip", "by uv"])

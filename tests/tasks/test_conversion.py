@@ -191,7 +191,7 @@ def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Pat
         "line 1: answer: missing; there are problem",
         "line 2: problem: missing; there are answer",
         "line 3: problem: must be",
-        "line 5: is",
+        "line 5: must be an object",
         "line 6: problem: missing; there are Frage, Antwort",
     ):
         assert said in done.output
@@ -287,7 +287,7 @@ def test_two_runs_that_write_one_output_do_not_mix(tmp_path: Path) -> None:
 
     assert convert_file(file, output, row_of)
     assert isinstance(inner[0].exception, CallerError)
-    assert "another `prorl data` writes it" in inner[0].exception.reason
+    assert "another `prorl data` is writing this file" in inner[0].exception.reason
     assert len(output.read_text().splitlines()) == 50
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
 
