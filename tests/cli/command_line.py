@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The ``prorl`` command before a service with a planned handler."""
+"""Helpers that run the ``prorl`` command against a service with a planned handler."""
 
 import asyncio
 import io
@@ -32,7 +32,7 @@ DEFECT = GOOD | {"plan": {"run": [{"how": "agent"}]}}
 
 @asynccontextmanager
 async def service(**settings: Any) -> AsyncIterator[tuple[str, Bench]]:
-    """Its URL, and the handler's."""
+    """Yield the URL of a service and its test bench."""
     bench = Bench(PipelineSettings(**settings))
     pipeline = bench.pipeline()
     app = FastAPI()
@@ -44,13 +44,13 @@ async def service(**settings: Any) -> AsyncIterator[tuple[str, Bench]]:
 
 
 def write(path: Path, *rows: Any) -> Path:
-    """Rows as a file; text is a line as it stands."""
+    """Write rows as a JSONL file; strings are written unchanged."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
 async def begin(url: str, *arguments: str) -> asyncio.subprocess.Process:
-    """A command in a process of its own."""
+    """Start a command in its own process."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()", *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -60,7 +60,7 @@ async def begin(url: str, *arguments: str) -> asyncio.subprocess.Process:
 
 
 async def prorl(*arguments: str, url: str | None = None, **env: str) -> tuple[int, str]:
-    """Exit code and output of a command. Not in a process of its own, which works a second before it begins."""
+    """Run a command in this process, because a new process takes a second to start; return exit code and output."""
     env = {"PRORL_TOKEN": TOKEN, "COLUMNS": "200"} | ({"PRORL_URL": url} if url else {}) | env
     return await asyncio.wait_for(asyncio.to_thread(_prorl, arguments, env), 60)
 
@@ -69,7 +69,7 @@ def _prorl(arguments: tuple[str, ...], env: dict[str, str]) -> tuple[int, str]:
     said, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(said):
         patched.setattr(sys, "argv", ["prorl", *arguments])
-        # Signals are the main thread's right.
+        # Only the main thread may set signal handlers.
         patched.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *_: None)
         patched.setattr(signal, "signal", lambda *_: None)
         for name, value in env.items():

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What commands say of mistakes before any server starts: one line that names the mistake and its fix."""
+"""Error messages of commands before a server starts: one line with the field and the fix."""
 
 import asyncio
 import re

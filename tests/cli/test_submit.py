@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl submit``: every row has its outcome, whatever happens between. Services, processes and signals are real."""
+"""``prorl submit``: every row gets exactly one outcome. Services, processes and signals are real."""
 
 import asyncio
 import io
