@@ -28,7 +28,7 @@ from tests import watchdog
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 
-# How fast a machine is, is no property of the code.
+# Deadlines would make results depend on the speed of the machine.
 settings.register_profile(
     "any machine",
     deadline=None,
@@ -44,9 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def state() -> Iterator[Path]:
-    """Where this run's sandboxes live, whatever else runs on the machine; at the end none may be left.
+    """State folder of this run's sandboxes; fails at the end if a sandbox is left.
 
-    One folder for all tests, since a process has one supervisor. Not pytest's own: a Unix socket's path must be short.
+    All tests share one folder, because a process has one supervisor. Paths of Unix sockets must be short, so the
+    folder is not below pytest's.
     """
     before = os.environ.get("PRORL_STATE")
     folder = Path(tempfile.mkdtemp(prefix="prorl-t-", dir=None if os.geteuid() else "/tmp"))
@@ -64,7 +65,7 @@ def state() -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """Some tests send Ctrl-C to what they start, which ignores it if a shell started this run in the background."""
+    """Restore the handler of SIGINT: a shell that starts this run in the background makes processes ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -80,7 +81,7 @@ def image(runtime: Runtime) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel_python() -> Iterator[str]:
-    """Python of an environment with our wheel beside the Gym that the tests run on; every user may read it."""
+    """Python of an environment with this project's wheel and the tests' Gym, readable by every user."""
     from tests.deployment import journey
 
     folder = Path(tempfile.mkdtemp(prefix="prorl-wheel-"))
@@ -91,16 +92,16 @@ def wheel_python() -> Iterator[str]:
 
 @pytest.fixture
 async def scripted_policy() -> AsyncIterator[str]:
-    """Base URL of a scripted policy that lives as long as the test."""
+    """Base URL of a scripted policy that runs during the test."""
     async with serve_scripted(ScriptedConfig()) as base_url:
         yield base_url
 
 
 ENGINES = "files whose tests share an engine"
-"""Two cores do not carry more than one at a time."""
+"""Scope of tests that use an engine: two cores run one engine at a time."""
 
 GYMS = "tests/deployment/"
-"""These tests start Gym's servers on a Ray that they share, which two cores do not carry several times either."""
+"""Scope of tests that start Gym's servers on a shared Ray: two cores run one Ray at a time."""
 
 WHOLE_GYMS = (
     "tests/deployment/test_journey.py",
@@ -109,7 +110,7 @@ WHOLE_GYMS = (
     "tests/deployment/test_serve.py",
     "tests/setup/test_readme.py",
 )
-"""These start all that a user starts, Ray included: one at a time, too, but beside the others."""
+"""Tests that start everything that a user starts, with their own Ray: one scope, parallel to the other scopes."""
 
 AS_ORDINARY_USER = "tests/sandbox/test_as_ordinary_user.py"
 
@@ -117,11 +118,11 @@ LONGEST_FIRST = (
     *(WHOLE_GYMS[0], ENGINES, GYMS, AS_ORDINARY_USER, "tests/setup/test_install.py"),
     *("tests/rollout/", "tests/prorl_code/"),
 )
-"""What begins first where the suite runs in several processes, so that none waits for another at the end."""
+"""Scopes that start first when the suite runs in several processes, because they take longest."""
 
 
 def scope_of(nodeid: str) -> str:
-    """Tests of one scope run in one process one after another: those of a file, mostly, since they share fixtures."""
+    """Return the scope of a test; tests of a scope run in one process. By default that is the file."""
     path = nodeid.partition("::")[0]
     if _asks_for_an_engine(path):
         return ENGINES
@@ -134,12 +135,12 @@ def scope_of(nodeid: str) -> str:
 
 @cache
 def _asks_for_an_engine(path: str) -> bool:
-    """By its text, since the process that schedules has no fixtures to look at."""
+    """Whether a file uses the engine fixture, judged by its text: the scheduling process has no fixtures."""
     return "engine_url" in (Path(__file__).parents[1] / path).read_text()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order, see :data:`LONGEST_FIRST`, and what ``make test`` leaves to ``make test-long``."""
+    """Sort tests by :data:`LONGEST_FIRST`, and skip long tests unless ``make test-long`` runs."""
     for item in items:
         if getattr(getattr(item, "function", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.longer("ten times the examples"))
@@ -155,7 +156,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """See :func:`scope_of`."""
+    """Schedule tests by :func:`scope_of`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByScope(LoadScopeScheduling):

@@ -162,10 +162,10 @@ class AgentService:
         row = read_json(body)
         collector = isinstance(row, dict) and from_collector(row)
         try:
-            asked, who = run_request(row, body), caller_in(request.scope)
-            wanted = submitted_by(who, asked.job, self.pipeline.store)
-            key = scoped_key(who, asked.key)
-            answer = await self._callers.run(wanted, key, request, lambda job: _answer(job, collector=collector))
+            call, caller = run_request(row, body), caller_in(request.scope)
+            job_request = submitted_by(caller, call.job, self.pipeline.store)
+            key = scoped_key(caller, call.key)
+            answer = await self._callers.run(job_request, key, request, lambda job: _answer(job, collector=collector))
             return _json(answer)
         except CallerError as error:
             error = _in_row(error)
@@ -184,14 +184,14 @@ class AgentService:
         """
         if SeededSessionHandler.name not in self.pipeline.environments.names:
             raise CallerError("/v1/responses needs a default environment: set resources_server, or post to /run")
-        wanted = responses_request(read_json(await request.body()), dict(request.cookies))
-        wanted = submitted_by(caller_in(request.scope), wanted, self.pipeline.store)
-        answer = await self._callers.run(wanted, None, request, responses_answer)
-        cookies, response = answer.split(b"\n", 1)
-        good = _json(response)
+        job_request = responses_request(read_json(await request.body()), dict(request.cookies))
+        job_request = submitted_by(caller_in(request.scope), job_request, self.pipeline.store)
+        answer = await self._callers.run(job_request, None, request, responses_answer)
+        cookies, content = answer.split(b"\n", 1)
+        response = _json(content)
         for name, value in orjson.loads(cookies).items():
-            good.set_cookie(name, value)
-        return good
+            response.set_cookie(name, value)
+        return response
 
     async def aggregate_metrics(self, body: dict[str, Any]) -> Any:
         """Handle Gym's ``/aggregate_metrics``: each resources server aggregates the rows of its environment.

@@ -141,9 +141,9 @@ class ServiceConfig(PipelineSettings, EnvironmentSettings):
         return _within(self.environments[name].budgets, self.budgets)
 
 
-def _within(said: BudgetsModel, above: Budgets) -> Budgets:
-    """Return the budgets of ``above``, overridden by those given in ``said``."""
-    return above.model_copy(update={stage.value: seconds for stage, seconds in said.given().items()})
+def _within(budgets: BudgetsModel, defaults: Budgets) -> Budgets:
+    """Return the defaults, overridden by the budgets that are set."""
+    return defaults.model_copy(update={stage.value: seconds for stage, seconds in budgets.given().items()})
 
 
 _SETTLE_SHARE = 0.6

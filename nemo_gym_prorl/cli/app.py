@@ -103,7 +103,7 @@ def doctor(
     ] = None,
     engine: Annotated[
         Literal["vllm", "vllm_chat", "nemo_rl", "sglang"] | None,
-        typer.Option(help="Protocol of the endpoint. Default: detected."),
+        typer.Option(help="Protocol of the endpoint. Default: vllm, or vllm_chat without a tokenizer."),
     ] = None,
 ) -> None:
     """Check this machine, or an inference endpoint, and print how to fix each problem.
@@ -193,7 +193,7 @@ def serve(
     keys_file: GatewayKeys = None,
     journal: GatewayJournal = None,
 ) -> None:
-    """Serve environments until Ctrl-C: starts agent, model server and resources servers, and restarts them."""
+    """Serve environments until Ctrl-C: starts agent, model server and resources servers, and restarts dead servers."""
     from nemo_gym_prorl.cli.environments import check_extras
 
     # First, because the imports below take seconds.
@@ -280,7 +280,7 @@ def submit(
         str | None, typer.Option(help="Environment of all rows. Default: selected by each row's data_source.")
     ] = None,
     client: Annotated[
-        str | None, typer.Option(help="Client among whom the service shares slots fairly. Default: the row's own.")
+        str | None, typer.Option(help="Client name; slots are shared fairly among clients. Default: the row's own.")
     ] = None,
     priority: Annotated[int | None, typer.Option(help="Higher priorities run first. Default: the row's own.")] = None,
     output: Annotated[

@@ -225,8 +225,8 @@ def build_image(
     )
     store = ImageStore()
     if show:
-        wanted = build.recipe_of(order, store)
-        typer.echo(recipe.render(wanted.template, "Bootstrap: localimage\nFrom: BASE", wanted))
+        image_recipe = build.recipe_of(order, store)
+        typer.echo(recipe.render(image_recipe.template, "Bootstrap: localimage\nFrom: BASE", image_recipe))
         return
     with progress_step(Console(highlight=False), name) as say:
         say(str(build.build(order, store, require_runtime(), say)))
@@ -254,9 +254,9 @@ def pull_images(
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
-    wanted = commands.wanted_images(names or [], rows, field)
+    images = commands.images_to_pull(names or [], rows, field)
     puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
-    if commands.pull(puller, wanted, jobs, Console(highlight=False)):
+    if commands.pull(puller, images, jobs, Console(highlight=False)):
         raise typer.Exit(1)
 
 

@@ -46,34 +46,34 @@ def progress_step(console: Console, title: str) -> Iterator[Callable[[str], None
         console.print(f"{title}: done in {time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
 
 
-def wanted_images(names: Sequence[str], rows: Path | None, field: str) -> list[RegistryImage]:
+def images_to_pull(names: Sequence[str], rows: Path | None, field: str) -> list[RegistryImage]:
     """Return the images to pull: those named on the command line and those of a file of rows.
 
     Raises:
         CallerError: no image is named, or a reference is invalid.
     """
-    wanted = [parse_registry(name) for name in names]
+    images = [parse_registry(name) for name in names]
     if rows:
-        wanted += images_in_rows(rows, field)
-    if not wanted:
+        images += images_in_rows(rows, field)
+    if not images:
         raise CallerError("give images, or a file of rows with --from", field="NAMES")
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys(images))
 
 
-def pull(puller: Puller, wanted: Sequence[RegistryImage], jobs: int, console: Console) -> list[PullOutcome]:
+def pull(puller: Puller, images: Sequence[RegistryImage], jobs: int, console: Console) -> list[PullOutcome]:
     """Pull images with a progress bar, and return the failed pulls."""
     failed: list[PullOutcome] = []
     pulled = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar, closing(pull_all(puller, wanted, jobs)) as outcomes:
-        task = bar.add_task("pulling", total=len(wanted))
+    with Progress(*columns, console=console) as bar, closing(pull_all(puller, images, jobs)) as outcomes:
+        task = bar.add_task("pulling", total=len(images))
         for outcome in outcomes:
             bar.advance(task)
             pulled += outcome.new
             if outcome.reason:
                 failed.append(outcome)
                 bar.update(task, description=f"pulling, {len(failed)} failed")
-    present = len(wanted) - pulled - len(failed)
+    present = len(images) - pulled - len(failed)
     console.print(f"{pulled} pulled, {present} already present, {len(failed)} failed")
     for outcome in failed:
         console.print(f"[red]{escape(outcome.uri)}[/]: {escape(outcome.reason)}", soft_wrap=True)

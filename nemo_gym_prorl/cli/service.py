@@ -3,7 +3,8 @@
 """Commands for a running service: ``prorl status``, ``tail``, ``cancel`` and ``backends``.
 
 The service is the one of ``--url``, else ``PRORL_URL``, else the ``prorl_agent`` listed by Gym's head server.
-:class:`Service` uses the standard library, because :mod:`nemo_gym_prorl.rollout.api.client` takes half a second to import.
+:class:`Service` uses the standard library, because :mod:`nemo_gym_prorl.rollout.api.client` takes half a second to
+import.
 """
 
 from __future__ import annotations

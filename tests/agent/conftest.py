@@ -9,5 +9,5 @@ from nemo_gym_prorl.agent import agent_service, conversation
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_service, "_FAREWELL_S", 0.5)
-    monkeypatch.setattr(conversation, "_FETCH_AGAIN_S", 0.01)
+    monkeypatch.setattr(agent_service, "_CLEANUP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(conversation, "_FETCH_PAUSE_S", 0.01)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""An environment and a policy on real sockets that go wrong on demand, and the agent as Gym serves it before them."""
+"""Fake environment and model servers on sockets that fail on demand, and an agent server in front of both."""
 
 import asyncio
 from base64 import b64encode
@@ -29,7 +29,7 @@ COLLECTED = {**ROW, "_ng_task_index": 0, "_ng_rollout_index": 0}
 
 @dataclass
 class Peer:
-    """A server whose routes can be made to fail: in ``instead``, by path or by method and path, ``*`` for any text."""
+    """Fake server. ``instead`` overrides answers by path, or by method and path; ``*`` matches any text."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Peer:
 
 @dataclass
 class Environment(Peer):
-    """A resources server; ``closes``: it has Gym 0.7's ``/close_session``."""
+    """Fake resources server; ``closes``: whether the server has Gym 0.7's ``/close_session``."""
 
     seeded: dict[str, Any] = field(default_factory=lambda: {"release_path": "/give_back"})
     closes: bool = True
@@ -98,7 +98,7 @@ class Environment(Peer):
 
 @dataclass
 class Policy(Peer):
-    """A model server that keeps tokens, as ``prorl_model`` does. Each turn but the last calls a tool."""
+    """Fake model server that keeps tokens, as ``prorl_model`` does. Each turn but the last calls a tool."""
 
     turns: int = 3
     tool: str = "count"

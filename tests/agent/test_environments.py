@@ -72,18 +72,6 @@ async def test_a_jobs_budget_wins_over_its_environments_and_that_over_the_servic
         assert "0.2 s" in job["failure"]["reason"]
 
 
-async def test_limits_of_the_loop_are_the_environments() -> None:
-    environments = {"swe": {**SWE, "max_steps": 1}, "math": {**MATH, "max_steps": None}}
-    further = {"swe_server": Environment(), "math_server": Environment()}
-    async with deployment(further=further, environments=environments, max_steps=2) as at:
-        told = {source: (await at.run(row(source)))["rollout"] for source in ("swe", "environment", "math")}
-        assert {source: (about["turns"], about["finish_reason"]) for source, about in told.items()} == {
-            "swe": (1, "max_steps"),
-            "environment": (2, "max_steps"),
-            "math": (3, "stop"),
-        }
-
-
 async def _cut(on_timeout: str, environment: Environment, **settings: Any) -> dict[str, Any]:
     """A rollout whose second tool call takes for ever, in an environment for which a time-out means that."""
     swe = {**SWE, "budgets": {"run": 1.0}, "on_timeout": on_timeout}
@@ -185,14 +173,6 @@ async def test_what_cannot_work_is_refused_at_the_start_by_name(
         async with deployment(further={"swe_server": Environment()}, environments=environments):
             pass
     assert refused.value.field == field
-
-
-async def test_a_timeout_whose_sandbox_does_not_go_is_no_reason_for_another_sample() -> None:
-    environment = slow_tool()
-    environment.instead["/give_back"] = status(500)
-    result = await _cut("score", environment, max_attempts=3)
-    assert (result["mask_sample"], result["failure_kind"]) == (True, "agent_timeout")
-    assert environment.seeds == 1
 
 
 @pytest.mark.parametrize("code", [410, 500])

@@ -205,10 +205,3 @@ async def test_a_cohort_that_was_not_scored_is_scored_again_and_as_another() -> 
         jobs = await ended(at, *ids)
     assert [job["reward"] for job in jobs.values()] == [1.0] * 4
     assert [len(cohort) for cohort in environment.there.values()] == [3, 4]
-
-
-async def test_a_session_that_its_caller_brings_has_no_siblings() -> None:
-    environment = Together(instead={"/count": hang(60)})
-    async with deployment(environment, Policy(turns=2), **TOGETHER, budgets={"run": 0.5}) as at:
-        code, problem, _ = await at.post("/v1/responses", {"input": "hi"})
-    assert (code, "agent_timeout" in problem["detail"]) == (504, True)

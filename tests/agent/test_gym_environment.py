@@ -25,9 +25,6 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.rollout.api.client import RolloutClient
-from nemo_gym_prorl.rollout.api.schemas import TokenForm
-from nemo_gym_prorl.rollout.job import JobState
 from tests.agent.gym_host import hosting, instance, url_of
 from tests.rollout.serving import serve
 
@@ -58,11 +55,6 @@ def scripted(row: dict[str, Any], *turns: Any, latency_s: float = 0.0) -> dict[s
         "metadata": {"script": json.dumps({"turns": [{**turn, "latency_s": latency_s} for turn in script]})},
     }
     return {**row, "responses_create_params": params}
-
-
-def collected(row: dict[str, Any], rollout: int = 0) -> dict[str, Any]:
-    """The row as Gym's own collector sends it."""
-    return {**row, "_ng_task_index": 0, "_ng_rollout_index": rollout}
 
 
 class Stage:
@@ -240,74 +232,6 @@ async def test_a_server_that_keeps_the_tokens_is_sent_only_what_is_new(stage: St
     assert ledger.startswith(f"v1/rollouts/{by_news['rollout']['id']}.")
 
 
-async def test_a_rollout_that_runs_out_of_time_keeps_its_tokens_and_leaves_nothing(stage: Stage) -> None:
-    """At a real server that keeps tokens: every turn that was complete, in one chain."""
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    endless = [[("increment_counter", {"count": 1})] for _ in range(400)]
-    async with recording(url_of(stage.config["token_keeper"]), stage.http) as (url, seen):
-        block = instance("responses_api_models", "prorl_model", port=int(url.rpartition(":")[2]))
-        proxied = Stage({**stage.config, "recorded": block}, stage.http, stage.host)
-        async with proxied.prorl_agent("example_session_state_mgmt", "recorded", budgets={"run": 1.5}) as run:
-            result = await run(collected(scripted(row, *endless)))
-    assert result["failure_kind"] == "agent_timeout"
-    assert result["instance_config"]["mask_sample"] is True
-    sampled = [item for item in result["response"]["output"] if item.get("generation_token_ids")]
-    assert 0 < len(sampled) == result["rollout"]["turns"] < 400
-    so_far: list[int] = []
-    for item in sampled:
-        assert item["prompt_token_ids"][: len(so_far)] == so_far
-        so_far = [*item["prompt_token_ids"], *item["generation_token_ids"]]
-    [forgotten] = [path for method, path, _ in seen if method == "DELETE"]
-    async with stage.http.get(f"{url_of(stage.config['token_keeper'])}/{forgotten}/tokens") as answer:
-        assert answer.status == 410
-
-
-async def test_the_row_names_the_weights_that_sampled_each_turn(stage: Stage) -> None:
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    label = f"{url_of(stage.config['token_keeper'])}/v1/backends/weight_version"
-    async with stage.http.post(label, json={"weight_version": "step-7"}) as answer:
-        assert answer.status == 200
-    async with stage.prorl_agent("example_session_state_mgmt", "token_keeper") as run:
-        result = await run(scripted(row, *counting(2)))
-    assert result["rollout"]["weight_versions"] == [
-        {"turn": turn, "first": "step-7", "last": "step-7"} for turn in range(3)
-    ]
-    assert len(result["rollout"]["log_probs"]) == 1, "the mode of its engine"
-
-
-async def test_rollouts_at_once_do_not_share_a_session(stage: Stage) -> None:
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    async with stage.prorl_agent("example_session_state_mgmt") as run:
-        results = await asyncio.gather(*(run(scripted(row, *counting(add))) for add in [2, 5] * 8))
-    assert [result["reward"] for result in results] == [1.0, 0.0] * 8
-
-
-async def test_turn_limit(stage: Stage) -> None:
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    async with stage.prorl_agent("example_session_state_mgmt", max_steps=2) as run:
-        result = await run(scripted(row, *counting(2), "Still here."))
-    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (2, "max_steps")
-    assert result["reward"] == 1.0, "what was reached by then is scored"
-
-
-async def test_token_limit(stage: Stage) -> None:
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    async with stage.prorl_agent("example_session_state_mgmt", max_total_sequence_length=10) as run:
-        result = await run(scripted(row, *counting(2)))
-    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (1, "max_total_sequence_length")
-
-
-async def test_context_overflow_ends_cleanly_and_is_scored(stage: Stage) -> None:
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    talk = [[("increment_counter", {"count": 0, "why": "x" * 4000})] for _ in range(10)]
-    async with stage.prorl_agent("example_session_state_mgmt") as run:
-        result = await run(scripted(row, *counting(2)[:1], *talk))
-    assert result["rollout"]["state"] == "succeeded"
-    assert result["rollout"]["finish_reason"] in ("length", "context_overflow")
-    assert 2 < result["rollout"]["turns"] < 11
-    assert result["reward"] == 1.0
-
-
 async def test_concurrent_tool_calls_come_back_in_order(stage: Stage) -> None:
     [row, *_] = gym_rows("example_multi_step")
     names = row["expected_synonyms"]
@@ -327,31 +251,3 @@ async def test_a_policy_cannot_call_the_servers_own_routes(stage: Stage, route: 
     [observation] = [item for item in result["response"]["output"] if item["type"] == "function_call_output"]
     assert "Not Found" in observation["output"]
     assert result["rollout"]["tool_calls"] == 0
-
-
-async def test_a_killed_agent_has_its_rollouts_again(stage: Stage, tmp_path: Path) -> None:
-    """With a journal: what ended, tokens and steps and all, and what had not, which runs again."""
-    settings = {
-        "resources_server": {"type": "resources_servers", "name": "example_session_state_mgmt"},
-        "model_server": {"type": "responses_api_models", "name": "token_keeper"},
-        "journal": str(tmp_path),
-    }
-    config = {**stage.config, "agent": instance("responses_api_agents", "prorl_agent", **settings)}
-    [row, *_] = gym_rows("example_session_state_mgmt")
-    slow = scripted(row, *[[("increment_counter", {"count": 1})] for _ in range(20)], "Done.", latency_s=0.2)
-    async with RolloutClient(url_of(config["agent"])) as client:
-        async with (
-            hosting(config, "agent"),
-            stage.http.post(f"{client.url}/run", json=scripted(row, *counting(2))) as answer,
-        ):
-            assert answer.status == 200
-            await client.submit(scripted(row, *counting(2)), id="done")
-            done = [await client.wait("done"), await client.get("done", tokens=TokenForm.PACKED)]
-            await client.submit(slow, id="cut")
-            log = await client.ended("0")
-        async with hosting(config, "agent"):
-            assert done == [await client.get("done"), await client.get("done", tokens=TokenForm.PACKED)]
-            assert done[1].tokens
-            assert done[0].steps
-            assert (await client.wait("cut")).state is JobState.SUCCEEDED
-            assert [job.id for job in (await client.ended(log.cursor)).rollouts] == ["cut"]

@@ -13,8 +13,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, HttpClient
-from nemo_gym_prorl.agent.run_rows import failure_row
-from nemo_gym_prorl.failures import Failure, FailureKind, Origin
 from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
 from tests.rollout.serving import serve
 
@@ -138,7 +136,7 @@ async def test_a_scored_rollout_without_any_token_is_nothing_for_a_trainer() -> 
 
     async with deployment(policy=Policy(instead={"/v1/responses": nothing})) as at:
         code, said, _ = await at.post("/run", ROW)
-        assert (code, "no room in its context" in said["detail"]) == (422, True)
+        assert (code, "the prompt fills the policy's context" in said["detail"]) == (422, True)
         assert (await at.run(COLLECTED))["rollout"]["finish_reason"] == "context_overflow"
 
 
@@ -172,13 +170,6 @@ async def test_an_id_that_is_used_again_is_another_rollout_for_the_model_server(
             await agent.run({**ROW, "rollout": {"id": "mine"}})
         await until(lambda: len(policy.paths("DELETE")) == 3)
     assert len(set(policy.paths("DELETE"))) == 3
-
-
-def test_a_row_out_of_a_failures_file_does_not_keep_its_old_marks() -> None:
-    first = failure_row(ROW, {}, Failure(FailureKind.VERIFIER_ERROR, Origin.TASK, None, "no tests"))
-    again = failure_row(first, {}, Failure(FailureKind.VERIFIER_ERROR, Origin.INFRASTRUCTURE, None, "down"))
-    assert first["_ng_failure_terminal"] is True
-    assert "_ng_failure_terminal" not in again
 
 
 async def test_a_session_that_its_verifier_says_is_lost_is_closed_before_another_is_made() -> None:

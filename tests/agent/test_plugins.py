@@ -162,7 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"handler": "coyn"}, "environments.toss.handler: no agent handler 'coyn' is installed; the nearest: coin"),
     (
         {"handler": "coin", "handler_config": {"side": "heads"}, "on_timeout": "zero"},
-        "environments.toss.on_timeout: with handler 'coin' it can only be mask",
+        "environments.toss.on_timeout: must be mask for handler 'coin'",
     ),
 ]
 

@@ -5,7 +5,6 @@ process that is killed, with real sandboxes, a scripted policy, and what comes o
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -263,36 +262,3 @@ async def test_what_cannot_be_forked_is_said(stage: Stage) -> None:
         status, body = await service.call("POST", "/v1/rollouts/one/fork")
         assert (status, body["type"].rpartition(":")[2]) == (422, "invalid-request")
         assert "checkpoint_turns" in body["detail"]
-
-
-@pytest.mark.long("kills the environment's server again and again, and each time waits until it is up")
-async def test_no_rollout_loses_more_than_a_turn(stage: Stage) -> None:
-    rollouts, turns, kills = 64, 30, 6
-    drawn = random.Random(turns)
-    async with stage.service(checkpoint_turns=1, max_attempts=kills + 1) as service:
-        await service.submit(counting(turns), "undisturbed")
-        wanted = await service.done("undisturbed")
-        names = [f"rollout-{number}" for number in range(rollouts)]
-        for name in names:
-            await service.submit(counting(turns, latency_s=0.5), name)
-        jobs = [service.pipeline.store.get(name) for name in names]
-        lost = 0
-        for kill in range(kills):
-            watched = drawn.choice(names[: 16 * (kill + 1)])
-            await service.turns(watched, drawn.randrange(1, turns))
-            before = {job.id: (job.progress.turns, len(job.resumed)) for job in jobs if job is not None}
-            await stage.restart("prorl_code")
-            await asyncio.sleep(drawn.random() * 3)
-            for job in jobs:
-                assert job is not None
-                taken, resumed = before[job.id]
-                if len(job.resumed) > resumed:
-                    lost = max(lost, taken - job.resumed[resumed]["turn"])
-        for name in names:
-            ended = await service.done(name)
-            assert (ended["reward"], ended["turns"]) == (1.0, turns + 1), ended["failed_attempts"]
-            assert sampled(ended) == sampled(wanted)
-        resumes = sum(len(job.resumed) for job in jobs if job is not None)
-        print(f"{rollouts} rollouts of {turns} turns, {kills} kills: {resumes} resumed, at most {lost} turns lost")
-        assert resumes >= kills
-        assert lost <= 1

@@ -15,14 +15,12 @@ import orjson
 import pytest
 import pytest_asyncio
 from omegaconf import OmegaConf
-from pydantic import ValidationError
 
 from nemo_gym_prorl.agent.agent_service import AgentService
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.fleet import forwarder
 from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
 from nemo_gym_prorl.fleet.nodes import NodeJoined, NodeLeft
@@ -276,14 +274,3 @@ async def test_a_service_that_is_restarted_goes_on_by_its_journal(fleet: Fleet, 
         [fork] = await second.pipeline.fork(again, 2, [JobRequest({})])
         await second.pipeline.wait(fork)
         assert fork.progress.turns == TURNS + 1, fork.failures
-
-
-async def test_a_folder_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
-    server = {"type": "resources_servers", "name": "prorl_code"}
-    for wrong in (str(tmp_path / "none"), "relative"):
-        config = node_config("http://127.0.0.1:1/v1", tmp_path) | {"checkpoint_folder": wrong}
-        with pytest.raises(CallerError) as refused:
-            AgentService(ServiceConfig(resources_server=server), OmegaConf.create(config), model="policy_model")
-        assert (refused.value.field, wrong in str(refused.value)) == ("checkpoint_folder", True)
-    with pytest.raises(ValidationError, match="checkpoint_folder\n  Extra inputs"):
-        ServiceConfig.model_validate({"resources_server": server, "checkpoint_folder": str(tmp_path)})

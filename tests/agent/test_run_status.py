@@ -170,17 +170,6 @@ async def test_the_loop_runs_in_the_callers_session() -> None:
         assert (job["state"], job["reward"]) == ("succeeded", None)
 
 
-async def test_what_is_no_request_is_422_and_names_the_field() -> None:
-    wrong = {b"": "body", b'{"input": 7}': "input"}
-    async with deployment() as at:
-        for body, field in wrong.items():
-            async with at.http.post(f"{at.url}/v1/responses", data=body) as answer:
-                assert (answer.status, answer.content_type) == (422, "application/problem+json"), body
-                [error, *_] = (await answer.json())["errors"]
-            assert error["field"].split(".")[0] == field, body
-        assert at.policy.calls == []
-
-
 @pytest.mark.parametrize(
     ("environment", "policy", "expected", "kind"),
     [

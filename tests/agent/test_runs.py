@@ -10,7 +10,6 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -196,22 +195,6 @@ async def test_an_engine_is_one_runs(at: Crowd) -> None:
         assert (status, said["errors"][0]["field"]) == (422, "X-Rollout-Run"), "a rollout has one run"
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "said"),
-    [
-        ("DELETE", "/v1/backends", {"run": "first"}, (422, "body")),
-        ("POST", "/v1/backends/pause", {"run": "frist"}, (404, "run")),
-    ],
-)
-async def test_what_names_no_run_in_its_place_is_carried_out_for_none(
-    at: Crowd, method: str, path: str, body: dict[str, Any] | None, said: tuple[int, str]
-) -> None:
-    before = (await at.model.ask("GET", "/v1/backends"))[1]
-    status, problem = await at.model.ask(method, path, body)
-    assert (status, problem["errors"][0]["field"]) == said
-    assert (await at.model.ask("GET", "/v1/backends"))[1] == before
-
-
 async def test_a_model_server_that_begins_anew_is_told_of_engines(at: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch may wait for just the engines that it has forgotten."""
     monkeypatch.setattr(collecting, "REMIND_S", 0.5)
@@ -309,31 +292,3 @@ def test_siblings_meet_and_one_server_more_moves_its_share_only() -> None:
     moved = [(before, after) for before, after in moved if before != after]
     assert {after for _, after in moved} == {"policy_model_3"}
     assert 4000 / 4 * 0.85 < len(moved) < 4000 / 4 * 1.15
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "limit", "turn_s", "budget_s"),
-    [(32, 4, 0.25, 3.0), pytest.param(2048, 256, 16.0, 240.0, marks=pytest.mark.long("2,048 rollouts"))],
-)
-async def test_rollouts_wait_for_one_backend_as_long_as_it_takes(
-    rollouts: int, limit: int, turn_s: float, budget_s: float, tmp_path: Path
-) -> None:
-    """The last ones wait longer than their budget, and than anybody waits for a server that is gone."""
-    stages = {"init": rollouts, "ready": rollouts, "run": rollouts, "eval": 64}
-    policy = {"limit": limit, "unreachable_s": 4 * turn_s}
-    budgets = {"run": budget_s}
-    with model_server(tmp_path, **policy) as model:
-        async with crowd(model, stages=stages, budgets=budgets) as at:
-            engine = at.engine("own", delay_s=turn_s)
-            with in_thread(engine) as url:
-                assert (await model.ask("POST", "/v1/backends", {"url": url}))[0] == 201
-                for number in range(rollouts):
-                    await at.service.submit(row(), id=f"r{number}")
-                jobs = await at.ended(rollouts)
-    assert {job.state for job in jobs} == {JobState.SUCCEEDED}
-    assert len({job.id for job in jobs}) == len(jobs) == rollouts
-    assert {job.timings["run"].attempts for job in jobs} == {1}
-    assert not any(job.failed_attempts for job in jobs)
-    assert (at.asked["seed_session"], at.asked["verify"]) == (rollouts, rollouts)
-    assert engine.prompts.total() == rollouts * TURNS
-    assert engine.most <= limit

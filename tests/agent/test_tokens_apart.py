@@ -11,13 +11,11 @@ from typing import Any
 import orjson
 import pytest
 from fastapi.responses import JSONResponse
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.scoring import usage_of
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import TokenForm
-from nemo_gym_prorl.rollout.gym_rows import TurnTokens, is_masked, masked, unmasked
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens, is_masked
 from tests.agent.peers import ROW, Environment, Policy, deployment, experts
 
 
@@ -93,27 +91,6 @@ async def test_a_verdict_on_other_items_has_those_that_were_sampled() -> None:
 
 GYM = {"mask_sample": True}
 NEMO_RL = {"instance_config": {"mask_sample": True, "image": "x"}}
-ODD = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.dictionaries(st.sampled_from(["mask_sample", "image"]), st.booleans())
-)
-
-
-@given(st.dictionaries(st.sampled_from(["mask_sample", "instance_config", "reward"]), ODD))
-def test_a_row_that_was_masked_is_masked_and_keeps_all_else(row: dict[str, Any]) -> None:
-    once = masked(row)
-    assert is_masked(once)
-    assert once["mask_sample"] is True
-    assert once["instance_config"]["mask_sample"] is True
-    assert once.get("reward") == row.get("reward")
-    if isinstance(row.get("instance_config"), dict):
-        assert once["instance_config"].get("image") == row["instance_config"].get("image")
-    bare = unmasked(once)
-    assert not is_masked(bare)
-    assert masked(bare) == once
-    assert is_masked({"mask_sample": row.get("mask_sample")}) == bool(row.get("mask_sample"))
 
 
 @pytest.mark.parametrize("said", [GYM, NEMO_RL, {}, {"mask_sample": False, "instance_config": None}])

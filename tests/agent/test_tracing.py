@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym_prorl.http import tracing
 from nemo_gym_prorl.servers.agent_server import ProRLAgent
-from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment
+from tests.agent.peers import COLLECTED, Environment, Policy, deployment
 
 
 TRACES = ("0af7651916cd43dd8448eb211c80319c", "1bf7651916cd43dd8448eb211c80319c", "2cf7651916cd43dd8448eb211c80319c")
@@ -76,28 +76,8 @@ async def test_a_rollout_is_one_trace_whoever_had_its_slot_before(spans: InMemor
         assert told == set(TRACES), path
 
 
-async def test_siblings_that_are_given_up_end_in_their_own_traces(spans: InMemorySpanExporter) -> None:
-    """One timer ends both, in the context of whoever set it."""
-    environment = Environment()
-    async with deployment(environment, scores_groups_of=3, budgets={"eval": 0.5}) as at:
-        rows = [{**COLLECTED, "_ng_rollout_index": number, "rollout": {"group": "g"}} for number in range(2)]
-        await asyncio.gather(*(at.post("/run", row, **caller(number)) for number, row in enumerate(rows)))
-    calls = zip(environment.calls, environment.headers, strict=True)
-    of = [(path, headers["traceparent"].split("-")[1], headers.get("cookie")) for (_, path), headers in calls]
-    closed = {cookie: trace_ for path, trace_, cookie in of if path == "/close_session"}
-    assert closed == {cookie: trace_ for path, trace_, cookie in of if path == "/give_back"}
-    assert {*closed.values()} == {*TRACES[:2]}
-
-
 async def test_gyms_switch_of_groups_is_ours(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_gym_wants", lambda: lambda group: group == "rollout")
     async with deployment() as at:
         await at.post("/run", COLLECTED, **caller(0))
     assert {span.name for span in of_trace(spans, 0)} == {"prorl.init", "prorl.run", "prorl.eval"}
-
-
-async def test_without_a_provider_no_header_is_sent() -> None:
-    environment, policy = Environment(), Policy()
-    async with deployment(environment, policy) as at:
-        await at.run(ROW)
-    assert not [headers for headers in (*environment.headers, *policy.headers) if "traceparent" in headers]

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Response
 
+from nemo_gym_prorl.cli import submit
 from nemo_gym_prorl.cli.service import find_service
-from nemo_gym_prorl.failures import CallerError
-from tests.cli.command_line import DEFECT, GOOD, LONG, begin, prorl, service, write
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from tests.cli.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
+from tests.fleet.fleets import fleet
 from tests.rollout.serving import serve
 
 
@@ -69,25 +71,43 @@ async def test_mistakes_are_one_line_that_names_them(tmp_path: Path) -> None:
     broken.write_text(json.dumps(GOOD) + "\n{oops\n")
     async with service() as (url, _):
         for command, complaint in {
-            "cancel": "give either rollout ids or --group",
+            "cancel": "give either ids of rollouts or --group",
             "status nobody": "no rollout 'nobody'",
             f"submit {broken}": "broken.jsonl:2: is not JSON",
             f"submit {empty}": "empty.jsonl:1: row.responses_create_params: Field required",
             "status --failed --token other": "; set PRORL_TOKEN",
-            "status nobody --url nonsense": "'nonsense' is no URL",
-            "status --failed --state failed": "give either --state or --failed",
+            "status nobody --url nonsense": "must be a URL with http:// or https://, not 'nonsense'",
+            "status --failed --state failed": "--failed: cannot be combined with --state",
             "tail --url http://127.0.0.1:9": "127.0.0.1:9",
         }.items():
             code, output = await prorl(*command.split(), url=url)
             assert (code, complaint in output, "Traceback" in output) == (1, True, False), (command, output)
 
 
-async def test_no_service_says_where_it_looked(tmp_path: Path) -> None:
-    code, output = await prorl("status", PRORL_HEAD="http://127.0.0.1:9")
-    assert code == 1
-    assert "no NeMo Gym deployment answers at http://127.0.0.1:9" in output
-    code, output = await prorl("status", url="http://127.0.0.1:9")
-    assert (code, "no rollout service answers at http://127.0.0.1:9" in output) == (1, True)
+async def test_rows_have_gyms_short_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "resources_servers/prorl_math/data/example.jsonl"
+    _, output = await prorl("submit", name, url="http://127.0.0.1:9")
+    assert "no rollout service answers at http://127.0.0.1:9" in output
+
+
+async def test_a_service_that_is_started_anew_is_found_at_its_new_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "FIND_S", 0.05)
+    head_of_gym, at = FastAPI(), {"process_name": "a", "name": "prorl_agent", "url": "http://127.0.0.1:9"}
+    head_of_gym.get("/server_instances")(lambda: [at])
+    async with serve(head_of_gym) as head, service() as (url, _):
+        monkeypatch.setenv("PRORL_HEAD", head)
+        async with asyncio.timeout(20), submit.services(None, TOKEN) as [client], client:
+            with pytest.raises(InfrastructureError):
+                await client.status()
+            at["url"] = url
+            while client.url != url:
+                await asyncio.sleep(0.02)
+            assert (await client.status()).stages
+        async with submit.services(url, TOKEN) as [client]:
+            at["url"] = "http://127.0.0.1:9"
+            await asyncio.sleep(0.2)
+            assert client.url == url, "it was named"
 
 
 async def test_the_service_is_found_through_gyms_head_server() -> None:
@@ -101,8 +121,26 @@ async def test_the_service_is_found_through_gyms_head_server() -> None:
     async with serve(app) as head:
         assert await asyncio.to_thread(find_service, head) == "http://127.0.0.1:1"
         instances.append({"process_name": "b", "name": "prorl_agent", "url": "http://127.0.0.1:2"})
-        with pytest.raises(CallerError, match=r"must have one prorl_agent, has a .*b "):
+        with pytest.raises(CallerError, match=r" has a .*b .*not one prorl_agent"):
             await asyncio.to_thread(find_service, head)
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "code", "told"),
+    [("submit", TOKEN, 0, ""), ("submit", "wrong", 1, "HTTP 401: "), ("status", "", 1, "set PRORL_TOKEN")],
+)
+async def test_a_front_with_a_key_is_found_with_the_key(
+    tmp_path: Path, command: str, key: str, code: int, told: str
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD)
+    words = {"submit": [str(rows)], "status": []}[command]
+    async with fleet(1, key=TOKEN) as there:
+        if command != "submit":
+            await there.client.submit(GOOD, id="r")
+        ended, output = await prorl(command, *words, PRORL_HEAD=there.url, PRORL_TOKEN=key)
+    assert (ended, told in output) == (code, True), output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) == 1 or code == 0, output
 
 
 GATEWAY = Response(
@@ -110,18 +148,16 @@ GATEWAY = Response(
 )
 
 
-@pytest.mark.parametrize("command", ["submit", "status"])
 @pytest.mark.parametrize(
-    ("named_by", "answer", "said"),
+    ("command", "named_by", "answer", "said"),
     [
-        ("PRORL_URL", Response("<html>"), "the server at {} is no rollout service"),
-        ("PRORL_URL", Response('{"detail": "Not Found"}', 404), "the server at {} is no rollout service"),
-        ("PRORL_URL", Response("{}"), "the server at {} is no rollout service"),
-        ("PRORL_HEAD", Response("<html>oops</html>", 500), "no NeMo Gym deployment answers at {}: "),
-        ("PRORL_HEAD", Response('[{"name": "prorl_agent"}]'), "no NeMo Gym deployment answers at {}: "),
-        ("PRORL_HEAD", GATEWAY, "no NeMo Gym deployment answers at {}: "),
+        ("status", "PRORL_URL", Response("<html>"), "the server at {} is not a rollout service"),
+        ("submit", "PRORL_URL", Response('{"detail": "Not Found"}', 404), "what answers at {} is no rollout service"),
+        ("status", "PRORL_HEAD", Response("<html>oops</html>", 500), "no NeMo Gym deployment answers at {}: "),
+        ("submit", "PRORL_HEAD", Response('[{"name": "prorl_agent"}]'), "no NeMo Gym deployment answers at {}: "),
+        ("submit", "PRORL_HEAD", GATEWAY, "no NeMo Gym deployment answers at {}: "),
     ],
-    ids=["a page", "no route", "an object", "a broken head", "an odd head", "a head that starts"],
+    ids=["a page", "no route", "a broken head", "an odd head", "a head that starts"],
 )
 async def test_an_address_of_something_else_is_named_in_a_line(
     tmp_path: Path, command: str, named_by: str, answer: Response, said: str

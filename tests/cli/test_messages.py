@@ -1,24 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What commands say of mistakes before any server starts: one line that names the mistake and its fix."""
+"""Error messages of commands before a server starts: one line with the field and the fix."""
 
 import asyncio
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from typer.testing import CliRunner
 
-from nemo_gym_prorl.cli import serve
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.environments import check_overrides
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.cli.serve import policy_warning
+from nemo_gym_prorl.cli.serve import policy_warning, report_waiting
 from nemo_gym_prorl.deployment import deployment as deployments
 from nemo_gym_prorl.deployment.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError
@@ -36,16 +33,16 @@ NOWHERE = "http://127.0.0.1:9"
     [
         (
             ["submit", "nothere.jsonl"],
-            r"prorl: ROWS: there is no nothere\.jsonl; looked in {cwd}, \S+(, \S+)?",
+            r"prorl: ROWS: no file nothere\.jsonl in {cwd}, \S+(, \S+)?",
         ),
         (
             ["submit", "rows.jsonl", "--run", "a/b"],
-            r"prorl: --run: may have any characters but / \? # and control characters such as line ends",
+            r"prorl: --run: must not contain / \? # or control characters such as line ends",
         ),
         (["submit", "rows.jsonl", "--client", ""], r"prorl: --client: \w.*"),
         (
             ["submit", "rows.jsonl"],
-            r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; start one, or give --url or \w+",
+            r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; start one, or set --url or \w+",
         ),
         (["status"], r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; .*"),
         (["submit", "rows.jsonl", "--url", NOWHERE], r"prorl: no rollout service answers at {head}: .*"),
@@ -65,14 +62,13 @@ async def test_a_client_says_a_mistake_once_in_one_line(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["++a=b"], "name at least one"),
+        (["++a=b"], "give at least one environment"),
         (["no_such_environment"], "no_such_environment"),
-        (["prorl_code", "--model-type", "vllm_model"], "--policy-url: vllm_model cannot be given engines"),
+        (["prorl_code", "--model-type", "vllm_model"], "--policy-url: is required: vllm_model cannot add engines"),
         (["prorl_code", "--head-port", "118812"], "'--head-port'"),
-        (["prorl_code", "--journal", "folder"], "--journal: is a front's, so it needs --ray"),
-        (["prorl_code", "--keys-file", "keys"], "--keys-file: is a front's"),
+        (["prorl_code", "--journal", "folder"], "--journal: is an option of the gateway and requires --ray"),
         (["prorl_code", "--policy-url", "127.0.0.1:8000/v1"], "--policy-url: '127.0.0.1:8000/v1' must be http(s)://"),
-        (["prorl_code", "--head-port", "{taken}"], "port {taken} is taken"),
+        (["prorl_code", "--head-port", "{taken}"], "port {taken} is in use"),
         (["prorl_code", "++prorl_cod_agent.responses_api_agents.prorl_agent.x=1"], "the nearest: prorl_code_agent"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -105,7 +101,7 @@ def test_an_override_of_no_server_is_refused(override: str, wrong: str | None, n
     if wrong is None:
         check_overrides(["prorl_code"], "prorl_model", [override])
         return
-    with pytest.raises(CallerError, match=f"there is no {wrong}; the nearest: {nearest};"):
+    with pytest.raises(CallerError, match=f"no setting or server '{wrong}'; the nearest: {nearest};"):
         check_overrides(["prorl_code"], "prorl_model", [override])
 
 
@@ -116,7 +112,7 @@ async def test_a_start_says_what_is_built_and_what_is_awaited(tmp_path: Path, mo
     telling = asyncio.create_task(deployment.report_start(said.append, PROGRESS))
     while not said:
         await asyncio.sleep(0.05)
-    assert re.fullmatch(r"1 s, waiting for Gym to launch them; load [\d.]+ on \d+ cores", said[-1])
+    assert re.fullmatch(r"1 s, waiting for Gym to launch its servers; load [\d.]+ on \d+ cores", said[-1])
     (tmp_path / "gym").mkdir()
     deployment.log.path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
     deployment.waiting = ["prorl_math"]
@@ -131,7 +127,7 @@ async def test_a_fleet_says_every_15_s_what_is_awaited(monkeypatch: pytest.Monke
     assert deployments.WAITING_S == 15.0
     monkeypatch.setattr(deployments, "WAITING_S", 0.02)
     awaited, said = ["the servers of node a"], list[str]()
-    async with fleet.saying_what_is_awaited(lambda: awaited[-1], said.append):
+    async with report_waiting(lambda: awaited[-1], said.append):
         while len(said) < 2:
             await asyncio.sleep(0.01)
         awaited.append("")
@@ -139,39 +135,6 @@ async def test_a_fleet_says_every_15_s_what_is_awaited(monkeypatch: pytest.Monke
         await asyncio.sleep(0.1)
         assert len(said) == count, "nothing is awaited"
     assert re.fullmatch(r"0 s, waiting for the servers of node a; load [\d.]+ on \d+ cores", said[0])
-
-
-async def test_nodes_of_ray_say_what_each_has_still_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_gym_prorl.background import BackgroundLoops
-    from nemo_gym_prorl.deployment import ray_nodes
-
-    loop, steps = asyncio.get_running_loop(), {name: asyncio.Event() for name in ("share", "up")}
-
-    def remote(answer: Any, step: str | None) -> SimpleNamespace:
-        async def call() -> Any:
-            await (steps[step].wait() if step else asyncio.sleep(600))
-            return answer
-
-        return SimpleNamespace(remote=lambda *_: loop.create_task(call()))
-
-    monkeypatch.setattr(ray_nodes, "_alive", lambda: ["node-1"])
-    loops = BackgroundLoops()
-    nodes = ray_nodes.RayNodes(ray_nodes.NodeDeployment({}, "agent", None), print, loops)
-    assert nodes.awaited == "a node with the resource prorl_node"
-    nodes._actors["node-1"] = SimpleNamespace(
-        share=remote(None, "share"), up=remote(NOWHERE, "up"), watch=remote(None, None)
-    )
-    changes = nodes.changes()
-    joined = asyncio.ensure_future(anext(changes))
-    for step, told in (("share", "the actor of node node-1"), ("up", "the servers of node node-1")):
-        async with asyncio.timeout(10):
-            while nodes.awaited != told:
-                await asyncio.sleep(0.01)
-        steps[step].set()
-    await asyncio.wait_for(joined, 10)
-    assert nodes.awaited == ""
-    await changes.aclose()
-    await loops.aclose()
 
 
 # An endpoint without which no rollout could sample
@@ -207,6 +170,5 @@ async def test_only_what_is_certain_is_told(answer: Response, trouble: str | Non
 
 
 async def test_nobody_at_the_address() -> None:
-    assert "nothing answers at http://127.0.0.1:9/v1/models" in str(
-        await policy_warning("http://127.0.0.1:9/v1", "qwen", "key")
-    )
+    warning = await policy_warning("http://127.0.0.1:9/v1", "qwen", "key")
+    assert "http://127.0.0.1:9/v1/models does not answer" in str(warning)

@@ -5,16 +5,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import signal
+import socket
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from rich.console import Console
 
+from nemo_gym_prorl.cli.service import Service
+from nemo_gym_prorl.cli.show import file_table, rollout_table
 from nemo_gym_prorl.rollout.api.client import RolloutClient
-from tests.cli.command_line import TOKEN, prorl, service, write
+from nemo_gym_prorl.tasks import extras
+from tests.cli.command_line import TOKEN, begin, prorl, service, write
 
 
 def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -77,13 +85,39 @@ async def test_a_trajectory_reads_well_in_80_columns(tmp_path: Path) -> None:
     assert json.loads(output) == ROW
 
 
+@pytest.mark.parametrize("odd", [5, {"output": "x", "input": 7}, {"output": [1, None, {"type": 7}]}, None])
+def test_an_environments_own_answers_can_be_shown_whatever_they_are(odd: Any) -> None:
+    page = io.StringIO()
+    row = {
+        "response": odd,
+        "responses_create_params": odd,
+        "rollout": odd,
+        "reward": odd,
+        "note": "\u202egnp.exe\x1b[2J",
+    }
+    Console(file=page, width=80).print(rollout_table(row, full=False))
+    assert "\\u202egnp.exe\\x1b[2J" in page.getvalue()
+    Console(file=page).print(file_table({1: row}))
+
+
+async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"reward": 0.25, "task_id": "other"}) + "\n")
+    code, output = await prorl("show", str(path))
+    assert (code, [line.split() for line in output.splitlines()][1:]) == (
+        0,
+        [["1", "1.0", "3"], ["2", "other", "0.25", "3"]],
+    )
+    code, output = await prorl("show", f"{path}:2")
+    assert (code, ["task_id", "other"] in [line.split() for line in output.splitlines()]) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        ("{path}:7", "rollouts.jsonl:7: there is no rollout in this line; the file has 1"),
-        ("{folder}/none.jsonl", "none.jsonl: there is no such file"),
-        ("{folder}/none.jsonl:3", "there is no such file"),
-        ("{rows}", "rows.jsonl:1: is no rollout"),
+        ("{path}:7", "rollouts.jsonl:7: has no rollout in this line; the file has 1 rollouts"),
+        ("{folder}/none.jsonl:3", "none.jsonl:3: no such file"),
+        ("{rows}", "rows.jsonl:1: is not a rollout"),
     ],
 )
 async def test_what_cannot_be_shown_is_said_in_one_line(tmp_path: Path, what: str, complaint: str) -> None:
@@ -114,7 +148,7 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
             "show late": ["late: succeeded", "failed attempt", "in init (infrastructure)", "the sandbox is gone"],
             "show gone": ["gone: failed", "in init, 2 attempts (infrastructure)", "the sandbox is gone"],
             "show bug": ["bug: failed", "KeyError: 'a bug'", "Traceback (most recent call last)"],
-            "show live": ["live: ", "it has not ended"],
+            "show live": ["live: ", ", not ended"],
             "status --group g": ["good", "bad", "2 rollouts"],
             "status --state succeeded": ["good", "late", "2 rollouts"],
             "status --failed": [
@@ -134,6 +168,26 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
         assert "live" not in (await prorl("status", "--group", "g", url=url))[1]
         code, output = await prorl("status", "--state", "sleeping", url=url)
         assert (code, "state" in output, "Traceback" in output) == (1, True, False)
+
+
+async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_gym_prorl.rollout.api.client._PAGE", 2)
+    monkeypatch.setattr("nemo_gym_prorl.cli.service._PAGE", 2)
+    async with service() as (url, _), RolloutClient(url, TOKEN) as client:
+        ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]
+        assert [job.id async for job in client.every()] == ids
+        there = Service(url, TOKEN)
+        assert await asyncio.to_thread(lambda: [job["id"] for job in there.rollouts()]) == ids
+
+
+async def test_a_file_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW)[:100])
+    code, output = await prorl("show", str(path))
+    assert (code, "3 message assistant Done" in " ".join(output.split())) == (0, True)
+    path.write_text(json.dumps(ROW)[:100] + "\n" + json.dumps(ROW) + "\n")
+    code, output = await prorl("show", str(path))
+    assert (code, f"{path}:1: is not JSON" in output) == (1, True)
 
 
 async def test_what_a_terminal_would_obey_is_shown_as_text_in_json_too(tmp_path: Path) -> None:
@@ -229,7 +283,7 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
     assert refused.get("working_time") is None
     message = first["output"]["choices"][0]["message"]
     assert {"type": "text", "text": "I look."}.items() <= message["content"][-1].items()
-    assert message["tool_calls"][1]["parse_error"] == 'no JSON object: {"command": '
+    assert message["tool_calls"][1]["parse_error"] == 'not a JSON object: {"command": '
     assert (good["scores"]["reward"]["value"], good["working_time"], good["total_time"]) == (0.5, 2.0, 22.0)
     assert good["model_usage"]["policy"]["total_tokens"] == 18
     assert (good["metadata"]["masked"], good["metadata"]["rollout"]["finish_reason"]) == (True, "max_steps")
@@ -238,3 +292,50 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
     assert failed["metadata"]["failure_kind"] == "session_lost"
     assert [event["event"] for event in failed["events"]] == ["error"]
     assert (odd["events"], odd.get("scores")) == ([], None)
+
+
+@pytest.mark.long("the site that is made of the same log takes a second; the viewer, six of them to be imported")
+async def test_the_viewer_is_inspects_own_and_ends_with_an_interrupt(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = write(tmp_path / "first.jsonl", GOOD)
+    viewer = await begin("", "view", str(results), "--port", str(port))
+    try:
+        async with asyncio.timeout(60), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            while True:
+                try:
+                    async with http.get("/") as page:
+                        assert "Inspect" in await page.text()
+                    async with http.get("/api/logs") as listed:
+                        assert "first.eval" in json.dumps(await listed.json())
+                    break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.1)
+        viewer.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(viewer.wait(), 20) in (0, 130)
+    finally:
+        if viewer.returncode is None:
+            viewer.kill()
+
+
+async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def view_of(*arguments: str) -> Any:
+        return prorl("view", *arguments)
+
+    empty, results = write(tmp_path / "empty.jsonl"), write(tmp_path / "first.jsonl", GOOD)
+    assert await view_of(str(empty)) == (1, f"prorl: {empty}: has no rollouts\n")
+    code, said_ = await view_of(str(results), "--bundle", str(tmp_path))
+    assert (code, "--bundle: exists already" in said_) == (1, True)
+    code, said_ = await view_of(str(results), "--bundle", f"{results}/site")
+    assert (code, said_) == (1, "prorl: --bundle: cannot be created: Not a directory\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, said_ = await view_of(str(results), "--port", port)
+        assert (code, said_) == (
+            1,
+            f"prorl: --port: port {port} is not available: Address already in use; choose another\n",
+        )
+    monkeypatch.setitem(extras.EXTRAS, "view", ("no_such_inspect",))  # type: ignore[index]
+    code, said_ = await view_of(str(results))
+    assert (code, said_) == (1, "prorl: not installed: no_such_inspect. pip install 'nemo-gym-prorl[view]'\n")

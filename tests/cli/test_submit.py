@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl submit``: every row has its outcome, whatever happens between. Services, processes and signals are real."""
+"""``prorl submit``: every row gets exactly one outcome. Services, processes and signals are real."""
 
 import asyncio
 import io
@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_gym_prorl.cli.submit import Order, submit
-from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
+from nemo_gym_prorl.cli.submit import SubmitOptions, submit
+from nemo_gym_prorl.cli.submit_io import RowRepeat, RunSummary, pass_at_k, print_report
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin, Stage
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import FailureView
 from tests.cli.command_line import DEFECT, GOOD, LONG, TOKEN, begin, service, write
@@ -49,9 +50,9 @@ async def until_running(url: str, count: int) -> None:
 async def test_rows_go_to_the_environment_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write(tmp_path / "rows.jsonl", GOOD)
     async with service() as (url, bench):
-        assert await submit(Order(rows, run="right", environment=bench.handler.name), url, TOKEN)
-        assert not await submit(Order(rows, run="wrong", environment="nope"), url, TOKEN)
-        assert "environment: no environment 'nope'" in " ".join(capsys.readouterr().out.split())
+        assert await submit(SubmitOptions(rows, run="right", environment=bench.handler.name), url, TOKEN)
+        assert not await submit(SubmitOptions(rows, run="wrong", environment="nope"), url, TOKEN)
+        assert "environment: there is no 'nope'" in " ".join(capsys.readouterr().out.split())
         assert list(started(bench)) == ["right-1-0"]
 
 
@@ -63,7 +64,7 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
     write(rows, *rows.read_text().splitlines(), GOOD | {"verifier_metadata": {"inputs": [[10**29]]}})
     output = tmp_path / "not" / "there" / "results.jsonl"
     async with service() as (url, bench):
-        assert not await submit(Order(rows, run="r", output=output), url, TOKEN)
+        assert not await submit(SubmitOptions(rows, run="r", output=output), url, TOKEN)
         assert started(bench) == {"r-1-0": 1, "r-7-0": 1}
         said = capsys.readouterr().out
         assert "rows.jsonl:2: is not JSON" in said
@@ -77,10 +78,22 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
 
         # What only the service can refuse: the id belongs to another row.
         write(rows, GOOD | {"task_id": 9}, GOOD)
-        assert not await submit(Order(rows, repeats=2, run="r"), url, TOKEN)
+        assert not await submit(SubmitOptions(rows, repeats=2, run="r"), url, TOKEN)
         said = capsys.readouterr().out
         assert "rows.jsonl:1: " in said
         assert "3 succeeded, 1 row refused" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("\n", r"rows\.jsonl: has no rows"),
+        ('{"reward": 1.0, "response": {"output": []}, "rollout": {"id": "a"}}', r"rows\.jsonl:1: is a result"),
+    ],
+)
+async def test_a_file_without_rows_is_refused(tmp_path: Path, line: str, complaint: str) -> None:
+    with pytest.raises(CallerError, match=complaint):
+        await submit(SubmitOptions(write(tmp_path / "rows.jsonl", line)), "http://127.0.0.1:9", TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +110,14 @@ async def test_wrong_options_are_told_before_anything_is_submitted(
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", GOOD)
     with pytest.raises(CallerError, match=complaint):
-        await submit(Order(rows, **change), "http://127.0.0.1:9", TOKEN)
+        await submit(SubmitOptions(rows, **change), "http://127.0.0.1:9", TOKEN)
 
 
 async def test_what_a_row_says_of_its_rollout_holds_unless_the_command_says_more(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", GOOD | {"rollout": {"client": "theirs", "priority": 3}}, GOOD | {"n": 2})
     async with service() as (url, _), RolloutClient(url, TOKEN) as client:
-        assert await submit(Order(rows, run="own"), url, TOKEN)
-        assert await submit(Order(rows, run="ours", client="ours", priority=1), url, TOKEN)
+        assert await submit(SubmitOptions(rows, run="own"), url, TOKEN)
+        assert await submit(SubmitOptions(rows, run="ours", client="ours", priority=1), url, TOKEN)
         told = {job.id: (job.client, job.priority) for job in (await client.list()).rollouts}
     assert told == {"own-1-0": ("theirs", 3), "own-2-0": ("cli", 0), "ours-1-0": ("ours", 1), "ours-2-0": ("ours", 1)}
 
@@ -113,21 +126,52 @@ async def test_what_is_in_the_output_is_not_run_again(tmp_path: Path, capsys: py
     rows = write(tmp_path / "rows.jsonl", GOOD, DEFECT, GOOD)
     output = tmp_path / "results.jsonl"
     async with service() as (url, bench):
-        assert not await submit(Order(rows, repeats=2, output=output), url, TOKEN)
+        assert not await submit(SubmitOptions(rows, repeats=2, output=output), url, TOKEN)
         assert len(started(bench)) == 6
         whole = output.read_bytes()
         # As a full disk would leave it: two results missing, and one cut off.
         output.write_bytes(b"\n".join(whole.split(b"\n")[:3]) + b'\n{"reward": 1.0, "resp')
         capsys.readouterr()
-        assert not await submit(Order(rows, repeats=2, output=output), url, TOKEN)
+        assert not await submit(SubmitOptions(rows, repeats=2, output=output), url, TOKEN)
         said = capsys.readouterr().out
-        assert "3 results are in" in said
+        assert "3 rollouts have a result in" in said
         assert "2 failed, 4 succeeded" in said
         assert len(started(bench)) == 6, "the file knows its run, so that what was finished is fetched"
         assert len({(line["rollout"]["id"]) for line in lines_of(output)}) == len(lines_of(output)) == 6
         before = output.read_bytes()
-        assert not await submit(Order(rows, repeats=2, output=output), "http://127.0.0.1:9", TOKEN)
+        assert not await submit(SubmitOptions(rows, repeats=2, output=output), "http://127.0.0.1:9", TOKEN)
         assert output.read_bytes() == before
+
+
+async def test_results_of_other_rows_are_not_taken_for_these(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD)
+    output = tmp_path / "results.jsonl"
+    async with service() as (url, _):
+        assert await submit(SubmitOptions(rows, output=output), url, TOKEN)
+        write(rows, GOOD | {"task_id": 3})
+        with pytest.raises(CallerError, match="a different row"):
+            await submit(SubmitOptions(rows, output=output), url, TOKEN)
+        alone = tmp_path / "alone.jsonl"
+        alone.write_text(json.dumps(GOOD))  # without a newline at its end
+        with pytest.raises(CallerError, match="is not a result"):
+            await submit(SubmitOptions(alone, output=alone), url, TOKEN)
+        assert alone.read_text() == json.dumps(GOOD)
+
+
+async def test_the_report_tells_failures_with_reasons_and_pass_at_k(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, DEFECT)
+    async with service() as (url, _):
+        assert not await submit(SubmitOptions(rows, repeats=4, run="r"), url, TOKEN)
+    said = capsys.readouterr().out
+    table = [line.split() for line in said.splitlines()]
+    assert ["1", "4", "█" * 40] in table
+    assert [line for line in table if len(line) == 3 and line[1] == "1.000"] == [
+        ["1", "1.000", "1"], ["2", "1.000", "1"], ["4", "1.000", "1"],
+    ]  # fmt: skip
+    assert "agent_run_error" in said
+    assert "the agent gave up" in " ".join(said.split())
 
 
 ROWS_FAULT = (FailureKind.BAD_ROW, Stage.INIT)
@@ -196,6 +240,23 @@ async def test_a_signal_cancels_what_was_submitted_and_the_run_can_go_on(
         assert output.decode().split()[:2] == ["r-1-0.2", "r-1-1.2"]
 
 
+@pytest.mark.long("waits for a service that is gone; that a signal cancels is told by the test above")
+async def test_a_signal_ends_it_also_where_the_service_is_gone(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", LONG)
+    async with standalone(TOKEN) as there:
+        process = await begin(there.url, "submit", str(rows))
+        await until_running(there.url, 1)
+        await there.end()
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            while b"waiting for the service" not in await process.stdout.readline():
+                pass
+        process.send_signal(signal.SIGTERM)
+        said, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 143
+        assert b"1 rollouts were not cancelled, because the service does not answer" in said
+
+
 # -- a service that goes away ----------------------------------------------------------------------------------------
 
 
@@ -206,11 +267,20 @@ async def test_a_killed_submit_is_joined_by_the_next_one(tmp_path: Path) -> None
         await until_running(url, 3)
         process.kill()
         await process.wait()
-        again = asyncio.create_task(submit(Order(rows, run="r"), url, TOKEN))
+        again = asyncio.create_task(submit(SubmitOptions(rows, run="r"), url, TOKEN))
         await asyncio.sleep(0.3)
         bench.handler.let_go.set()
         assert await again
         assert started(bench) == {"r-1-0": 1, "r-2-0": 1, "r-3-0": 1}
+
+
+async def test_what_the_service_has_forgotten_runs_under_a_new_id(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, GOOD | {"task_id": 2})
+    async with service(retain_bytes=1) as (url, bench):
+        for run in ("r", "s", "r"):  # what ends last makes what was read before be forgotten
+            assert await submit(SubmitOptions(rows, run=run), url, TOKEN)
+        assert started(bench).items() >= {"r-1-0": 1, "r-2-0": 1, "r-1-0.2": 1}.items()
+        assert all(count == 1 for count in started(bench).values())
 
 
 @pytest.mark.long("restarts a service twice; what a lost service had is submitted elsewhere in fleet/test_bad_nodes")
@@ -218,7 +288,7 @@ async def test_a_service_that_is_restarted_gets_what_it_lost_again(tmp_path: Pat
     rows = write(tmp_path / "rows.jsonl", *(SLOW | {"task_id": number} for number in range(30)))
     output = tmp_path / "results.jsonl"
     async with standalone(TOKEN) as there:
-        running = asyncio.create_task(submit(Order(rows, repeats=3, run="r", output=output), there.url, TOKEN))
+        running = asyncio.create_task(submit(SubmitOptions(rows, repeats=3, run="r", output=output), there.url, TOKEN))
         for how in (signal.SIGKILL, signal.SIGTERM):
             await until_running(there.url, 16)
             await asyncio.sleep(0.7)  # so that some have ended
@@ -230,6 +300,18 @@ async def test_a_service_that_is_restarted_gets_what_it_lost_again(tmp_path: Pat
     sources = [(line["rollout"]["source"]["line"], line["rollout"]["source"]["repeat"]) for line in lines_of(output)]
     assert sorted(sources) == [(line, repeat) for line in range(1, 31) for repeat in range(3)]
     assert {line["rollout"]["state"] for line in lines_of(output)} == {"succeeded"}
+
+
+async def test_a_service_that_stays_away_ends_the_run_and_says_how_to_go_on(
+    tmp_path: Path,
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", LONG)
+    async with standalone(TOKEN) as there:
+        running = asyncio.create_task(submit(SubmitOptions(rows, run="r", patience_s=1), there.url, TOKEN))
+        await until_running(there.url, 1)
+        await there.end()
+        with pytest.raises(InfrastructureError, match=r"unreachable for 1 s.*--run r$"):
+            await asyncio.wait_for(running, 60)
 
 
 # -- pass@k ----------------------------------------------------------------------------------------------------------

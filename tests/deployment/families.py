@@ -3,9 +3,8 @@
 """One Gym deployment for all tests of what happens in a running one: a deployment is ten processes that import the
 same 2,000 modules, which takes longer than what most tests look at.
 
-It is the mixture of all four families, as it ships, over two model servers of which the agent chooses by the rollout;
-with a judge, a tool of Gym's own, and a family whose verifier does what the row says. Beside it two of the families
-have Gym's own agent, and one an agent that scores one rollout at a time.
+The deployment is the shipped mixture of all four families, with a judge and a family whose verifier behaves as the row
+says. The family ``code`` also has an agent of its own, which scores one rollout at a time.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ FAMILIES = ("code", "math", "stem", "swe")
 """Names of the environments in ``environments/prorl_mixture``, which are what rows have in ``data_source``."""
 ORACLE, NULL = "oracle", "null"
 PLAYED = {ORACLE: "reference", NULL: "stub"}
-MODELS = ["policy_model", "policy_model_2"]
-WITH_GYMS_AGENT = ("prorl_code", "prorl_swe")
-WEATHER = "example_single_tool_call"
+MODEL = "policy_model"
 DISK_MIB = 256
 
 LOOPBACK = {"entrypoint": "app.py", "host": "127.0.0.1"}
@@ -64,7 +61,7 @@ def _agent(implementation: str, family: str, **settings: Any) -> dict[str, Any]:
     """An agent of one family."""
     servers = {
         "resources_server": _named("resources_servers", family),
-        "model_server": _named("responses_api_models", MODELS[0]),
+        "model_server": _named("responses_api_models", MODEL),
     }
     return {"responses_api_agents": {implementation: LOOPBACK | servers | settings}}
 
@@ -72,8 +69,7 @@ def _agent(implementation: str, family: str, **settings: Any) -> dict[str, Any]:
 def _further(judge_url: str) -> dict[str, Any]:
     """What there is beside the mixture."""
     faulty = {"resources_server": _named("resources_servers", "faulty_family"), "budgets": {"eval": 2}, "max_steps": 1}
-    weather = {"resources_server": _named("resources_servers", WEATHER)}
-    mixture = {"environments": {"faulty": faulty, "weather": weather}, "further_model_servers": MODELS[1:]}
+    mixture = {"environments": {"faulty": faulty}}
     # The folder is that in which Gym starts it.
     entrypoint = {"entrypoint": "../../tests/faulty_family/app.py", "host": "127.0.0.1"}
     judging = {"judge_model_server": _named("responses_api_models", "judge_model"), "judge_timeout_s": 2}
@@ -87,11 +83,8 @@ def _further(judge_url: str) -> dict[str, Any]:
     return {
         MIXTURE: {"responses_api_agents": {"prorl_agent": mixture}},
         "faulty_family": {"resources_servers": {"prorl_code": entrypoint | {"domain": "other", "verified": False}}},
-        WEATHER: {"resources_servers": {WEATHER: LOOPBACK | {"domain": "agent", "verified": False}}},
         "prorl_stem": {"resources_servers": {"prorl_stem": judging}},
         "judge_model": {"responses_api_models": {"vllm_model": judge}},
-        **{name: {"_copy": MODELS[0]} for name in MODELS[1:]},
-        **{f"{family}_simple_agent": _agent("simple_agent", family) for family in WITH_GYMS_AGENT},
         "prorl_code_agent": _agent("prorl_agent", "prorl_code", stages={"eval": 1}, max_attempts=2),
     }
 

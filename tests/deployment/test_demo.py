@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from nemo_gym_prorl.cli.scripted.demo import DESERVED, SCRIPTS
+from nemo_gym_prorl.cli.scripted.demo import EXPECTED_REWARDS, SCRIPTS
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.processes import ProcessMark
 
@@ -75,7 +75,7 @@ async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(share
     for record in records:
         rollout = record["rollout"]
         assert record["response"]["model"] == MODEL_NAME
-        assert rollout["reward"] == DESERVED[SCRIPTS[rollout["source"]["line"] - 1]], printed
+        assert rollout["reward"] == EXPECTED_REWARDS[SCRIPTS[rollout["source"]["line"] - 1]], printed
         assert rollout["turns"] >= 1
         assert all(rollout["timings"][stage]["attempts"] == 1 for stage in ("init", "run", "eval"))
         assert record["response"]["output"]

@@ -59,7 +59,7 @@ async def test_a_death_while_it_is_in_use_is_noticed(shared_ray, tmp_path):
         assert signal.getsignal(signal.SIGINT) is on_interrupt
         assert gym.instances.keys() == {"one"}
         assert gym.cli.mark.processes()
-        with pytest.raises(DeploymentError, match=r"no instance 'nobody'.* are one"):
+        with pytest.raises(DeploymentError, match=r"no instance 'nobody'.*; instances: one"):
             gym.url("nobody")
         assert await gym.guard(asyncio.sleep(0, "the work's own result")) == "the work's own result"
         async with asyncio.timeout(60):
@@ -85,8 +85,8 @@ async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_n
 @pytest.mark.parametrize(
     ("work_dir", "python", "says"),
     [
-        ("gym", "my work/.venv/bin/python", r"my work/\.venv/bin/python has one: install into a folder"),
-        ("file/gym", "python", r"file/gym cannot be made: Not a directory; choose another folder"),
+        ("gym", "my work/.venv/bin/python", r"my work/\.venv/bin/python: the path contains a space"),
+        ("file/gym", "python", r"cannot create \S+file/gym: Not a directory; choose another folder"),
     ],
 )
 async def test_a_folder_in_which_gym_cannot_start_is_refused(
@@ -98,21 +98,11 @@ async def test_a_folder_in_which_gym_cannot_start_is_refused(
         await gym.__aenter__()
 
 
-@STARTS_GYM
-async def test_servers_that_take_too_long_are_given_up(tmp_path):
-    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), work_dir=tmp_path / "gym", start_timeout_s=2)
-    expected = r"not up after 2 s, still waiting for .*; (Gym has printed nothing.*load|load) [\d.]+ on \d+ cores"
-    with pytest.raises(DeploymentError, match=expected):
-        await gym.__aenter__()
-    assert gym.cli.mark.processes() == {}
-
-
 @pytest.mark.parametrize(
     ("log", "told"),
     [
-        (None, "Gym has printed nothing into"),
-        ("", "Gym has printed nothing into"),
-        ("\n \n", "Gym has printed nothing into"),
+        (None, "Gym is still importing"),
+        ("\n \n", "Gym is still importing"),
         ("one\ntwo\n", "its last lines:\none\ntwo"),
     ],
 )
@@ -217,10 +207,13 @@ asyncio.run(main())
 
 async def test_a_ray_that_is_late_twice_is_said_in_a_line(tmp_path, monkeypatch: pytest.MonkeyPatch):
     gym = GymDeployment(environment="prorl_code", work_dir=tmp_path)
-    said = f"echo once >> {tmp_path}/tries; echo 'Traceback\nException: {deployment_module._RAY_LATE}. Or so'; exit 1"
+    error = f"Traceback\nException: {deployment_module._RAY_TIMED_OUT}. Or so"
+    said = f"echo once >> {tmp_path}/tries; echo '{error}'; exit 1"
     command = (["sh", "-c", said, "gym"], dict(os.environ), tmp_path)
     monkeypatch.setattr(gym.cli, "command", lambda *_words: _now(command))
-    with pytest.raises(DeploymentError, match=r"Ray did not start, twice.* is too busy .*Log: \S+gym\.log$") as caught:
+    with pytest.raises(
+        DeploymentError, match=r"Ray did not start within 90 s, in two attempts.* is too busy .*Log: \S+gym\.log$"
+    ) as caught:
         await gym.__aenter__()
     assert len(str(caught.value).splitlines()) == 1
     assert (tmp_path / "tries").read_text().split() == ["once"] * 2
@@ -231,23 +224,8 @@ async def test_an_interpreter_without_gym_is_refused(tmp_path):
     # A shell that only says what Python would say.
     bare.write_text("#!/bin/sh\necho \"No module named 'nemo_gym'\" >&2; exit 1\n")
     bare.chmod(0o755)
-    with pytest.raises(DeploymentError, match="No module named 'nemo_gym'; install nemo-gym into it"):
+    with pytest.raises(DeploymentError, match="No module named 'nemo_gym'; install nemo-gym there"):
         await GymCli(tmp_path, python=str(bare)).prepare()
-
-
-async def test_marked_processes_are_found_in_their_own_sessions_and_killed():
-    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
-    # The child ignores polite requests, lives in a session of its own, and its parent is gone.
-    script = "trap '' TERM INT HUP; sleep 600 & wait"
-    parent = await asyncio.create_subprocess_exec(
-        "sh", "-c", f'setsid sh -c "{script}" & exit', env={**os.environ, mark.name: mark.value}
-    )
-    await parent.wait()
-    while len(found := mark.processes()) < 2:
-        await asyncio.sleep(0.02)
-    assert any("sleep 600" in command for command in found.values())
-    assert await mark.kill(settle_s=0.2, kill_s=10) == {}
-    assert mark.processes() == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -308,27 +286,6 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     assert not folder.exists()
     assert not temporary.exists()
     assert another.exists(), "nobody knows whose it is"
-
-
-async def test_starts_at_the_same_time_sweep_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(orphans, "FOLDERS", tmp_path)
-    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
-    for number in range(20):
-        folder = tmp_path / f"prorl-ray-{number}"
-        folder.mkdir()
-        os.close(orphans.lock(folder, mark, None))
-        (folder / "more").mkdir()
-    os.mkfifo(tmp_path / "prorl-ray-0" / "pipe")
-    program = f"""
-import asyncio
-from pathlib import Path
-from nemo_gym_prorl.deployment import orphans
-orphans.FOLDERS = Path({str(tmp_path)!r})
-asyncio.run(orphans.remove_orphans())
-"""
-    starts = [await asyncio.create_subprocess_exec(sys.executable, "-c", program) for _ in range(4)]
-    assert [await start.wait() for start in starts] == [0] * 4
-    assert not await asyncio.to_thread(lambda: [*tmp_path.iterdir()])
 
 
 SLOW_TO_END = """

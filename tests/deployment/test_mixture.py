@@ -3,9 +3,7 @@
 """The mixture of all four families as Gym's command line starts it: what it says, and what goes wrong in one."""
 
 import asyncio
-import json
 import os
-import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -13,25 +11,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 
-from nemo_gym_prorl.cli.scripted.humaneval import script_for as code_script
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from nemo_gym_prorl.tasks.stem import problems as stem
 from scripts.scripted_turns.stem import script_for
-from scripts.scripted_turns.swe import scripted_row
 from tests.deployment.families import (
     FAMILIES,
     MIXTURE,
-    MODELS,
     NULL,
     ORACLE,
-    WITH_GYMS_AGENT,
     Families,
     ended,
     masked,
@@ -40,9 +32,7 @@ from tests.deployment.families import (
     solved,
 )
 from tests.faulty_family.app import ANSWERS
-from tests.policy.test_gym_agents import assert_chain, trained
 from tests.tasks import containers
-from tests.tasks.swe import tally
 
 
 pytestmark = [
@@ -152,76 +142,6 @@ async def test_a_server_that_hangs_holds_up_its_own(families: Families, client: 
         assert status.held["prorl_math"].environments == ["math"]
     assert {(await client.wait(job.id)).reward for job in stuck} == {1.0}
     assert not (await client.status()).held
-
-
-# Other agents and model servers
-
-
-TOOL = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "",
-    "strict": False,
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
-
-
-async def test_both_agents_earn_the_same(families: Families, tmp_path: Path) -> None:
-    problem = next(iter(problems().values()))
-    given = {
-        "prorl_code": [(humaneval_row(problem, code_script(problem, name)), name) for name in ("reference", "stub")],
-        "prorl_swe": [(scripted_row(tally.row(), name), name) for name in ("oracle", "null")],
-    }
-    rows = [
-        row
-        | {"agent_ref": {"type": "responses_api_agents", "name": agent}, "plays": plays}
-        | {"data_source": family.removeprefix("prorl_")}
-        for family in WITH_GYMS_AGENT
-        for agent in (MIXTURE, f"{family}_simple_agent")
-        for row, plays in given[family]
-    ]
-    done = await families.collect(rows, tmp_path)
-    earned = {(row["agent_ref"]["name"], row["plays"]): (row["reward"], row["verdict"]) for row in done}
-    assert earned == {
-        (agent, plays): outcome
-        for family, plays, outcome in (
-            ("prorl_code", "reference", (1.0, "passed")),
-            ("prorl_code", "stub", (0.0, "no_solution")),
-            ("prorl_swe", "oracle", (1.0, "resolved")),
-            ("prorl_swe", "null", (0.0, "no_patch")),
-        )
-        for agent in (MIXTURE, f"{family}_simple_agent")
-    }
-
-
-async def test_each_of_several_model_servers_takes_rollouts(families: Families, tmp_path: Path) -> None:
-    """As docs/policy.md configures them, started by Gym's own command line."""
-    turns = [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]
-    script = {"metadata": {"script": json.dumps({"turns": turns})}, "tools": [TOOL]}
-    asked = [{"input": [{"role": "user", "content": f"how is it in {n}?"}], **script} for n in range(24)]
-    rows: list[dict[str, Any]] = [{"responses_create_params": row, "data_source": "weather"} for row in asked]
-    before = [await turns_of(families, name) for name in MODELS]
-    done = await families.collect(rows, tmp_path, "--agent", MIXTURE)
-    assert [row["reward"] for row in done] == [1.0] * 24
-    for row in done:
-        assert len(trained(row)) == 2
-        assert_chain(trained(row))
-    for (taken, retokenised), name in zip(before, MODELS, strict=True):
-        now, retokenised_now = await turns_of(families, name)
-        assert now > taken, "each has taken turns"
-        # A turn that came to another server would be another rollout there, its past read from text.
-        assert retokenised_now == retokenised
-
-
-async def turns_of(families: Families, model: str) -> tuple[float, float]:
-    """How many turns a model server has taken, and how many tokens it had to read from text."""
-    async with aiohttp.ClientSession() as http, http.get(f"{families.gym.url(model)}/metrics") as answer:
-        said = await answer.text()
-
-    def total(name: str) -> float:
-        return sum(float(found) for found in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", said, re.MULTILINE))
-
-    return total("prorl_policy_turn_seconds_count"), total("prorl_policy_retokenised_tokens_total")
 
 
 # A machine whose disk is full

@@ -8,13 +8,10 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 from nemo_gym_prorl.http.server_process import STARTER_VARIABLE
 from nemo_gym_prorl.processes import ProcessMark
 
 
-ROOT = Path(__file__).parents[2]
 SERVER = """
 import time
 from nemo_gym_prorl.http.server_process import exit_with_starter
@@ -88,19 +85,3 @@ async def test_a_server_whose_gym_has_ended_already_does_not_start(tmp_path: Pat
     _, said = await asyncio.wait_for(server.communicate(), 60)
     assert (server.returncode, said) == (1, b"the Gym that started this server has ended\n")
     assert not (tmp_path / "up").exists()
-
-
-@pytest.mark.long("imports two whole servers")
-@pytest.mark.parametrize("server", ["responses_api_agents/prorl_agent", "responses_api_models/prorl_model"])
-async def test_servers_look_for_their_gym_before_they_wait_for_its_ray(server: str, tmp_path: Path) -> None:
-    """Gym connects to Ray before it sets a server up; a Ray that is gone is waited for, for minutes."""
-    gone = await asyncio.create_subprocess_exec("true")
-    await gone.wait()
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "app.py"),
-        env={**os.environ, STARTER_VARIABLE: str(gone.pid), "PYTHONPATH": str(ROOT)},
-        cwd=ROOT / server,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, said = await asyncio.wait_for(started.communicate(), 120)
-    assert (started.returncode, said.splitlines()[-1]) == (1, b"the Gym that started this server has ended")

@@ -75,14 +75,3 @@ def test_servers_of_the_folder_in_which_gym_is_started_share_it_too(tmp_path: Pa
     monkeypatch.chdir("/")
     link_environments(elsewhere, running_installation(), {"nemo-gym": "1", "nemo-gym-prorl": "1"}.get, cwd=tmp_path)
     assert (elsewhere / "resources_servers" / "maths" / ".venv").exists()
-
-
-def test_our_servers_share_the_running_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PRORL_CACHE", str(tmp_path))
-    venvs = shared_venvs()
-    ours = [folder for folder in running_installation().server_folders() if folder.name.startswith("prorl_")]
-    assert {folder.name for folder in ours} >= {"prorl_code", "prorl_agent", "prorl_model"}
-    for folder in ours:
-        environment = venvs / folder.parent.name / folder.name / ".venv"
-        assert (environment / "bin" / "python").exists()
-        assert (environment / "bin" / "activate").exists()

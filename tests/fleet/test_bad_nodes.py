@@ -162,7 +162,7 @@ async def test_submit_names_what_is_no_use_and_goes_on_with_the_others(
         older = old.pipeline.status().model_copy(update={"version": "0.0.9"})
         monkeypatch.setattr(old.pipeline, "status", lambda: older)
         code, said = await prorl("submit", str(rows), url=old.url)
-        assert (code, f"{old.url} is of no use: it runs nemo-gym-prorl 0.0.9" in said) == (1, True), said
+        assert (code, f"{old.url} is not compatible: it runs nemo-gym-prorl 0.0.9" in said) == (1, True), said
         code, said = await prorl("submit", str(rows), url=f"{good.url},{old.url},{other}")
         assert code == 0, said
         assert f"{old.url} gets no rollouts: it runs nemo-gym-prorl 0.0.9" in said

@@ -39,7 +39,7 @@ async def test_engines_are_listed_added_and_drained_at_each_model_server(models:
     )
     async with serve(head) as url:
         code, said = await prorl("backends", PRORL_HEAD=url)
-        assert (code, said.count("0 engines, 0 turns wait")) == (0, 2), said
+        assert (code, said.count("0 engines, 0 turns waiting")) == (0, 2), said
         code, said = await prorl("backends", "add", ENGINE, "--run", "r", "--weight-version", "7", PRORL_HEAD=url)
         assert (code, said.count(f" at {ENGINE}")) == (0, 2), said
         code, said = await prorl("backends", PRORL_HEAD=url)

@@ -175,7 +175,7 @@ def test_the_command_line_shows_a_definition_and_builds_nothing(order: BuildRequ
     assert "echo hello > /made/word" in shown
     command += ["--format", "zip"]
     wrong = subprocess.run(command, env=environ, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stderr) == (1, "prorl: --format: 'zip' is neither 'folder' nor 'sif'\n")
+    assert (wrong.returncode, wrong.stderr) == (1, "prorl: --format: must be 'folder' or 'sif', not 'zip'\n")
     assert not (tmp_path / "cache").exists()
 
 

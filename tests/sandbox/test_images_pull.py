@@ -186,10 +186,10 @@ def test_the_command_line_pulls_lists_and_removes(
     pulling = prorl(tmp_path, runtime, "pull", "--from", str(rows), "--jobs", "2", "--tries", "1")
     output = pulling.communicate(timeout=60)[0]
     assert pulling.returncode == 1
-    assert "2 pulled, 0 there already, 1 failed" in output
+    assert "2 pulled, 0 already present, 1 failed" in output
     assert missing in output
     again = prorl(tmp_path, runtime, "pull", *names)
-    assert "0 pulled, 2 there already, 0 failed" in again.communicate(timeout=60)[0]
+    assert "0 pulled, 2 already present, 0 failed" in again.communicate(timeout=60)[0]
     assert again.returncode == 0
     listing = prorl(tmp_path, runtime, "list").communicate(timeout=60)[0]
     assert listing.count("pulled") == 2
@@ -214,6 +214,6 @@ def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
     assert store.all() == []
     wait_until_nothing_runs_for(tmp_path)
     served.hold.set()
-    assert "left by a process that was killed" in prorl(tmp_path, runtime, "gc").communicate(timeout=60)[0]
+    assert "left by a killed process" in prorl(tmp_path, runtime, "gc").communicate(timeout=60)[0]
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
     assert Puller(store, runtime).pull(parse_registry(address)).is_dir()

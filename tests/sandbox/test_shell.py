@@ -14,7 +14,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell, ShellBusy
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
@@ -378,7 +378,7 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
     await asyncio.gather(*(attack(command) for command in HOSTILE))
 
 
-@pytest.mark.skipif(bool(no_several_users()), reason="this user has no range of ids")
+@pytest.mark.skipif(bool(multi_user_error()), reason="this user has no range of ids")
 async def test_a_shell_changes_its_user_and_comes_back(image: Path, runtime: Runtime) -> None:
     async with (
         await Container.start(ContainerSpec(image=image, users=True), runtime) as machine,

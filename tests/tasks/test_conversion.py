@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.data import convert as convert_file
-from nemo_gym_prorl.cli.images import wanted_images
+from nemo_gym_prorl.cli.images import images_to_pull
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.code_rows import read_metadata, read_problem
@@ -156,7 +156,7 @@ def test_invalid_records_are_reported_by_line(tmp_path: Path) -> None:
         "line 1: answer: missing; there are problem",
         "line 2: problem: missing; there are answer",
         "line 3: problem: must be",
-        "line 5: is",
+        "line 5: must be an object",
         "line 6: problem: missing; there are Frage, Antwort",
     ):
         assert said in done.output
@@ -219,7 +219,7 @@ def test_concurrent_runs_of_one_output_are_refused(tmp_path: Path) -> None:
 
     assert convert_file(file, output, row_of)
     assert isinstance(inner[0].exception, CallerError)
-    assert "another `prorl data` writes it" in inner[0].exception.reason
+    assert "another `prorl data` is writing this file" in inner[0].exception.reason
     assert len(output.read_text().splitlines()) == 50
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
 
@@ -249,7 +249,7 @@ def test_swe_rows_list_their_images(dataset: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     [row] = map(json.loads, rows.read_text().splitlines())
     assert row == CONVERT[dataset](record)
-    [image] = wanted_images([], rows, "image")
+    [image] = images_to_pull([], rows, "image")
     assert image.uri == row["image"]
 
 
