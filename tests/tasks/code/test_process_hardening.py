@@ -11,8 +11,8 @@ from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE
 from nemo_gym_prorl.tasks.code import grading as filters
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
+from tests.sandbox.test_seccomp import judge as run_filter
 from tests.tasks.code.conftest import Judge
-from tests.test_syscall_filter import run_filter
 
 
 of_one_loop = pytest.mark.asyncio(loop_scope="module")
