@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.api.schemas import job_json
-from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.job import IllegalTransition, Job, JobState
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
 from tests.rollout.handlers import (
@@ -141,6 +141,13 @@ def test_waiting_costs_nothing(crowd: int, bottleneck: Stage) -> None:
     run_in_virtual_time(play())
 
 
+def test_a_transition_that_the_table_lacks_is_refused() -> None:
+    job = Job("r", {}, b"", "planned", "planned", 0.0)
+    with pytest.raises(IllegalTransition):
+        job.move(JobState.SUCCEEDED)
+    assert job.state is JobState.QUEUED
+
+
 def finished(row: dict[str, Any], settings_: PipelineSettings | None = None) -> Job:
     """The job of one row, when it is over."""
 
@@ -234,7 +241,8 @@ def test_who_is_blamed_for_a_fault_and_whether_it_is_tried_again(
         settings_ = PipelineSettings(
             budgets=budgets, cancel_grace_s=0.1, max_attempts=2, stages=PoolSizes(init=2, ready=1, run=2, eval=2)
         )
-        pipeline = Bench(settings_).pipeline()
+        bench = Bench(settings_)
+        pipeline = bench.pipeline()
         bad = pipeline.submit(JobRequest({"plan": {stage.value: [act]}}))
         neighbours = [pipeline.submit(JobRequest({}, client="other")) for _ in range(3)]
         assert await pipeline.drain()
@@ -250,6 +258,8 @@ def test_who_is_blamed_for_a_fault_and_whether_it_is_tried_again(
         if stage is not Stage.INIT:
             assert bad.outcome.result == {"partial": {"output": ["so far"]}}, "what was sampled is kept"
         assert {job.state for job in neighbours} == {JobState.SUCCEEDED}
+        await asyncio.sleep(10.0)
+        assert not bench.handler.sessions, "a session that comes up after its cancellation is released"
 
     run_in_virtual_time(play())
 
