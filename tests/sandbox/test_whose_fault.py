@@ -13,6 +13,7 @@ import errno
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +171,30 @@ async def test_what_an_image_complains_of_is_bounded(tiny_root: Path, runtime: R
     assert isinstance(caught.value.__cause__, SandboxRefused)
     assert caught.value.__cause__.reason == "the runtime ended with 9"
     assert len(caught.value.__cause__.log) <= 4000
+
+
+@pytest.mark.parametrize("root", [False, True])
+async def test_no_file_of_the_host_is_to_be_had_from_the_first_process(
+    image: Path, runtime: Runtime, root: bool
+) -> None:
+    """Nor one of a prepared image that the supervisor has."""
+    spec = ContainerSpec(image=image, root=root)
+    async with (
+        await Container.start(replace(spec, start="direct"), runtime),
+        await Container.start(replace(spec, start="runtime"), runtime) as container,
+    ):
+        found = (await container.run("ls /proc/1/fd; readlink /proc/1/fd/*")).stdout.split()
+        assert {"0", "1", "2"} <= set(found)
+        assert all(name.startswith("socket:") or name == "/dev/null" for name in found if not name.isdigit())
+
+
+async def test_a_group_that_no_system_has_is_no_failure_of_the_machine(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        for line in ("x:x:5:99999999999999::/:/bin/sh", "x:x:99999999999999:5::/:/bin/sh"):
+            assert (await container.run(f"echo {line} >> /etc/passwd")).exit_code == 0
+            with pytest.raises(CallerError):
+                await container.execute(["id"], user="x")
+            assert (await container.run("sed -i '$d' /etc/passwd")).exit_code == 0
 
 
 async def test_a_session_that_the_agent_broke_is_its_own_doing(kernel_image: Path, runtime: Runtime) -> None:
