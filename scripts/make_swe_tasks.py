@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes software-engineering tasks of well-known packages, without a registry; see docs/swe.md.
+"""Makes software-engineering tasks of well-known packages, without a registry; see docs/environments/swe.md.
 
 Writes ``rows.jsonl`` (rows of ``prorl_swe``), ``partial.jsonl`` (patches that mend a part of a bug, which must earn
 nothing) and an image for each task.

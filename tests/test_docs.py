@@ -50,7 +50,7 @@ ENVIRONMENT = "example_session_state_mgmt"
 
 DOCUMENTS = sorted(
     path
-    for pattern in ("README.md", "docs/*.md", "benchmarks/README.md", "*/*/README.md")
+    for pattern in ("README.md", "docs/*.md", "docs/*/*.md", "benchmarks/README.md", "*/*/README.md")
     for path in ROOT.glob(pattern)
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
@@ -91,17 +91,17 @@ ENDLESS = {"prorl tail"}
 """Commands that go on until they are interrupted."""
 
 PYTHON_NOT_RUN = {
-    "docs/nemo_rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
-    "docs/math.md": "takes seconds of sympy; tests/tasks/math/test_checker.py does the same calls",
-    "docs/dapo.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
+    "docs/train-nemo-rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
+    "docs/environments/math.md": "takes seconds of sympy; tests/tasks/math/test_checker.py does the same calls",
+    "docs/train-your-own.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
     "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
-    "docs/tasks.md": "is what prorl init writes; tests/deployment/test_init.py serves it",
+    "docs/your-own-environment.md": "is what prorl init writes; tests/deployment/test_init.py serves it",
     "docs/handlers.md": "is a package of its own; tests/agent/test_plugins.py installs it and runs rollouts",
 }
 """Documents whose Python is compiled only, and why."""
 
 NO_CODE = {
-    ("docs/api.md", "queued →"),
+    ("docs/job-api.md", "queued →"),
     ("docs/architecture.md", "NeMo RL,"),
     ("docs/architecture.md", "nemo_gym_prorl/"),
     ("docs/data.md", "dropped 99"),
@@ -409,7 +409,7 @@ async def test_python_of_the_client(
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize("snippet", [s for s in PYTHON if s.file == "docs/sandbox.md"], ids=str)
+@pytest.mark.parametrize("snippet", [s for s in PYTHON if s.file == "docs/sandboxes.md"], ids=str)
 async def test_python_of_sandboxes(snippet: Snippet, image: Path) -> None:
     if "users=True" in snippet.text and (trouble := no_several_users()):
         pytest.skip(trouble)

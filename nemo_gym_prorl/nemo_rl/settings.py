@@ -94,7 +94,7 @@ class ProrlSettings(_Block):
         agent_failures: what a rollout counts as that the policy brought to a bad end.
         reference_share: of prompts whose first tries always run to their end, as what bias is measured against.
         prefix_tries: groups that are begun from a prefix in place of one without variance, at most. Not dynamic
-            sampling's gradient (docs/dapo.md).
+            sampling's gradient (docs/train-your-own.md).
         overlong: shaping of rewards by length; after the filter, which looks at what the environment gave.
         reward_scaling: scaling of rewards; after the filter, and before the shaping.
         skip_solved: a prompt that all of a group solved this often is not sampled any more.

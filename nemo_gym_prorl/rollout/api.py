@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The job API (docs/api.md): rollouts as resources over HTTP, and Prometheus metrics of the service.
+"""The job API (docs/job-api.md): rollouts as resources over HTTP, and Prometheus metrics of the service.
 
 A route translates between the wire and a :class:`~.service.RolloutService` and decides nothing. The router mounts on
 any FastAPI application; on ``prorl_agent`` it stands beside Gym's own routes. Gauges are read from the scheduler when

@@ -195,7 +195,7 @@ async def test_both_agents_earn_the_same(families: Families, tmp_path: Path) -> 
 
 
 async def test_each_of_several_model_servers_takes_rollouts(families: Families, tmp_path: Path) -> None:
-    """As docs/policy.md configures them, started by Gym's own command line."""
+    """As docs/model-server.md configures them, started by Gym's own command line."""
     turns = [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]
     script = {"metadata": {"script": json.dumps({"turns": turns})}, "tools": [TOOL]}
     asked = [{"input": [{"role": "user", "content": f"how is it in {n}?"}], **script} for n in range(24)]

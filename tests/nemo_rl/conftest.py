@@ -3,7 +3,7 @@
 """NeMo RL's real actor, if there is a checkout of NeMo RL and an environment that can import it.
 
 NeMo RL is no package that could be installed: ``NRL_ROOT`` names a checkout, and the interpreter that runs the tests
-has what ``docs/nemo_rl.md`` lists.
+has what ``docs/train-nemo-rl.md`` lists.
 """
 
 import functools
@@ -36,8 +36,8 @@ VENVS = "/opt/prorl/venvs"
 
 
 def documented(language: str) -> list[str]:
-    """The snippets of ``docs/nemo_rl.md``."""
-    text = (REPOSITORY / "docs/nemo_rl.md").read_text()
+    """The snippets of ``docs/train-nemo-rl.md``."""
+    text = (REPOSITORY / "docs/train-nemo-rl.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
@@ -108,7 +108,7 @@ def engine_url(engine: "Engine") -> Iterator[str]:
 
 
 def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Trainer":
-    """What ``docs/nemo_rl.md`` configures, and a counting environment; servers' environments are in a folder of it."""
+    """What ``docs/train-nemo-rl.md`` configures, and a counting environment; servers' environments are in a folder of it."""
     from tests.nemo_rl.trainer import Trainer
 
     venvs = str(folder / environments)
@@ -121,7 +121,7 @@ def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Tra
 
 @pytest.fixture(scope="session")
 def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
-    """An actor with what ``docs/nemo_rl.md`` configures, a counting environment besides, and a key for one agent."""
+    """An actor with what ``docs/train-nemo-rl.md`` configures, a counting environment besides, and a key for one agent."""
     trainer = documented_trainer(nemo_rl, engine_url, "venvs")
     try:
         yield trainer

@@ -347,7 +347,7 @@ def test_links_of_an_image_are_followed_inside_of_it(tmp_path: Path, host: Path)
 # The table of options in the documentation
 
 
-TEXT = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "sandboxes.md").read_text()
 ROWS = {
     name: (kind, unit, default, gym, what)
     for name, kind, unit, default, gym, what in re.findall(
