@@ -39,6 +39,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import silent
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
+from scripts import make_reference
 from tests.agent.gym_host import hosting, instance, url_of
 from tests.agent.test_gym_environment import counting, gym_rows, scripted
 from tests.rollout.command_line import prorl
@@ -50,7 +51,7 @@ ENVIRONMENT = "example_session_state_mgmt"
 
 DOCUMENTS = sorted(
     path
-    for pattern in ("README.md", "docs/*.md", "docs/*/*.md", "benchmarks/README.md", "*/*/README.md")
+    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "benchmarks/README.md", "*/*/README.md")
     for path in ROOT.glob(pattern)
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
@@ -95,21 +96,9 @@ PYTHON_NOT_RUN = {
     "docs/environments/math.md": "takes seconds of sympy; tests/tasks/math/test_checker.py does the same calls",
     "docs/train-your-own.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
     "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
-    "docs/your-own-environment.md": "is what prorl init writes; tests/deployment/test_init.py serves it",
-    "docs/handlers.md": "is a package of its own; tests/agent/test_plugins.py installs it and runs rollouts",
+    "docs/your-own-environment.md": "serves what prorl init writes, and a handler in a package of its own",
 }
 """Documents whose Python is compiled only, and why."""
-
-NO_CODE = {
-    ("docs/job-api.md", "queued →"),
-    ("docs/architecture.md", "NeMo RL,"),
-    ("docs/architecture.md", "nemo_gym_prorl/"),
-    ("docs/data.md", "dropped 99"),
-    ("docs/recipes.md", "− Σ"),
-    ("docs/recipes.md", "++data"),
-    ("docs/tools.md", "OUTPUT"),
-}
-"""Blocks that are diagrams or formats."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +156,7 @@ def reason_not_to_run(words: list[str]) -> str | None:
 
 
 def is_shell(snippet: Snippet) -> bool:
-    """Blocks without a language are commands, unless the table says that they are none."""
-    if any(snippet.file == file and snippet.text.startswith(begin) for file, begin in NO_CODE):
-        return False
+    """Blocks without a language are commands; output and diagrams are ``text``."""
     return snippet.language in ("", "bash", "sh", "shell")
 
 
@@ -243,6 +230,10 @@ def test_every_path_that_is_named_exists() -> None:
             if not (ROOT / code).exists() and not any(name in code for name in NEW_ENVIRONMENTS):
                 missing.append(f"{path.relative_to(ROOT)}: {code}")
     assert missing == []
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert make_reference.PAGE.read_text() == make_reference.page(), "run: python -m scripts.make_reference"
 
 
 # -- what can run does ----------------------------------------------------------------------------------------------

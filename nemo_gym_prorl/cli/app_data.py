@@ -38,7 +38,7 @@ DryRun = Annotated[
 def math(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
     """Problems with a final answer: DAPO, NuminaMath, GSM8K, MATH, or any records with `problem` and `answer`.
 
-    Exit code 1 if a record is malformed. docs/data.md lists the sets.
+    Exit code 1 if a record is malformed. docs/environments.md lists the sets.
     """
     from nemo_gym_prorl.tasks.extras import require_extras
 
@@ -53,7 +53,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
 def stem(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
     """Questions of science: GPQA, MMLU-Pro, SCP-116K, or any records with `question` and `answer` or `options`.
 
-    Exit code 1 if a record is malformed. docs/data.md lists the sets.
+    Exit code 1 if a record is malformed. docs/environments.md lists the sets.
     """
     from nemo_gym_prorl.tasks.stem.problems import row_of
 
@@ -92,7 +92,7 @@ def code(
 ) -> None:
     """Programming problems with tests: LiveCodeBench, DeepCoder, TACO, MBPP, rows of NeMo Gym's code_gen.
 
-    Exit code 1 if a record is malformed. docs/data.md lists the sets.
+    Exit code 1 if a record is malformed. docs/environments.md lists the sets.
     """
     from nemo_gym_prorl.tasks.code.convert import row_of
 
@@ -120,7 +120,7 @@ def swe(
 ) -> None:
     """Issues of repositories, with hidden tests: SWE-bench, SWE-Gym, SWE-rebench, R2E-Gym.
 
-    `prorl image pull --from ROWS` fetches their images. Exit code 1 if a record is malformed. docs/data.md lists the
+    `prorl image pull --from ROWS` fetches their images. Exit code 1 if a record is malformed. docs/environments.md lists the
     sets.
     """
     from nemo_gym_prorl.failures import CallerError

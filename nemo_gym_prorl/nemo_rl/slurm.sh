@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-# Submits a recipe to Slurm, by NeMo RL's own ray.sub; docs/recipes.md says what must be there before.
+# Submits a recipe to Slurm, by NeMo RL's own ray.sub; docs/train-nemo-rl.md says what must be there before.
 #
 #   slurm.sh RECIPE [arguments of nemo_gym_prorl.nemo_rl.train]
 #

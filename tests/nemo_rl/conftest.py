@@ -3,7 +3,7 @@
 """NeMo RL's real actor, if there is a checkout of NeMo RL and an environment that can import it.
 
 NeMo RL is no package that could be installed: ``NRL_ROOT`` names a checkout, and the interpreter that runs the tests
-has what ``docs/train-nemo-rl.md`` lists.
+has what ``CONTRIBUTING.md`` lists.
 """
 
 import functools

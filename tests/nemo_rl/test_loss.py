@@ -319,7 +319,7 @@ def log_probs(weights: Any, tokens: list[int]) -> list[float]:
 
 
 def term(current: float, proximal: float, sampled: float, advantage: float) -> float:
-    """As docs/recipes.md writes it: a token's share of the loss."""
+    """As docs/train-nemo-rl.md writes it: a token's share of the loss."""
     ratio = math.exp(current - proximal)
     clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
     weight = min(math.exp(proximal - sampled), 2.0)
