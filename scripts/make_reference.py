@@ -35,10 +35,12 @@ SETTINGS = (  # title, class, classes whose fields are left out
     ("NeMo RL recipes, under `prorl`", ProrlSettings, ()),
 )
 
+_COMMON = ("--help", "--url", "--token")
+
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring as a line of Markdown."""
-    text = re.split(r"(?<=[\w`)\]][.?]) (?=[A-Z])|\n\n", text, maxsplit=1)[0].replace("\\[", "[")
+    """Return the first sentence of a docstring, up to a semicolon, as a line of Markdown."""
+    text = re.split(r"(?<=[\w`)\]][.?]) (?=[A-Z`])|;\s|\n\n", text, maxsplit=1)[0].replace("\\[", "[")
     text = re.sub(r":\w+:`[~.]*(?:\w+\.)*(\w+)`", r"`\1`", re.sub(r"``(.+?)``", r"`\1`", " ".join(text.split())))
     return text if text.endswith("?") else text.rstrip(".") + "."
 
@@ -94,10 +96,11 @@ def commands(group: Any, path: str = "prorl") -> Iterator[tuple[str, Any]]:
 
 
 def command_lines() -> Iterator[str]:
-    """Yield a line for each command: arguments, options, and the first sentence of its help."""
+    """Yield a line for each command: arguments, options but the common ones, and the first sentence of its help."""
     for name, command in commands(typer.main.get_command(app)):
         words = [each.name.upper() if each.param_type_name == "argument" else each.opts[0] for each in command.params]
-        yield f"- `{' '.join([name, *(word for word in words if word != '--help')])}`: {first_sentence(command.help)}"
+        shown_words = [name, *(word for word in words if word not in _COMMON)]
+        yield f"- `{' '.join(shown_words)}`: {first_sentence(command.help)}"
 
 
 def page() -> str:
