@@ -20,7 +20,7 @@ from nemo_gym_prorl.agent.gym_environments import EnvironmentConfig, ServiceConf
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 from nemo_gym_prorl.policy.host import PolicyConfig
-from nemo_gym_prorl.sandbox.spec import ContainerSpec, ProviderOptions
+from nemo_gym_prorl.sandbox.spec import ProviderOptions
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -31,7 +31,6 @@ SETTINGS = (  # title, class, classes whose fields are left out
     ("Each of its `environments`, besides the above", EnvironmentConfig, (ServiceConfig,)),
     ("The model server, `prorl_model`, under `policy`", PolicyConfig, ()),
     ("Sandboxes, under `sandbox.singularity`", ProviderOptions, ()),
-    ("One sandbox (`ContainerSpec`), besides the above", ContainerSpec, (ProviderOptions,)),
     ("NeMo RL recipes, under `prorl`", ProrlSettings, ()),
 )
 

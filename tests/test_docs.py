@@ -93,7 +93,6 @@ ENDLESS = {"prorl tail"}
 
 PYTHON_NOT_RUN = {
     "docs/train-nemo-rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
-    "docs/environments/math.md": "takes seconds of sympy; tests/tasks/math/test_checker.py does the same calls",
     "docs/train-your-own.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
     "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
     "docs/your-own-environment.md": "serves what prorl init writes, and a handler in a package of its own",
