@@ -60,6 +60,7 @@ NOT_RUN = {
     "make": "sets up a whole machine, or takes an hour",
     "gym": "starts Ray and every server in a process of its own; tests/deployment/test_journey.py runs these lines",
     "pip": "installs this package; tests/deployment/test_journey.py does it",
+    "uv": "installs this package; tests/deployment/test_journey.py does it",
     "git": "clones NeMo RL",
     "export": "is of the shell",
     "umask": "is of the shell",
@@ -67,23 +68,21 @@ NOT_RUN = {
     "python": "needs NeMo RL; tests/nemo_rl/test_recipes.py runs it",
     "ray": "needs the nodes of a cluster; tests/deployment/test_fleet.py has two",
     "sbatch": "needs Slurm; the script was tried with one",
-    "systemd-run": "needs a user's systemd",
-    "apptainer": "needs an image",
     "vllm": "needs an engine's environment; tests/policy/engines.py starts it with this flag",
     "prorl setup": "downloads a container runtime; tests/setup runs it",
     "prorl doctor": "its exit code depends on the machine; tests/setup runs it",
-    "prorl demo": "starts Ray and containers; tests/deployment/test_demo.py runs it",
     "prorl image": "needs a registry; tests/sandbox/test_images_*.py run these commands",
     "prorl data": "needs a dataset's file; tests/tasks/test_conversion.py runs it",
     "prorl serve": "starts Ray and containers; its own tests run it",
-    "prorl fleet": "needs services; tests/fleet has them",
-    "prorl backends": "needs model servers; tests/policy/test_backends_command.py has two",
     "prorl scripted": "listens on a port that may be taken; its own tests run it",
 }
 """Commands that are not run here, and why. They are parsed: each option must exist."""
 
 NEW_ENVIRONMENTS = ("adder", "my_environment")
 """Made by ``prorl init``."""
+
+WITH_SANDBOXES = ("resources_servers/prorl_", "code.jsonl")
+"""Rows and results of environments that need sandboxes, which the small service does not serve."""
 
 FROM_GYM_07 = {("eval", "export"), ("eval", "health-check")}
 """Commands that Gym has only since then."""
@@ -94,7 +93,6 @@ ENDLESS = {"prorl tail"}
 PYTHON_NOT_RUN = {
     "docs/train-nemo-rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
     "docs/train-your-own.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
-    "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
     "docs/your-own-environment.md": "serves what prorl init writes, and a handler in a package of its own",
 }
 """Documents whose Python is compiled only, and why."""
@@ -151,6 +149,8 @@ def reason_not_to_run(words: list[str]) -> str | None:
     """From the table: by program, or by program and subcommand."""
     if any(name in word for name in NEW_ENVIRONMENTS for word in words):
         return "is about a new environment, which tests/deployment/test_init.py makes and serves"
+    if any(word.startswith(WITH_SANDBOXES) for word in words):
+        return "needs sandboxes; tests/setup/test_readme.py and tests/deployment run such rows"
     return NOT_RUN.get(words[0]) or NOT_RUN.get(" ".join(words[:2]))
 
 
