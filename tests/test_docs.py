@@ -181,7 +181,7 @@ def parse(words: list[str]) -> None:
 def test_every_prorl_command_in_a_block_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    for name in ("rows.jsonl", "requirements.txt", "out/first.jsonl"):
+    for name in ("rows.jsonl", "corpus.jsonl", "notes.txt", "out/first.jsonl"):
         (tmp_path / name).touch()
     found = [(snippet, words) for snippet in SHELL for words in commands(snippet.text) if words[0] == "prorl"]
     assert len(found) > 15
