@@ -120,8 +120,8 @@ def swe(
 ) -> None:
     """Issues of repositories, with hidden tests: SWE-bench, SWE-Gym, SWE-rebench, R2E-Gym.
 
-    `prorl image pull --from ROWS` fetches their images. Exit code 1 if a record is malformed. docs/environments.md lists the
-    sets.
+    `prorl image pull --from ROWS` fetches their images. Exit code 1 if a record is malformed.
+    docs/environments.md lists the sets.
     """
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images.reference import registry

@@ -108,7 +108,7 @@ def engine_url(engine: "Engine") -> Iterator[str]:
 
 
 def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Trainer":
-    """What ``docs/train-nemo-rl.md`` configures, and a counting environment; servers' environments are in a folder of it."""
+    """What ``docs/train-nemo-rl.md`` configures, and a counting environment, with venvs in its folder."""
     from tests.nemo_rl.trainer import Trainer
 
     venvs = str(folder / environments)
@@ -121,7 +121,7 @@ def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Tra
 
 @pytest.fixture(scope="session")
 def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
-    """An actor with what ``docs/train-nemo-rl.md`` configures, a counting environment besides, and a key for one agent."""
+    """An actor with what ``docs/train-nemo-rl.md`` configures, a counting environment, and a key for one agent."""
     trainer = documented_trainer(nemo_rl, engine_url, "venvs")
     try:
         yield trainer
