@@ -3,9 +3,9 @@
 """The tools of a workspace: what a policy is told of them, what it may say, and what it reads back, to the byte. Pure.
 
 ``docs/environments.md`` describes observations for users. An observation of ``bash`` or ``python`` is output, then one
-last line in brackets that is ours: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. Whatever looks like one above it is output.
-A command can print what it likes, but nothing of it can stand below that line or in it, so what a model may rely on
-can't be forged.
+last line in brackets that is ours: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. Whatever looks like one above it is
+output. A command can print what it likes, but nothing of it can stand below that line or in it, so what a model may
+rely on can't be forged.
 
 Output is UTF-8 text, invalid bytes as U+FFFD. If it is too long, its middle gives way to ``[... N bytes omitted ...]``
 on a line of its own, and a note in the last line says the same number: without that note the line in the middle is
