@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Make software engineering tasks from well-known packages, without a registry; see docs/swe.md.
+"""Make software engineering tasks from well-known packages, without a registry; see docs/environments/swe.md.
 
 Writes ``rows.jsonl`` (rows of ``prorl_swe``), ``partial.jsonl`` (patches that fix only a part of a bug and must earn
 no reward) and an image per task.

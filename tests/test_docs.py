@@ -39,6 +39,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
+from scripts import make_reference
 from tests.agent.gym_host import hosting, instance, url_of
 from tests.agent.test_gym_environment import counting, gym_rows, scripted
 from tests.cli.command_line import prorl
@@ -50,7 +51,7 @@ ENVIRONMENT = "example_session_state_mgmt"
 
 DOCUMENTS = sorted(
     path
-    for pattern in ("README.md", "docs/*.md", "benchmarks/README.md", "*/*/README.md")
+    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "benchmarks/README.md", "*/*/README.md")
     for path in ROOT.glob(pattern)
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
@@ -59,6 +60,7 @@ NOT_RUN = {
     "make": "sets up a whole machine, or takes an hour",
     "gym": "starts Ray and every server in a process of its own; tests/deployment/test_journey.py runs these lines",
     "pip": "installs this package; tests/deployment/test_journey.py does it",
+    "uv": "installs this package; tests/deployment/test_journey.py does it",
     "git": "clones NeMo RL",
     "export": "is of the shell",
     "umask": "is of the shell",
@@ -66,23 +68,21 @@ NOT_RUN = {
     "python": "needs NeMo RL; tests/nemo_rl/test_recipes.py runs it",
     "ray": "needs the nodes of a cluster; tests/deployment/test_fleet.py has two",
     "sbatch": "needs Slurm; the script was tried with one",
-    "systemd-run": "needs a user's systemd",
-    "apptainer": "needs an image",
     "vllm": "needs an engine's environment; tests/policy/engines.py starts it with this flag",
     "prorl setup": "downloads a container runtime; tests/setup runs it",
     "prorl doctor": "its exit code depends on the machine; tests/setup runs it",
-    "prorl demo": "starts Ray and containers; tests/deployment/test_demo.py runs it",
     "prorl image": "needs a registry; tests/sandbox/test_images_*.py run these commands",
     "prorl data": "needs a dataset's file; tests/tasks/test_conversion.py runs it",
     "prorl serve": "starts Ray and containers; its own tests run it",
-    "prorl fleet": "needs services; tests/fleet has them",
-    "prorl backends": "needs model servers; tests/policy/test_backends_command.py has two",
-    "prorl scripted": "listens on a port that may be taken; tests/setup/test_readme.py runs it",
+    "prorl scripted": "listens on a port that may be taken; its own tests run it",
 }
 """Commands that are not run here, and why. They are parsed: each option must exist."""
 
 NEW_ENVIRONMENTS = ("adder", "my_environment")
 """Made by ``prorl init``."""
+
+WITH_SANDBOXES = ("resources_servers/prorl_", "code.jsonl")
+"""Rows and results of environments that need sandboxes, which the small service does not serve."""
 
 FROM_GYM_07 = {("eval", "export"), ("eval", "health-check")}
 """Commands that Gym has only since then."""
@@ -91,25 +91,11 @@ ENDLESS = {"prorl tail"}
 """Commands that go on until they are interrupted."""
 
 PYTHON_NOT_RUN = {
-    "docs/nemo_rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
-    "docs/math.md": "takes seconds of sympy; tests/tasks/math/test_checker.py does the same calls",
-    "docs/dapo.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
-    "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
-    "docs/tasks.md": "is what prorl init writes; tests/deployment/test_init.py serves it",
-    "docs/handlers.md": "is a package of its own; tests/agent/test_plugins.py installs it and runs rollouts",
+    "docs/train-nemo-rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
+    "docs/train-your-own.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
+    "docs/your-own-environment.md": "serves what prorl init writes, and a handler in a package of its own",
 }
 """Documents whose Python is compiled only, and why."""
-
-NO_CODE = {
-    ("docs/api.md", "queued →"),
-    ("docs/architecture.md", "NeMo RL,"),
-    ("docs/architecture.md", "nemo_gym_prorl/"),
-    ("docs/data.md", "dropped 99"),
-    ("docs/recipes.md", "− Σ"),
-    ("docs/recipes.md", "++data"),
-    ("docs/tools.md", "OUTPUT"),
-}
-"""Blocks that are diagrams or formats."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +149,13 @@ def reason_not_to_run(words: list[str]) -> str | None:
     """From the table: by program, or by program and subcommand."""
     if any(name in word for name in NEW_ENVIRONMENTS for word in words):
         return "is about a new environment, which tests/deployment/test_init.py makes and serves"
+    if any(word.startswith(WITH_SANDBOXES) for word in words):
+        return "needs sandboxes; tests/setup/test_readme.py and tests/deployment run such rows"
     return NOT_RUN.get(words[0]) or NOT_RUN.get(" ".join(words[:2]))
 
 
 def is_shell(snippet: Snippet) -> bool:
-    """Blocks without a language are commands, unless the table says that they are none."""
-    if any(snippet.file == file and snippet.text.startswith(begin) for file, begin in NO_CODE):
-        return False
+    """Blocks without a language are commands; output and diagrams are ``text``."""
     return snippet.language in ("", "bash", "sh", "shell")
 
 
@@ -195,7 +181,7 @@ def parse(words: list[str]) -> None:
 def test_every_prorl_command_in_a_block_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    for name in ("rows.jsonl", "requirements.txt", "out/first.jsonl"):
+    for name in ("rows.jsonl", "corpus.jsonl", "notes.txt", "out/first.jsonl"):
         (tmp_path / name).touch()
     found = [(snippet, words) for snippet in SHELL for words in commands(snippet.text) if words[0] == "prorl"]
     assert len(found) > 15
@@ -242,6 +228,28 @@ def test_every_path_that_is_named_exists() -> None:
         for code in re.findall(r"`((?:nemo_gym_prorl|tests|scripts|docs|resources_servers)/[\w/.-]+)`", text):
             if not (ROOT / code).exists() and not any(name in code for name in NEW_ENVIRONMENTS):
                 missing.append(f"{path.relative_to(ROOT)}: {code}")
+    assert missing == []
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert make_reference.PAGE.read_text() == make_reference.page(), "run: python -m scripts.make_reference"
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """The texts in a module, with an ellipsis for each value that is put into one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_message_that_is_explained_exists() -> None:
+    package = "\0".join(text for path in (ROOT / "nemo_gym_prorl").rglob("*.py") for text in strings_of(path))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Start of servers")[2]
+    quoted = [text for line in re.findall(r"^- (`.+?`):", page, re.M) for text in re.findall(r"`(.+?)`", line)]
+    assert len(quoted) > 15
+    missing = [text for text in quoted if not all(part.strip() in package for part in text.split("…"))]
     assert missing == []
 
 
@@ -383,13 +391,8 @@ def test_json_is_a_script_that_is_played(snippet: Snippet) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_json_is_a_submission_that_is_taken(snippet: Snippet, url: str) -> None:
     body = json.loads(snippet.text)
-    path = "/v1/rollouts" if "row" in body else "/run"
-    about = body if "row" in body else body["rollout"]
-    about["id"] = f"{about['id']}:{snippet}".replace("/", ".")  # the examples are of one rollout
-    async with aiohttp.ClientSession() as http, http.post(url + path, json=body) as response:
-        answer = await response.text()
-        # Gym's own route runs the row to its end, and this environment cannot score rows of others.
-        assert response.status == 202 or (path == "/run" and '"field":"rollout' not in answer), answer
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/rollouts", json=body) as response:
+        assert response.status == 202, await response.text()
 
 
 @pytest.mark.parametrize("snippet", [s for s in PYTHON if s.file in PYTHON_NOT_RUN], ids=str)
@@ -409,7 +412,7 @@ async def test_python_of_the_client(
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize("snippet", [s for s in PYTHON if s.file == "docs/sandbox.md"], ids=str)
+@pytest.mark.parametrize("snippet", [s for s in PYTHON if s.file == "docs/sandboxes.md"], ids=str)
 async def test_python_of_sandboxes(snippet: Snippet, image: Path) -> None:
     if "users=True" in snippet.text and (trouble := multi_user_error()):
         pytest.skip(trouble)

@@ -43,7 +43,7 @@ DryRun = Annotated[
 def math(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
     """Convert math problems with an answer: DAPO, NuminaMath, GSM8K, MATH, or records with `problem` and `answer`.
 
-    Exit code 1 if a record is malformed. docs/data.md lists the datasets.
+    Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
     """
     from nemo_gym_prorl.tasks.extras import require_extras
 
@@ -58,7 +58,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
 def stem(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
     """Convert science questions: GPQA, MMLU-Pro, SCP-116K, or records with `question` and `answer` or `options`.
 
-    Exit code 1 if a record is malformed. docs/data.md lists the datasets.
+    Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
     """
     from nemo_gym_prorl.tasks.stem.problems import row_of
 
@@ -100,7 +100,7 @@ def code(
 ) -> None:
     """Convert programming problems with tests: LiveCodeBench, DeepCoder, TACO, MBPP, rows of NeMo Gym's code_gen.
 
-    Exit code 1 if a record is malformed. docs/data.md lists the datasets.
+    Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
     """
     from nemo_gym_prorl.tasks.code.convert import row_of
 
@@ -126,8 +126,8 @@ def swe(
 ) -> None:
     """Convert repository issues with hidden tests: SWE-bench, SWE-Gym, SWE-rebench, R2E-Gym.
 
-    `prorl image pull --from ROWS` pulls the rows' images. Exit code 1 if a record is malformed. docs/data.md lists the
-    datasets.
+    `prorl image pull --from ROWS` pulls the rows' images. Exit code 1 if a record is malformed. docs/environments.md lists
+    the datasets.
     """
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images.reference import parse_registry

@@ -98,7 +98,7 @@ class ProrlSettings(_Block):
         agent_failures: treatment of agent failures.
         reference_share: share of prompts whose first tries always run to their end, to measure bias.
         prefix_tries: maximum number of groups that begin at a prefix after a zero-variance group. Their gradient is
-            not that of dynamic sampling (docs/dapo.md).
+            not that of dynamic sampling (docs/train-your-own.md).
         overlong: penalty for long rollouts, applied after the filter.
         reward_scaling: scaling of rewards, applied after the filter and before the penalty.
         skip_solved: number of consecutive solved groups after which a prompt is skipped.

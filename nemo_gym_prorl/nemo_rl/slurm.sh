@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-# Submit a recipe to Slurm with NeMo RL's ray.sub. docs/recipes.md lists the prerequisites.
+# Submit a recipe to Slurm with NeMo RL's ray.sub. docs/train-nemo-rl.md lists the prerequisites.
 #
 #   slurm.sh RECIPE [arguments of nemo_gym_prorl.nemo_rl.train]
 #

@@ -100,7 +100,7 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
         if (getattr(self, "num_workers", None) or 1) > 1:
             raise CallerError(
                 "must be 1: a rollout's tokens live in one process; configure several model servers, and name them in "
-                "the agent's further_model_servers (docs/policy.md, Several servers)",
+                "the agent's further_model_servers (docs/model-server.md, Several servers)",
                 field="num_workers",
             )
         Sampling(extra=self.extra_body or {})

@@ -54,7 +54,11 @@ class Coin:
 """
 """A kind of task that is no Gym environment."""
 
-[BRIEF] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "handlers.md").read_text(), re.MULTILINE | re.DOTALL)
+[BRIEF] = re.findall(
+    r"^```python\n((?:(?!^```).)*class Brief.*?)^```",
+    (ROOT / "docs" / "your-own-environment.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
 """What the page shows."""
 
 ENTRY_POINTS = """[nemo_gym_prorl.agent_handlers]

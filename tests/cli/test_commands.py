@@ -152,7 +152,7 @@ GATEWAY = Response(
     ("command", "named_by", "answer", "said"),
     [
         ("status", "PRORL_URL", Response("<html>"), "the server at {} is not a rollout service"),
-        ("submit", "PRORL_URL", Response('{"detail": "Not Found"}', 404), "what answers at {} is no rollout service"),
+        ("submit", "PRORL_URL", Response('{"detail": "Not Found"}', 404), "the server at {} is no rollout service"),
         ("status", "PRORL_HEAD", Response("<html>oops</html>", 500), "no NeMo Gym deployment answers at {}: "),
         ("submit", "PRORL_HEAD", Response('[{"name": "prorl_agent"}]'), "no NeMo Gym deployment answers at {}: "),
         ("submit", "PRORL_HEAD", GATEWAY, "no NeMo Gym deployment answers at {}: "),

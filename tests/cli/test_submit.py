@@ -52,7 +52,7 @@ async def test_rows_go_to_the_environment_that_is_named(tmp_path: Path, capsys: 
     async with service() as (url, bench):
         assert await submit(SubmitOptions(rows, run="right", environment=bench.handler.name), url, TOKEN)
         assert not await submit(SubmitOptions(rows, run="wrong", environment="nope"), url, TOKEN)
-        assert "environment: there is no 'nope'" in " ".join(capsys.readouterr().out.split())
+        assert "environment: no environment 'nope'" in " ".join(capsys.readouterr().out.split())
         assert list(started(bench)) == ["right-1-0"]
 
 

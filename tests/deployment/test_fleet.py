@@ -106,7 +106,7 @@ async def test_nodes_without_a_key_are_refused_at_once(tmp_path: Path) -> None:
 
 def on_one_machine(policy_url: str, ray_port: int, head_port: int) -> str:
     """The page's commands for Ray as a script: two nodes, by two addresses of this machine, and what comes after."""
-    page = (Path(__file__).parents[2] / "docs" / "fleet.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
     lines = re.findall(r"^    (.+)$", page.partition("## On Ray")[2].partition("## On Slurm")[0], re.MULTILINE)
     there = {"FIRST:6379": f"127.0.0.2:{ray_port}", "--port=6379": f"--port={ray_port}", "my-model": MODEL_NAME}
     there |= {"http://gpu-1:8000/v1": policy_url}

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's real actor, if ``NRL_ROOT`` names a checkout that the tests' interpreter can import.
 
-NeMo RL cannot be installed as a package; ``docs/nemo_rl.md`` lists what the interpreter needs.
+NeMo RL cannot be installed as a package; ``docs/train-nemo-rl.md`` lists what the interpreter needs.
 """
 
 import functools
@@ -35,8 +35,8 @@ VENVS = "/opt/prorl/venvs"
 
 
 def documented(language: str) -> list[str]:
-    """Return the snippets of ``docs/nemo_rl.md`` in a language."""
-    text = (REPOSITORY / "docs/nemo_rl.md").read_text()
+    """Return the snippets of ``docs/train-nemo-rl.md`` in a language."""
+    text = (REPOSITORY / "docs/train-nemo-rl.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
@@ -107,7 +107,7 @@ def engine_url(engine: "Engine") -> Iterator[str]:
 
 
 def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Trainer":
-    """Start what ``docs/nemo_rl.md`` configures, and a counting environment."""
+    """Start what ``docs/train-nemo-rl.md`` configures, and a counting environment."""
     from tests.nemo_rl.trainer import Trainer
 
     venvs = str(folder / environments)
@@ -120,7 +120,7 @@ def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Tra
 
 @pytest.fixture(scope="session")
 def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
-    """Actor with the servers of ``docs/nemo_rl.md``, a counting environment, and a key for one agent."""
+    """Actor with the servers of ``docs/train-nemo-rl.md``, a counting environment, and a key for one agent."""
     trainer = documented_trainer(nemo_rl, engine_url, "venvs")
     try:
         yield trainer

@@ -318,7 +318,7 @@ def log_probs(weights: Any, tokens: list[int]) -> list[float]:
 
 
 def term(current: float, proximal: float, sampled: float, advantage: float) -> float:
-    """Return the loss of a token by the formula in docs/recipes.md."""
+    """Return the loss of a token by the formula in docs/train-nemo-rl.md."""
     ratio = math.exp(current - proximal)
     clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
     weight = min(math.exp(proximal - sampled), 2.0)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Print the table of ``docs/models.md``: which published chat templates the service supports, and how far.
+"""Print the table of ``docs/model-server.md``: which published chat templates the service supports, and how far.
 
     python -m tests.policy.model_table FOLDER
 

@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
 import shutil
 import socket
 import stat
 import tempfile
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,6 @@ from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvid
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.spec import SPEC_OPTIONS, ProviderOptions
 from nemo_gym_prorl.sandbox.supervisor.protocol import Start
 
 
@@ -341,64 +337,3 @@ def test_links_of_an_image_are_followed_inside_of_it(tmp_path: Path, host: Path)
             check_binds([f"{host}/folder:{bind}"], tmp_path / "state", image)
     for fine in ("/out/x", "/l3", "/usr"):
         assert check_binds([f"{host}/folder:{fine}"], tmp_path / "state", image)
-
-
-# The table of options in the documentation
-
-
-TEXT = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
-ROWS = {
-    name: (kind, unit, default, gym, what)
-    for name, kind, unit, default, gym, what in re.findall(
-        r"^\| `(\w+)` \| (\w+) \| (\w*) ?\| ([^|]+) \| ([^|]*) ?\| ([^|]+) \|$", TEXT, re.MULTILINE
-    )
-}
-KINDS: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "text"}
-UNITS = {"mib": "MiB", "s": "s"}
-
-
-def kind_of(hint: Any) -> str:
-    """Return the documented name of a type."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Mapping, Sequence):
-        return "map" if origin is Mapping else "list"
-    if origin is typing.Literal:
-        return "text"
-    [kind] = {KINDS[one] for one in arguments or [hint] if one is not type(None)}
-    return kind
-
-
-def test_every_option_is_in_the_table_with_its_type_and_default() -> None:
-    there: dict[str, tuple[str, Any]] = {}
-    for owner in (ContainerSpec, ProviderOptions):  # the provider's word for the image is the one that users meet
-        hints = typing.get_type_hints(owner)
-        for field in dataclasses.fields(owner):
-            default = field.default_factory() if callable(field.default_factory) else field.default
-            there[field.name] = kind_of(hints[field.name]), default
-    assert set(ROWS) == set(there)
-    own = {field.name for field in dataclasses.fields(ProviderOptions)} - {*SPEC_OPTIONS, "image"}
-    for name, (kind, default) in there.items():
-        written_kind, unit, written, _gym, what = ROWS[name]
-        assert written_kind == kind, name
-        assert unit == UNITS.get(name.rpartition("_")[2], unit), name
-        if default is None and name != "ttl_s":
-            assert written not in ("none", "empty"), "what holds then is said in words"
-        else:
-            assert written == as_written(default), name
-        only = "the provider's" if name in own else "one sandbox's"
-        assert (f"{only} only" in what) == (name not in (*SPEC_OPTIONS, "image")), name
-
-
-def as_written(default: Any) -> str:
-    if default is None:
-        return "none"
-    if isinstance(default, bool | str):
-        return str(default).lower()
-    return f"{default:.10g}" if isinstance(default, int | float) else "empty"
-
-
-def test_gyms_names_are_gyms() -> None:
-    spec, resources = ({field.name for field in dataclasses.fields(one)} for one in (SandboxSpec, SandboxResources))
-    for name, (_kind, _unit, _default, gym, _what) in ROWS.items():
-        first, _, second = gym.strip(" `").partition(".")
-        assert not first or (second in resources if second else first in spec), name

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""README's lines as a stranger types them: the wheel in an empty folder, as an ordinary user, one after the other.
+"""The quickstart's lines as they are typed: the wheel in an empty folder, as an ordinary user, one after the other.
 
 Only the ports are others, so that it can run beside anything else: the policy's in the text, and that of Gym's head
 server by an ``env.yaml``, which is Gym's way to say it once.
@@ -28,14 +28,14 @@ AS_USER = Path(__file__).parents[1] / "sandbox" / "as_user.py"
 
 
 def commands() -> list[str]:
-    """The command lines of README's indented blocks."""
-    text = (journey.REPOSITORY / "README.md").read_text().replace("\\\n", " ")
+    """The command lines of the quickstart's indented blocks."""
+    text = (journey.REPOSITORY / "docs" / "quickstart.md").read_text().replace("\\\n", " ")
     return [" ".join(line.split()) for line in text.splitlines() if re.match(r"    (gym|prorl) ", line)]
 
 
 def the(start: str) -> str:
     found = [line for line in commands() if line.startswith(start)]
-    assert len(found) == 1, f"README has {len(found)} lines that start with {start!r}"
+    assert len(found) == 1, f"the quickstart has {len(found)} lines that start with {start!r}"
     return found[0]
 
 

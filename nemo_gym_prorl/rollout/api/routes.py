@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of the job API (docs/api.md): rollouts as resources over HTTP, and Prometheus metrics of the service.
+"""Routes of the job API (docs/job-api.md): rollouts as resources over HTTP, and Prometheus metrics of the service.
 
 Routes translate between HTTP and a :class:`~..service.RolloutService` and decide nothing. The router mounts on any
 FastAPI application; on ``prorl_agent`` it is beside Gym's own routes. Gauges are read from the scheduler at each

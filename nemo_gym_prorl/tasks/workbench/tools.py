@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schemas, arguments and observations of the workbench tools. Pure.
 
-``docs/tools.md`` describes observations for users. An observation of ``bash`` or ``python`` is the output, followed by
-one status line: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. A command cannot print below or into the status line, so the
-status cannot be forged.
+``docs/environments.md`` describes observations for users. An observation of ``bash`` or ``python`` is the output,
+followed by one status line: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. A command cannot print below or into the status
+line, so the status cannot be forged.
 
 Output is UTF-8 with invalid bytes as U+FFFD. The middle of long output is replaced by a line ``[... N bytes omitted
 ...]``, and the status line repeats the number. A line of that form without the number in the status line is ordinary
