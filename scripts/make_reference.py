@@ -79,7 +79,7 @@ def fields(owner: Any) -> Iterator[tuple[str, str, str]]:
         name, field = (each.name, each) if is_dataclass else each
         default = field.default_factory() if callable(field.default_factory) else field.default
         if name == "budgets":
-            default = type(default)(**dataclasses.asdict(ServiceConfig().pipeline_settings().budgets))
+            default = ServiceConfig().budgets
         yield name, shown(default), texts.get(name) or first_sentence(type(default).__doc__ or "")
 
 
