@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def state() -> Iterator[Path]:
     """State folder of this run's sandboxes; fails at the end if a sandbox is left.
 
-    All tests share one folder, because a process has one supervisor. The folder is not below pytest's, because paths of
+    All tests share one folder, because a process has one supervisor. The folder is outside of pytest's, because paths
     Unix sockets must be short.
     """
     before = os.environ.get("PRORL_STATE")
