@@ -47,7 +47,7 @@ def state() -> Iterator[Path]:
     """State folder of this run's sandboxes; fails at the end if a sandbox is left.
 
     All tests share one folder, because a process has one supervisor. The folder is outside of pytest's, because paths
-    Unix sockets must be short.
+    of Unix sockets must be short.
     """
     before = os.environ.get("PRORL_STATE")
     folder = Path(tempfile.mkdtemp(prefix="prorl-t-", dir=None if os.geteuid() else "/tmp"))
