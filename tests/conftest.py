@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def state() -> Iterator[Path]:
     """State folder of this run's sandboxes; fails at the end if a sandbox is left.
 
-    All tests share one folder, because a process has one supervisor. Paths of Unix sockets must be short, so the
-    folder is not below pytest's.
+    All tests share one folder, because a process has one supervisor. The folder is outside of pytest's, because paths
+    of Unix sockets must be short.
     """
     before = os.environ.get("PRORL_STATE")
     folder = Path(tempfile.mkdtemp(prefix="prorl-t-", dir=None if os.geteuid() else "/tmp"))
@@ -122,7 +122,7 @@ LONGEST_FIRST = (
 
 
 def scope_of(nodeid: str) -> str:
-    """Return the scope of a test; tests of a scope run in one process. By default that is the file."""
+    """Return the scope of a test, mostly its file; the tests of a scope run in one process and share fixtures."""
     path = nodeid.partition("::")[0]
     if _asks_for_an_engine(path):
         return ENGINES
