@@ -19,7 +19,7 @@ from setuptools.command.build import build
 FOLDER = Path("nemo_gym_prorl/sandbox/launcher")
 SOURCES = [FOLDER / name for name in ("launcher.c", "files.c", "compiling.py")]
 COMPILING = runpy.run_path(str(FOLDER / "compiling.py"))
-COMPILED = {machine: FOLDER / f"launcher-{machine}" for machine in COMPILING["HEADERS"]}
+COMPILED = {machine: FOLDER / f"launcher-{machine}" for machine in COMPILING["KERNEL_HEADERS"]}
 IS_CURRENT = all(
     path.exists() and path.stat().st_mtime >= max(source.stat().st_mtime for source in SOURCES)
     for path in COMPILED.values()
@@ -50,7 +50,7 @@ class BuildLauncher(Command):
 
     def _targets(self) -> dict[str, Path]:
         folder = FOLDER if self.editable_mode else Path(str(self.build_lib)) / FOLDER
-        return {machine: folder / f"launcher-{machine}" for machine in COMPILING["HEADERS"]}
+        return {machine: folder / f"launcher-{machine}" for machine in COMPILING["KERNEL_HEADERS"]}
 
     def get_outputs(self) -> list[str]:
         return [str(target) for target in self._targets().values()]
