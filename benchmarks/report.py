@@ -60,7 +60,7 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the ratio keeps the goal; ``None`` without a goal."""
+        """Return whether the ratio keeps the goal; ``None`` without a goal."""
         if self.goal is None:
             return None
         sign, bound = self.goal.split()

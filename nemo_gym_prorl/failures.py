@@ -219,12 +219,12 @@ class Failure:
 
     @property
     def retryable(self) -> bool:
-        """Whether a retry can help: only for infrastructure. The job limits the number of attempts."""
+        """Return whether a retry can help: only for infrastructure. The job limits the number of attempts."""
         return self.origin is Origin.INFRASTRUCTURE
 
     @property
     def connection_lost(self) -> bool:
-        """Whether the connection to a named server failed, so that the server may be down for every rollout."""
+        """Return whether the connection to a named server failed, so that the server may be down for every rollout."""
         return self.server is not None
 
 

@@ -484,7 +484,7 @@ class GymEnvironmentHandler:
 
 
 def _has_items(response: Any, trajectory: Trajectory) -> bool:
-    """Whether a response still has the items that carry the tokens of a trajectory."""
+    """Return whether a response still has the items that carry the tokens of a trajectory."""
     if not isinstance(response, dict) or not trajectory.tokens:
         return isinstance(response, dict)
     sent, output = trajectory.response["output"], response.get("output")

@@ -97,7 +97,7 @@ class HttpAnswer:
 
     @property
     def ok(self) -> bool:
-        """Whether the status is 2xx. Redirects are not followed, so a 3xx is an error."""
+        """Return whether the status is 2xx. Redirects are not followed, so a 3xx is an error."""
         return 200 <= self.status < 300
 
     def text(self, limit: int | None = None) -> str:

@@ -115,12 +115,12 @@ def failure_problem(status: int, failure: Failure, job_id: str | None = None) ->
 
 
 def from_collector(row: Mapping[str, Any]) -> bool:
-    """Whether Gym's own collector sent the row."""
+    """Return whether Gym's own collector sent the row."""
     return all(name in row for name in COLLECTOR_FIELDS)
 
 
 def has_tokens(response: Any) -> bool:
-    """Whether a response has generated tokens to train on."""
+    """Return whether a response has generated tokens to train on."""
     output = response.get("output") if isinstance(response, dict) else None
     return isinstance(output, list) and any(
         isinstance(item, dict) and bool(item.get("generation_token_ids")) for item in output

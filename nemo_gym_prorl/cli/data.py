@@ -194,7 +194,7 @@ def records(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _is_array(file: Path) -> bool:
-    """Whether a ``.json`` file contains an array. On the Hugging Face Hub, such files may contain JSON lines."""
+    """Return whether a ``.json`` file contains an array. On the Hugging Face Hub such files may hold JSON lines."""
     with file.open("rb") as content:
         return next((line for line in content if line.strip()), b"[").lstrip().startswith(b"[")
 

@@ -240,7 +240,7 @@ class RunSummary:
 
     @property
     def all_scored(self) -> bool:
-        """Whether every rollout was scored and no row was refused."""
+        """Return whether every rollout was scored and no row was refused."""
         return not self.refused and self.states[JobState.SUCCEEDED] == self.total
 
     def line(self) -> str:

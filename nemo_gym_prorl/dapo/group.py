@@ -175,7 +175,7 @@ class PrefixSearch:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no untried turn is left."""
+        """Return whether no untried turn is left."""
         return self._middle == self.early
 
     @property
@@ -235,12 +235,12 @@ class Member:
 
     @property
     def waits(self) -> bool:
-        """Whether the member is still to be submitted."""
+        """Return whether the member is still to be submitted."""
         return self.rollout is None
 
     @property
     def runs(self) -> bool:
-        """Whether the member was submitted and has no outcome yet."""
+        """Return whether the member was submitted and has no outcome yet."""
         return self.rollout is not None and self.reward is None
 
     def begin(self, rollout: str, version: int) -> None:
@@ -292,7 +292,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether every member has its reward."""
+        """Return whether every member has its reward."""
         return all(member.reward is not None for member in self.members)
 
     @property
@@ -302,12 +302,12 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Whether two accuracies differ. Exact comparison: the standard deviation of equal floats need not be 0."""
+        """Return whether two accuracies differ. Exact: the standard deviation of equal floats need not be 0."""
         return len({member.accuracy for member in self.scored}) > 1
 
     @property
     def is_trainable(self) -> bool:
-        """Whether two members with a loss differ in accuracy; masked members do not enter the baseline."""
+        """Return whether two members with a loss differ in accuracy; masked members do not enter the baseline."""
         return len({member.accuracy for member in self.scored if not member.masked}) > 1
 
     @property

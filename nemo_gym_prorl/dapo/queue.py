@@ -206,7 +206,7 @@ class InFlightRollouts:
 
     @property
     def abandoned(self) -> bool:
-        """Whether a rollout is in flight that no batch can use."""
+        """Return whether a rollout is in flight that no batch can use."""
         return bool(self._cancelling or self._references)
 
     def begin(self, group: Group, member: Member, rollout: str, version: int) -> Submission:

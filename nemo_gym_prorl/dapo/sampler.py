@@ -234,7 +234,7 @@ class DynamicSampler:
 
     @property
     def awaits_weights(self) -> bool:
-        """Whether no rollout is in flight or may begin until a newer weight version is announced."""
+        """Return whether no rollout is in flight or may begin until a newer weight version is announced."""
         return not self.in_flight and self._due - self.version > self.config.max_staleness
 
     @property
@@ -252,7 +252,7 @@ class DynamicSampler:
 
     @property
     def finished(self) -> bool:
-        """Whether no batch will come, because prompts have ended and no rollout is in flight."""
+        """Return whether no batch will come, because prompts have ended and no rollout is in flight."""
         return self._exhausted and not (self.prefixes.backlog or self._queue.open or self._in_flight.abandoned)
 
     @property

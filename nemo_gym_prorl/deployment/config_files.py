@@ -44,7 +44,7 @@ def environment_names() -> set[str]:
 
 
 def has_servers(folder: Path) -> bool:
-    """Whether a folder has a user's own servers or environments; Gym's and this project's folders do not count."""
+    """Return whether a folder has a user's own servers or environments; Gym's and this project's do not count."""
     here = running_installation()
     installed = (here.gym_root, here.our_root)
     return folder not in installed and any((folder / kind).is_dir() for kind in (*SERVER_TYPES, "environments"))

@@ -426,7 +426,7 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (FileNotFoundError, ProcessLookupError):
@@ -435,7 +435,7 @@ def _lives(pid: int) -> bool:
 
 
 async def _is_reachable(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether a server answers. Any status counts, as in Gym, because a server may have no route at ``/``."""
+    """Return whether a server answers. Any status counts, as in Gym, because a server may have no route at ``/``."""
     try:
         async with session.get(url):
             return True

@@ -140,7 +140,7 @@ def link_environments(
 
 
 def satisfies_requirements(server: Path, version_of: Callable[[str], str | None]) -> bool:
-    """Whether an environment satisfies a server's ``pyproject.toml`` or ``requirements.txt``.
+    """Return whether an environment satisfies a server's ``pyproject.toml`` or ``requirements.txt``.
 
     Extras of other packages and unreadable requirements count as unsatisfied, so Gym builds an environment.
     """

@@ -187,7 +187,7 @@ class FleetDispatcher:
 
     @property
     def away(self) -> bool:
-        """Whether no node answers and accepts new rollouts."""
+        """Return whether no node answers and accepts new rollouts."""
         return all(forwarder.away for forwarder in self._forwarders.values())
 
     def unusable_nodes(self) -> dict[str, str]:

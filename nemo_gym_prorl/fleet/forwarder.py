@@ -161,7 +161,7 @@ class JobForwarder:
 
     @property
     def away(self) -> bool:
-        """Whether the service does not answer or accepts no new rollouts."""
+        """Return whether the service does not answer or accepts no new rollouts."""
         return self._silent or self._refuses
 
     @property

@@ -132,7 +132,7 @@ class _Node:
 
     @property
     def slot_free(self) -> bool:
-        """Whether a slot of RUN is free, counting this fleet's rollouts only."""
+        """Return whether a slot of RUN is free, counting this fleet's rollouts only."""
         return self.usable and self.capacity is not None and self.held < self.capacity.run and self.filled < 1
 
 

@@ -65,7 +65,7 @@ class Caller:
 
     @property
     def is_admin(self) -> bool:
-        """Whether the caller may access all clients' rollouts."""
+        """Return whether the caller may access all clients' rollouts."""
         return Scope.ADMIN in self.scopes
 
     def may(self, scope: Scope) -> bool:

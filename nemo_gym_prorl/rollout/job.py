@@ -47,7 +47,7 @@ class JobState(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended."""
         return self in _TERMINAL
 
 

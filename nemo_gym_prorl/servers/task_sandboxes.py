@@ -71,7 +71,7 @@ class TaskSandboxes:
 
     @property
     def supports_snapshots(self) -> bool:
-        """Whether the provider supports snapshots."""
+        """Return whether the provider supports snapshots."""
         return self._name == OWN_PROVIDER
 
     async def get_ready(self) -> None:

@@ -114,7 +114,7 @@ class HasDiskCheck(Protocol):
     """Sandbox that can check the host's free disk space."""
 
     async def has_room(self) -> bool:
-        """Whether the host's disk has space left; if not, writes in the sandbox may have failed."""
+        """Return whether the host's disk has space left; if not, writes in the sandbox may have failed."""
         ...
 
 

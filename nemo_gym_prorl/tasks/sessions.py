@@ -139,7 +139,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     @property
     def resumes(self) -> bool:
-        """Whether sessions can be checkpointed and resumed elsewhere."""
+        """Return whether sessions can be checkpointed and resumed elsewhere."""
         return isinstance(self._task, ResumableTask) and self._task.resumes
 
     async def seed(

@@ -108,7 +108,7 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Whether the policy earned the full reward of 1."""
+        """Return whether the policy earned the full reward of 1."""
         return self.reward >= 1.0
 
 
@@ -117,7 +117,7 @@ class OpenTools(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether the policy has submitted; later calls have no effect."""
+        """Return whether the policy has submitted; later calls have no effect."""
         ...
 
     async def call(self, tool: str, arguments: object) -> str:
@@ -289,7 +289,7 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
 
     @property
     def over(self) -> bool:
-        """Whether the policy has submitted through either set."""
+        """Return whether the policy has submitted through either set."""
         return self.first.over or self.second.over
 
     async def call(self, tool: str, arguments: object) -> str:

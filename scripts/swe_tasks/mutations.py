@@ -165,7 +165,7 @@ class _Finder:
         yield "swapped arguments", node, swapped
 
     def _is_text(self, node: ast.BinOp) -> bool:
-        """Whether a node concatenates strings, for which another operator would fail trivially."""
+        """Return whether a node concatenates strings, for which another operator would fail trivially."""
         return any(isinstance(one, ast.Constant | ast.JoinedStr) and self._is_string(one) for one in ast.walk(node))
 
     @staticmethod

@@ -129,7 +129,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling takes the most probable token, which then has probability 1."""
+        """Return whether sampling takes the most probable token, which then has probability 1."""
         temperature = self.settings["temperature"]
         return isinstance(temperature, int | float) and 0.0 <= temperature < _GREEDY_BELOW
 

@@ -326,17 +326,17 @@ class Backend:
 
     @property
     def usable(self) -> bool:
-        """Whether it may receive a request of its own rollout."""
+        """Return whether it may receive a request of its own rollout."""
         return self.health is Health.UP or (self.health is Health.TRIAL and not self.in_flight)
 
     @property
     def takes_new(self) -> bool:
-        """Whether it may receive a new rollout."""
+        """Return whether it may receive a new rollout."""
         return not self.draining and self.usable
 
     @property
     def has_room(self) -> bool:
-        """Whether it has room for a rollout now. A hot backend receives no rollout while it has one."""
+        """Return whether it has room for a rollout now. A hot backend receives no rollout while it has one."""
         return self.takes_new and not self.paused and len(self.live) < (1 if self.hot else self.limit)
 
     def failed(self, now: float) -> None:

@@ -203,8 +203,8 @@ class Renderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether a prompt lists the offered tools; true for a template that refuses the probe, which reports its own
-        error.
+        """Return whether a prompt lists the offered tools; true for a template that refuses the probe, which
+        reports its own error.
         """
         try:
             return PROBE_TOOL_NAME in self.template.render(
@@ -223,7 +223,7 @@ class Renderer:
 
     @cached_property
     def single_call_only(self) -> bool:
-        """Whether the template refuses a turn of several calls, as Llama 3's does; only the first is then kept."""
+        """Return whether the template refuses a turn of several calls, as Llama 3's does; the first alone is then kept."""
         return self._renders_calls(1) and not self._renders_calls(2)
 
     def _renders_calls(self, count: int) -> bool:
@@ -242,7 +242,7 @@ class Renderer:
 
     @property
     def requires_tools(self) -> bool:
-        """Whether the template renders no prompt without tools."""
+        """Return whether the template renders no prompt without tools."""
         try:
             self.template.render([{"role": "user", "content": "u"}], prompt=True)
         except CallerError:

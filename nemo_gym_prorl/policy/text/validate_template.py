@@ -240,7 +240,7 @@ class _RenderedTurn:
 
     @property
     def _keeps_prompt(self) -> bool:
-        """Whether the rendering begins with the unchanged prompt of the turn."""
+        """Return whether the rendering begins with the unchanged prompt of the turn."""
         return self._full.startswith(self._prompt)
 
     @property

@@ -126,7 +126,7 @@ class JobStore:
 
     @property
     def full(self) -> bool:
-        """Whether results whose time to live is not over fill the limit."""
+        """Return whether results whose time to live is not over fill the limit."""
         self._forget_over_bound()
         return self.retained_bytes >= self._retain_bytes and not self._read
 

@@ -106,7 +106,7 @@ class Shell:
 
     @property
     def exited(self) -> bool:
-        """Whether bash has ended."""
+        """Return whether bash has ended."""
         return self._bash is None or self._bash.ended.done()
 
     async def restart(self) -> None:
@@ -296,7 +296,7 @@ class Shell:
         return await self._action(begin, timed_out=True)
 
     def _has_ended(self) -> bool:
-        """Whether the command has ended, or bash has."""
+        """Return whether the command has ended, or bash has."""
         return self._code is not None or self.exited
 
     async def _wait_ended(self, patience_s: float) -> None:

@@ -74,7 +74,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not been reaped."""
+        """Return whether the process has not been reaped."""
         return self.status is None
 
     def signal(self, number: int, *, group: bool = False) -> None:

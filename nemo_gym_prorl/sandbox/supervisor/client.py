@@ -99,7 +99,7 @@ class SupervisorConnection:
 
     @property
     def lost(self) -> bool:
-        """Whether the supervisor is gone."""
+        """Return whether the supervisor is gone."""
         return self._connection.closed
 
     @classmethod

@@ -122,7 +122,7 @@ class Sandboxes:
 
     @staticmethod
     def _lacked_memory(sandbox: Sandbox) -> bool:
-        """Whether the kernel may have killed a process of a sandbox within its own memory limit."""
+        """Return whether the kernel may have killed a process of a sandbox within its own memory limit."""
         group = sandbox.group
         if group and "memory" in group.controllers:
             return bool(group.oom_kills()) and not group.exceeded_memory()
@@ -301,8 +301,8 @@ class Sandboxes:
                 self.end_early(sandbox, inside=not self._was_killed(sandbox, code))
 
     def _was_killed(self, sandbox: Sandbox, code: int) -> bool:
-        """Whether the first process was killed from outside. Processes inside cannot kill it, except through the
-        memory limit. Commands with its user id can make it exit with 137, which the runtime reports as a kill."""
+        """Return whether the first process was killed from outside. Processes inside cannot kill it, except through
+        the memory limit. Commands with its user id can make it exit with 137, which the runtime reports as a kill."""
         reported_by_runtime = code == 128 + signal.SIGKILL
         return code in KILL_STATUSES and (
             not reported_by_runtime or sandbox.request.uid == 0 or self._lacked_memory(sandbox)

@@ -186,7 +186,8 @@ class Programs:
         return error
 
     def _is_full(self, place: SandboxNamespaces) -> bool:
-        """Whether the sandbox, not the machine, was at its limit of processes. The sandbox may be below it again.
+        """Return whether the sandbox, not the machine, was at its limit of processes. The sandbox may be below it
+        again.
 
         Kernels that do not count processes per namespace need the count of threads in the sandbox.
         """

@@ -155,12 +155,12 @@ class PidNamespace:
 
     @property
     def alive(self) -> bool:
-        """Whether the first process, and so the namespace, exists."""
+        """Return whether the first process, and so the namespace, exists."""
         return start_time(self.init) == self.started
 
     @property
     def ending(self) -> bool:
-        """Whether the first process is exiting or has ended; the kernel has then ended all others."""
+        """Return whether the first process is exiting or has ended; the kernel has then ended all others."""
         return not self.alive or signals.is_exiting(self.init)
 
     def kill(self) -> None:

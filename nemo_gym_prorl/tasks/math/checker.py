@@ -88,7 +88,7 @@ class CheckedAnswer:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is the expected one."""
+        """Return whether the answer is the expected one."""
         return self.verdict is MathVerdict.RIGHT
 
 

@@ -86,7 +86,7 @@ class Shape:
 
     @property
     def ordered(self) -> bool:
-        """Whether the members have an order and are certainly no interval."""
+        """Return whether the members have an order and are certainly no interval."""
         return self.brackets in (TUPLE, VECTOR) or (self.brackets == CLOSED and len(self.members) != 2)
 
 

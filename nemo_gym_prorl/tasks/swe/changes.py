@@ -134,7 +134,7 @@ class ImportableModules:
     installed: frozenset[str] = frozenset()
 
     def shadowed_by(self, path: str) -> bool:
-        """Whether a new file would shadow a module from outside the repository."""
+        """Return whether a new file would shadow a module from outside the repository."""
         names = {_module(path, folder) for folder in self.folders} - {None, *self.own}
         return bool(names & (self.installed | RUNNERS | sys.stdlib_module_names))
 
@@ -212,12 +212,12 @@ class Protection:
         return None
 
     def by_content(self, path: str) -> bool:
-        """Whether the content decides; see :func:`same_settings`. pytest reads settings from any folder."""
+        """Return whether the content decides; see :func:`same_settings`. pytest reads settings from any folder."""
         return PurePosixPath(path).name in SETTINGS_FILES and path not in self.fix
 
 
 def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
-    """Whether two versions have the same pytest settings; unreadable content differs."""
+    """Return whether two versions have the same pytest settings; unreadable content differs."""
     try:
         return bool(pytest_settings(path, before) == pytest_settings(path, after))
     except (ValueError, RecursionError):

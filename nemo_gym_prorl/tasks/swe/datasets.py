@@ -66,7 +66,7 @@ def of_script(script: str, parser: str) -> TestSpec:
 
 
 def may_download(before: str) -> bool:
-    """Whether shell lines call a program that downloads packages."""
+    """Return whether shell lines call a program that downloads packages."""
     return bool(_DOWNLOADS.search(before))
 
 
@@ -174,7 +174,7 @@ def _r2e_fix(commit: Mapping[str, Any]) -> str:
 
 
 def _is_of_the_fix(part: Mapping[str, Any]) -> bool:
-    """Whether a file belongs to the fix by the dataset's rule: Python and not a test."""
+    """Return whether a file belongs to the fix by the dataset's rule: Python and not a test."""
     path = PurePosixPath(part["header"]["file"]["path"])
     is_test = path.name.startswith("test_") or path.name.endswith("_test.py") or _R2E_TEST_FOLDERS & {*path.parts}
     return path.suffix == ".py" and not is_test and not part.get("is_binary_file")

@@ -278,7 +278,7 @@ class Report:
 
     @property
     def resolved(self) -> bool:
-        """Whether all outcomes are as expected."""
+        """Return whether all outcomes are as expected."""
         return not any(self.wrong.values())
 
     def as_fields(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Repo
 
 
 def _is_a_test(name: str, instance: SweInstance) -> bool:
-    """Whether a listed name is a real test. SWE-bench's lists contain artefacts of its log parsers, such as
+    """Return whether a listed name is a real test. SWE-bench's lists contain artefacts of its log parsers, such as
     ``[100%]``.
     """
     return instance.kind_of_runner is not Runner.PYTEST or "::" in name

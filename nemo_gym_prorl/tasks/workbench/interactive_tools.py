@@ -151,7 +151,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether the session has started."""
+        """Return whether the session has started."""
         return self._session is not None
 
     def _take_notes(self) -> list[str]:

@@ -87,8 +87,8 @@ def same_line(line: str, expected: str, strict: bool) -> bool:
 
 
 def near_integer(token: str, expected: str) -> bool:
-    """Whether a fractional number is within the absolute tolerance of an expected integer; large integers need exact
-    equality.
+    """Return whether a fractional number is within the absolute tolerance of an expected integer; large integers
+    need exact equality.
     """
     value, wanted = number(token), number(expected)
     if value is None or wanted is None or not set(token) & set(".eE"):
@@ -102,7 +102,7 @@ def tokens(output: str, expected: str) -> bool:
 
 
 def close(token: str, expected: str, absolute: float, relative: float) -> bool:
-    """Whether tokens are equal, or within tolerance of an expected number with a fraction or exponent."""
+    """Return whether tokens are equal, or within tolerance of an expected number with a fraction or exponent."""
     if same_token(token, expected):
         return True
     value, wanted = number(token), number(expected)

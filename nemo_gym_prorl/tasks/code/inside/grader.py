@@ -286,7 +286,7 @@ class Checker:
         return checkers.outputs_match(output, test["expected"], self._checker), ""
 
     def strictly(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> bool:
-        """Whether a correct answer is correct without the tolerance of ``lines``."""
+        """Return whether a correct answer is correct without the tolerance of ``lines``."""
         if self._checker["kind"] != "lines":
             return True
         if called:

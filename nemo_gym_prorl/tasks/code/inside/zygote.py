@@ -129,7 +129,7 @@ def mentioned(tree: ast.AST) -> list[str]:
 
 
 def uses_unknown_names(tree: ast.AST) -> bool:
-    """Whether a source uses a name that it never binds and that is no builtin."""
+    """Return whether a source uses a name that it never binds and that is no builtin."""
     known = set(dir(builtins)) | {"__file__"}
     read: set[str] = set()
     for node in ast.walk(tree):
