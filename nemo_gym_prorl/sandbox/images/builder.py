@@ -158,7 +158,7 @@ class _Build:
             entry = f"{entry}-{time.time_ns():x}"
         with self.store.images.making(entry, self.progress) as work, ExitStack() as held:
             if work is not None:
-                _check_space(work)
+                check_space(work)
                 made, config = self._make(work, held)
                 about = f"{self.order.template} on {self.order.base}"
                 info = Info("image", about, self.recipe.format, 0, time.time(), config=config)
@@ -284,7 +284,7 @@ def _read_lock(path: Path) -> bytes:
         raise CallerError(f"{path}: {error.strerror}", field="lock") from error
 
 
-def _check_space(work: Path) -> None:
+def check_space(work: Path) -> None:
     free = free_bytes(work)
     if free < LEAST_FREE:
         raise InfrastructureError(
