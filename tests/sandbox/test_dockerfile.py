@@ -15,7 +15,8 @@ from nemo_gym_prorl.sandbox.images.build_context import (
     read_ignore_rules,
     write_archive,
 )
-from nemo_gym_prorl.sandbox.images.dockerfile import CopyStep, RunStep, Step, parse, plan, split_stages
+from nemo_gym_prorl.sandbox.images.dockerfile import parse
+from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, RunStep, Step, plan, split_stages
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 
 
@@ -207,9 +208,9 @@ def test_what_a_line_copies(line: str, ignore: str, names: set[str], context: Pa
 @pytest.mark.parametrize(
     "line", ["COPY none /x", "COPY ../copied.tar /x", "COPY out/hostname /x", "COPY secret.env /x"]
 )
-def test_a_source_outside_the_context_or_ignored_is_refused(line: str, context: Path) -> None:
-    with pytest.raises(CallerError, match="line 2: .*no such file in the context"):
-        copied(line, context, "*.env")
+def test_a_source_outside_the_context_or_ignored_is_refused(source: str, context: Path) -> None:
+    with pytest.raises(CallerError, match=r"line 2: .*no such file in the context"):
+        copied(f"COPY {source} /x", context, "*.env")
 
 
 def test_links_are_copied_as_links_and_never_followed_to_this_machine(context: Path) -> None:

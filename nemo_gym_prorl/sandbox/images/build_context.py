@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.dockerfile import CopyStep
+from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
             elif step.unpack and path.is_file() and tarfile.is_tarfile(path):
                 archives.append(path)
             else:
-                entries.append(CopyEntry(path, os.path.basename(name)))
+                entries.append(CopyEntry(path, Path(name).name))
     entries += [CopyEntry(None, name, text) for name, text in step.texts.items()]
     for entry in entries:
         if entry.path is not None and stat.S_IFMT(entry.path.lstat().st_mode) not in _PACKED:
@@ -189,7 +189,7 @@ def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
                 names = [part] if os.path.lexists(folder / part) else []
             elif folder.is_dir():
                 matching = re.compile(_translated(part))
-                names = sorted(one for one in os.listdir(folder) if matching.fullmatch(one))
+                names = sorted(one.name for one in folder.iterdir() if matching.fullmatch(one.name))
             else:
                 names = []
             for one in names:

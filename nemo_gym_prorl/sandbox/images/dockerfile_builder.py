@@ -35,7 +35,8 @@ from nemo_gym_prorl.sandbox.images.build_context import (
     write_archive,
 )
 from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, check_space
-from nemo_gym_prorl.sandbox.images.dockerfile import CopyStep, RunStep, Stage, Step, parse, plan, split_stages
+from nemo_gym_prorl.sandbox.images.dockerfile import parse
+from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, RunStep, Stage, Step, plan, split_stages
 from nemo_gym_prorl.sandbox.images.entries import Progress, machine
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
 from nemo_gym_prorl.sandbox.images.pull import Puller
@@ -246,7 +247,16 @@ class _Build:
         (given / "steps.sh").write_text("".join([*script, f"cd /\nrm -rf {_WORK}\n"]))
         definition = work / "image.def"
         definition.write_text(
-            f"Bootstrap: localimage\nFrom: {base}\n\n%files\n    {given.name} {_WORK}\n\n%post\n    /bin/sh {_WORK}/steps.sh\n"
+            f"Bootstrap: localimage
+From: {base}
+
+%files
+    {given.name} {_WORK}
+
+"
+            f"%post
+    /bin/sh {_WORK}/steps.sh
+"
         )
         unpacked = kind == "folder"
         made = programs.build(
