@@ -3,8 +3,8 @@
 """Dockerfiles: text to instructions, and expansion of variables in their words. Pure.
 
 Follows the Dockerfile reference of BuildKit (docs.docker.com/reference/dockerfile). ``EXPOSE``, ``HEALTHCHECK``,
-``LABEL``, ``MAINTAINER``, ``STOPSIGNAL`` and ``VOLUME`` do not change files, variables, user or working folder, so they
-have no effect. An instruction without support raises an error that names its line.
+``LABEL``, ``MAINTAINER``, ``STOPSIGNAL`` and ``VOLUME`` change neither files, variables, user nor working folder, so
+they have no effect. An instruction without support raises an error that names its line.
 """
 
 from __future__ import annotations

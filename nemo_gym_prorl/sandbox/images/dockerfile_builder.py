@@ -247,16 +247,8 @@ class _Build:
         (given / "steps.sh").write_text("".join([*script, f"cd /\nrm -rf {_WORK}\n"]))
         definition = work / "image.def"
         definition.write_text(
-            f"Bootstrap: localimage
-From: {base}
-
-%files
-    {given.name} {_WORK}
-
-"
-            f"%post
-    /bin/sh {_WORK}/steps.sh
-"
+            f"Bootstrap: localimage\nFrom: {base}\n\n"
+            f"%files\n    {given.name} {_WORK}\n\n%post\n    /bin/sh {_WORK}/steps.sh\n"
         )
         unpacked = kind == "folder"
         made = programs.build(
