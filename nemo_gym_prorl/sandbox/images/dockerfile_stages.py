@@ -3,8 +3,8 @@
 """Dockerfiles: instructions to stages, and a stage's instructions to build steps. Pure.
 
 Variables are expanded as BuildKit does: ``$name``, ``${name}``, ``${name:-word}`` and ``${name:+word}`` in every
-instruction but ``RUN``, ``CMD`` and ``ENTRYPOINT``, whose text the image's shell expands. A flag without support raises an
-error that names its line; no instruction is skipped in a way that changes the image.
+instruction but ``RUN``, ``CMD`` and ``ENTRYPOINT``, whose text the image's shell expands. A flag without support
+raises an error that names its line; no instruction is skipped in a way that changes the image.
 """
 
 from __future__ import annotations
