@@ -38,7 +38,7 @@ from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, check_space
 from nemo_gym_prorl.sandbox.images.dockerfile import parse
 from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, RunStep, Stage, Step, plan, split_stages
 from nemo_gym_prorl.sandbox.images.entries import Progress, machine
-from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, is_settable
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.recipe import Format
 from nemo_gym_prorl.sandbox.images.reference import Reference, Registry, check_name, registry
@@ -263,7 +263,8 @@ class _Build:
 def _script_of(number: int, step: Step, copied: CopyPlan | None) -> str:
     """Return the shell commands of a step."""
     if isinstance(step, RunStep):
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in step.env.items())
+        env = {name: value for name, value in step.env.items() if is_settable(name)}
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
         command = shlex.join(step.command)
         home = "" if "HOME" in step.env else "unset HOME\n"
         return (
