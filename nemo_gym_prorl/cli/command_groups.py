@@ -7,7 +7,7 @@ Each command imports its modules when it runs, so ``prorl --help`` stays fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,6 +174,7 @@ def build_image(
         str,
         typer.Argument(
             help="plain, agent, or the path of a Jinja2 template for a definition file; these need --name and --base. "
+            "A Dockerfile, or a folder that has one, needs --name. "
             "Without options: default, kernel or math, the images that servers use."
         ),
     ],
@@ -186,13 +187,19 @@ def build_image(
     pip: Annotated[list[str] | None, typer.Option(help="Python package, a requirement of pip; repeatable.")] = None,
     lock: Annotated[list[Path] | None, typer.Option(help="Lock file for the template; repeatable.")] = None,
     variables: Annotated[
-        list[str] | None, typer.Option("--set", help="Variable of the template, NAME=VALUE; repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE: variable of the template, or ARG of the Dockerfile; repeatable."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="Stage of the Dockerfile. Default: the last one.")] = "",
+    replace: Annotated[
+        list[str] | None,
+        typer.Option(help="IMAGE=BASE: build on BASE where the Dockerfile says FROM IMAGE; repeatable."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Rebuild the image and pull its base again.")] = False,
     layout: Layout = None,
     show: Annotated[bool, typer.Option("--show", help="Print the definition file without building.")] = False,
 ) -> None:
-    """Build an image from a template. An existing image with the same recipe is reused."""
+    """Build an image from a template or a Dockerfile. An existing image with the same recipe is reused."""
     from rich.console import Console
 
     from nemo_gym_prorl.cli.images import progress_step
@@ -200,6 +207,7 @@ def build_image(
     from nemo_gym_prorl.sandbox.images import builder as build
     from nemo_gym_prorl.sandbox.images import recipe
     from nemo_gym_prorl.sandbox.images.builder import BUILTIN_IMAGES, ensure_image
+    from nemo_gym_prorl.sandbox.images.dockerfile_builder import DockerfileRequest, build_dockerfile, is_dockerfile
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
@@ -207,11 +215,24 @@ def build_image(
         with progress_step(Console(highlight=False), template) as say:
             say(str(ensure_image(template, say)))
         return
+    values = _pairs("--set", variables)
+    if is_dockerfile(Path(template)):
+        if name is None:
+            raise CallerError("is required for a Dockerfile", field="--name")
+        request = DockerfileRequest(
+            Path(template),
+            name,
+            args=values,
+            target=target,
+            replaced=_pairs("--replace", replace),
+            fresh=fresh,
+            format=_layout(layout),
+        )
+        with progress_step(Console(highlight=False), name) as say:
+            say(str(build_dockerfile(request, ImageStore(), require_runtime(), say)))
+        return
     if name is None or base is None:
         raise CallerError("is required for this template", field="--name" if name is None else "--base")
-    values = [entry.partition("=") for entry in variables or ()]
-    if wrong := [name for name, equals, _value in values if not equals]:
-        raise CallerError(f"must be NAME=VALUE, not {wrong[0]!r}", field="--set")
     order = build.BuildRequest(
         template,
         base,
@@ -219,7 +240,7 @@ def build_image(
         apt=apt or (),
         pip=pip or (),
         locks=lock or (),
-        variables={name: value for name, _equals, value in values},
+        variables=values,
         fresh=fresh,
         format=_layout(layout),
     )
@@ -230,6 +251,16 @@ def build_image(
         return
     with progress_step(Console(highlight=False), name) as say:
         say(str(build.build(order, store, require_runtime(), say)))
+
+
+def _pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:
+    """Return the NAME=VALUE entries of a repeatable option."""
+    from nemo_gym_prorl.failures import CallerError
+
+    pairs = [entry.partition("=") for entry in values or ()]
+    if wrong := [name for name, equals, _value in pairs if not equals]:
+        raise CallerError(f"must be NAME=VALUE, not {wrong[0]!r}", field=option)
+    return {name: value for name, _equals, value in pairs}
 
 
 @image_app.command("pull")

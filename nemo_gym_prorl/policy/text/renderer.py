@@ -223,7 +223,7 @@ class Renderer:
 
     @cached_property
     def single_call_only(self) -> bool:
-        """Return whether the template refuses a turn of several calls, as Llama 3's does; the first alone is then kept."""
+        """Return whether the template refuses a turn of several calls, as Llama 3's does."""
         return self._renders_calls(1) and not self._renders_calls(2)
 
     def _renders_calls(self, count: int) -> bool:

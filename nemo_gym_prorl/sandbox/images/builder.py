@@ -158,7 +158,7 @@ class _Build:
             entry = f"{entry}-{time.time_ns():x}"
         with self.store.images.making(entry, self.progress) as work, ExitStack() as held:
             if work is not None:
-                _check_space(work)
+                check_space(work)
                 made, config = self._make(work, held)
                 about = f"{self.request.template} on {self.request.base}"
                 info = ImageInfo("image", about, self.recipe.format, 0, time.time(), config=config)
@@ -170,7 +170,7 @@ class _Build:
         return path
 
     def _make(self, work: Path, held: ExitStack) -> tuple[Path, OciConfig | None]:
-        """Build base, packages and template in this request."""
+        """Build base, packages and template, in this order."""
         source = self._base(work, held)
         apt = frozenset() if self.request.base == APT_BASE else self.recipe.apt
         if apt or self.recipe.pip:
@@ -196,14 +196,7 @@ class _Build:
             return _BaseRoot(pulled.rename(work / "base"), replace(its_config, extended=True))
         config = config_of(base)
         config = config and replace(config, extended=True)
-        if base.is_dir() and base.stat().st_uid != os.geteuid():
-            self.progress(f"copying {base}, which belongs to another user")
-            return _BaseRoot(rootfs.copy(base, work / "base"), config)
-        start = self.store.open(base, self.runtime, progress=self.progress)
-        held.callback(start.release)
-        if not start.path.is_dir():
-            raise InfrastructureError(f"{base} can't be unpacked here, and only a root folder can be built on")
-        return _BaseRoot(start.path, config)
+        return _BaseRoot(open_base_root(base, self.store, self.runtime, work, held, self.progress), config)
 
     def _run(self, recipe: Recipe, template: str, source: _BaseRoot, work: Path, unpacked: bool) -> Path:
         """Have the runtime build a template in ``work``."""
@@ -221,6 +214,24 @@ class _Build:
         if unpacked:
             check_usable(made)
         return made
+
+
+def open_base_root(
+    base: Path, store: ImageStore, runtime: Runtime, work: Path, held: ExitStack, progress: Progress
+) -> Path:
+    """Return a root folder of an image to build on, which stays usable until ``held`` ends.
+
+    Raises:
+        InfrastructureError: the image cannot be unpacked here.
+    """
+    if base.is_dir() and base.stat().st_uid != os.geteuid():
+        progress(f"copying {base}, which belongs to another user")
+        return rootfs.copy(base, work / "base")
+    start = store.open(base, runtime, progress=progress)
+    held.callback(start.release)
+    if not start.path.is_dir():
+        raise InfrastructureError(f"{base} can't be unpacked here, and only a root folder can be built on")
+    return start.path
 
 
 def _entry(request: BuildRequest, recipe: Recipe) -> str:
@@ -285,7 +296,7 @@ def _read_lock(path: Path) -> bytes:
         raise CallerError(f"{path}: {error.strerror}", field="lock") from error
 
 
-def _check_space(work: Path) -> None:
+def check_space(work: Path) -> None:
     free = free_bytes(work)
     if free < MIN_FREE_BYTES:
         raise InfrastructureError(

@@ -104,14 +104,15 @@ class OciConfig:
         script = rootfs.resolve_inside(root, _SCRIPT)
         if not script.parent.is_dir():
             return
-        lines = [
-            f"export {name}={shlex.quote(value)}\n"
-            for name, value in self.env.items()
-            if _IDENTIFIER.fullmatch(name) and name not in _READ_ONLY
-        ]
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in self.env.items() if is_settable(name)]
         script.unlink(missing_ok=True)
         script.write_text("".join(["#!/bin/sh\n", *lines]))
         script.chmod(0o755)
+
+
+def is_settable(name: str) -> bool:
+    """Return whether a shell can set a variable of this name."""
+    return bool(_IDENTIFIER.fullmatch(name)) and name not in _READ_ONLY
 
 
 def read_pulled_config(downloads: Path) -> OciConfig:

@@ -1,0 +1,258 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Files that ``COPY`` and ``ADD`` take from a build context or from another image, as tar archives.
+
+Contexts are untrusted: a link is followed inside its own root only, and only files, folders and links are packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import stat
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.images import rootfs
+from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoreRules:
+    """Patterns of a ``.dockerignore``; the last one that matches decides.
+
+    Attributes:
+        rules: (regular expression of a path relative to the context, whether it excludes).
+    """
+
+    rules: tuple[tuple[re.Pattern[str], bool], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> IgnoreRules:
+        """Read a ``.dockerignore`` file's text."""
+        rules = []
+        for line in text.removeprefix("\ufeff").splitlines():
+            pattern = "" if line.startswith("#") else line.strip()
+            excludes = not pattern.startswith("!")
+            pattern = pattern.removeprefix("!").strip().strip("/")
+            if pattern not in ("", "."):
+                rules.append((re.compile(_translated(os.path.normpath(pattern), deep=True)), excludes))
+        return cls(tuple(rules))
+
+    def excludes(self, path: str) -> bool:
+        """Return whether a path relative to the context is left out, by itself or through a folder above it."""
+        parts = path.split("/")
+        out = False
+        for pattern, excludes in self.rules:
+            if any(pattern.fullmatch("/".join(parts[: count + 1])) for count in range(len(parts))):
+                out = excludes
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """Where a step's sources lie: a build context with its rules, or the root folder of another image."""
+
+    root: Path
+    ignore: IgnoreRules = IgnoreRules()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEntry:
+    """One thing that a step copies.
+
+    Attributes:
+        path: on this machine; ``None`` for a here-document.
+        name: relative to the step's target.
+        text: contents of a here-document.
+    """
+
+    path: Path | None
+    name: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What a step copies.
+
+    Attributes:
+        entries: in order; a folder stands before what is in it.
+        archives: local tar archives that are unpacked into the target.
+        single: whether the only source is one file, which gets the target's name unless the target is a folder.
+    """
+
+    entries: tuple[CopyEntry, ...]
+    archives: tuple[Path, ...]
+    single: bool
+
+    def digest(self) -> str:
+        """Return a hash of names, permissions and contents."""
+        summary = hashlib.sha256()
+        for entry in self.entries:
+            summary.update(f"{entry.name}\0{self.single}\0".encode())
+            if entry.path is None:
+                summary.update(entry.text.encode())
+            else:
+                _add_to_digest(summary, entry.path)
+        for archive in self.archives:
+            _add_to_digest(summary, archive)
+        return summary.hexdigest()
+
+
+def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
+    """Find what a step copies.
+
+    Raises:
+        CallerError: a source matches nothing, or is a socket, a pipe or a device; names the line.
+    """
+    entries: list[CopyEntry] = []
+    archives: list[Path] = []
+    folders = 0
+    for pattern in step.sources:
+        matches = _matches(source, pattern)
+        if not matches:
+            raise _error(step, f"{pattern}: no such file in {'the context' if step.origin is None else step.origin}")
+        for name, path in matches:
+            if path.is_dir():
+                folders += 1
+                entries += _tree(path, name, source.ignore)
+            elif step.unpack and path.is_file() and tarfile.is_tarfile(path):
+                archives.append(path)
+            else:
+                entries.append(CopyEntry(path, Path(name).name))
+    entries += [CopyEntry(None, name, text) for name, text in step.texts.items()]
+    for entry in entries:
+        if entry.path is not None and stat.S_IFMT(entry.path.lstat().st_mode) not in _PACKED:
+            raise _error(step, f"{entry.name}: is no file, folder or link")
+    single = len(entries) == 1 and not folders and not archives
+    return CopyPlan(tuple(entries), tuple(archives), single)
+
+
+_PACKED = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
+
+
+def write_archive(plan: CopyPlan, step: CopyStep, target: Path) -> None:
+    """Write what a step copies as an uncompressed tar archive, with the step's owner and permissions."""
+    with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as archive:
+        for entry in plan.entries:
+            if entry.path is None:
+                body = entry.text.encode()
+                info = tarfile.TarInfo(entry.name)
+                info.size, info.mode = len(body), 0o644
+                archive.addfile(_owned(info, step), io.BytesIO(body))
+                continue
+            info = archive.gettarinfo(entry.path, entry.name)
+            if info.islnk():  # a second name of a file that is packed already: its contents once more
+                info.type, info.linkname, info.size = tarfile.REGTYPE, "", entry.path.stat().st_size
+            if info.isreg():
+                with entry.path.open("rb") as file:
+                    archive.addfile(_owned(info, step), file)
+            else:
+                archive.addfile(_owned(info, step))
+        for packed in plan.archives:
+            with tarfile.open(packed) as inner:
+                for member in inner:
+                    archive.addfile(member, inner.extractfile(member) if member.isreg() else None)
+
+
+def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
+    """Give a member the step's owner; tar finds names in the image, and falls back to the numbers."""
+    user, _, group = step.owner.partition(":")
+    group = group or user
+    info.uid, info.uname = (int(user), "") if user.isdecimal() else (0, user or "root")
+    info.gid, info.gname = (int(group), "") if group.isdecimal() else (0, group or "root")
+    if step.mode is not None and not info.issym():
+        info.mode = step.mode
+    return info
+
+
+def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
+    """Return (path relative to the root, where it leads) of what a pattern matches, sorted."""
+    pattern = os.path.normpath(pattern.lstrip("/") or ".")
+    if pattern == ".":
+        return [("", source.root)]
+    if pattern.startswith(".."):
+        return []
+    found = [("", source.root)]
+    for part in pattern.split("/"):
+        plain = not re.search(r"[*?\[\\]", part)
+        step: list[tuple[str, Path]] = []
+        for name, folder in found:
+            if plain:
+                names = [part] if os.path.lexists(folder / part) else []
+            elif folder.is_dir():
+                matching = re.compile(_translated(part))
+                names = sorted(one.name for one in folder.iterdir() if matching.fullmatch(one.name))
+            else:
+                names = []
+            for one in names:
+                path = f"{name}/{one}" if name else one
+                step.append((path, rootfs.resolve_inside(source.root, path)))
+        found = step
+    return [(name, path) for name, path in found if not source.ignore.excludes(name) or path.is_dir()]
+
+
+def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
+    """Yield what is in a folder, relative to it; links stay links."""
+    for path in sorted(folder.iterdir()):
+        inner = f"{name}/{path.name}" if name else path.name
+        if path.is_dir() and not path.is_symlink():
+            below = [CopyEntry(one.path, f"{path.name}/{one.name}") for one in _tree(path, inner, ignore)]
+            if below or not ignore.excludes(inner):
+                yield CopyEntry(path, path.name)
+            yield from below
+        elif not ignore.excludes(inner):
+            yield CopyEntry(path, path.name)
+
+
+@cache
+def _translated(pattern: str, *, deep: bool = False) -> str:
+    """Return Go's ``filepath.Match`` pattern as a regular expression, with ``**`` for any depth if ``deep``."""
+    result, position = "", 0
+    while position < len(pattern):
+        rest = pattern[position:]
+        if deep and rest.startswith("**/"):
+            result, position = result + "(?:.*/)?", position + 3
+        elif deep and rest.startswith("**"):
+            result, position = result + ".*", position + 2
+        elif rest[0] == "*":
+            result, position = result + "[^/]*", position + 1
+        elif rest[0] == "?":
+            result, position = result + "[^/]", position + 1
+        elif group := re.match(r"\[(\^?)((?:\\.|[^\]\\])+)\]", rest):
+            inner = group[2].replace("[", r"\[")
+            result, position = f"{result}[{group[1]}{inner}]", position + group.end()
+        elif rest[0] == "\\" and len(rest) > 1:
+            result, position = result + re.escape(rest[1]), position + 2
+        else:
+            result, position = result + re.escape(rest[0]), position + 1
+    return result
+
+
+def _add_to_digest(summary: hashlib._Hash, path: Path) -> None:
+    found = path.lstat()
+    summary.update(f"{stat.S_IFMT(found.st_mode)}\0{stat.S_IMODE(found.st_mode)}\0".encode())
+    if stat.S_ISLNK(found.st_mode):
+        summary.update(os.fsencode(path.readlink()))
+    elif stat.S_ISREG(found.st_mode):
+        with path.open("rb") as file:
+            summary.update(hashlib.file_digest(file, "sha256").digest())
+
+
+def _error(step: CopyStep, reason: str) -> CallerError:
+    return CallerError(f"line {step.line}: {reason}", field="Dockerfile")
+
+
+def read_ignore_rules(context: Path, dockerfile: Path) -> IgnoreRules:
+    """Return the rules of ``DOCKERFILE.dockerignore``, else of the context's ``.dockerignore``, else none."""
+    for path in (dockerfile.with_name(f"{dockerfile.name}.dockerignore"), context / ".dockerignore"):
+        if path.is_file():
+            return IgnoreRules.parse(path.read_text(errors="surrogateescape"))
+    return IgnoreRules()

@@ -1,0 +1,284 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Build images from Dockerfiles, without Docker, a daemon or root.
+
+Each stage that the target depends on becomes an image of the store. The runtime builds a stage from its base's root
+folder by one shell script that holds the stage's steps in order. A base is the image that the Dockerfile names, or the
+replacement that the user names for it; no base is ever replaced unasked, since another base can change a verdict.
+
+A stage's key is a hash of its base, its steps and the files that it copies, so an unchanged stage is built once and
+shared by all Dockerfiles that have it. Differences from Docker:
+
+- Where the builder has one user id, every file belongs to that user, and ``RUN`` after ``USER`` runs as that user.
+- ``apt`` is told to keep its user (``APT::Sandbox::User``), which an image for sandboxes with one user needs as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.images import build_tools
+from nemo_gym_prorl.sandbox.images.build_context import (
+    CopyPlan,
+    CopySource,
+    plan_copy,
+    read_ignore_rules,
+    write_archive,
+)
+from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, check_space, open_base_root
+from nemo_gym_prorl.sandbox.images.dockerfile import parse
+from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, RunStep, Stage, Step, plan, split_stages
+from nemo_gym_prorl.sandbox.images.entries import Progress, machine
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, is_settable
+from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.recipe import Format
+from nemo_gym_prorl.sandbox.images.reference import Reference, RegistryImage, check_name, parse_registry
+from nemo_gym_prorl.sandbox.images.reference import parse as parse_reference
+from nemo_gym_prorl.sandbox.images.rootfs import check_usable
+from nemo_gym_prorl.sandbox.images.store import ImageInfo, ImageStore, config_of
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+_WORK = "/.prorl-build"
+"""Folder inside a build that holds the script and the archives; the script removes it at the end."""
+
+_KEY_LENGTH = 12
+
+_PRELUDE = f"""\
+set -e
+umask 022
+cd {_WORK}
+touch probe
+# Where the build has one user id, files cannot be given to another user, nor commands run as one.
+if chown 1:1 probe 2> /dev/null; then owners=-p; else owners=-po; fi
+if [ -d /etc/apt/apt.conf.d ]; then
+    echo 'APT::Sandbox::User "root";' > /etc/apt/apt.conf.d/99prorl-one-user
+fi
+failed() {{
+    echo "Dockerfile: line $1 failed with exit code $2" >&2
+    exit 1
+}}
+home_of() {{
+    while IFS=: read -r name _ uid gid _ home _; do
+        if [ "$name" = "$1" ] || [ "$uid" = "$1" ]; then echo "$home"; return; fi
+    done < /etc/passwd
+    echo /
+}}
+as_user() {{
+    user=$1
+    shift
+    if [ -z "$user" ]; then
+        HOME=${{HOME:-/root}} exec "$@" < /dev/null
+    fi
+    export HOME="${{HOME:-$(home_of "$user")}}"
+    if [ "$owners" = -p ] && command -v setpriv > /dev/null; then
+        group=$(id -g "$user" 2> /dev/null || echo "$user")
+        exec setpriv --reuid="$user" --regid="$group" --clear-groups -- "$@" < /dev/null
+    fi
+    exec "$@" < /dev/null
+}}
+unpack() {{
+    mkdir -p "$2"
+    tar -x $owners -f "$1" -C "$2"
+}}
+unpack_one() {{
+    if [ -d "$2" ]; then unpack "$1" "$2"; return; fi
+    rm -rf single
+    unpack "$1" single
+    mkdir -p "$(dirname "$2")"
+    mv single/* "$2" 2> /dev/null || mv single/.[!.]* "$2"
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DockerfileRequest:
+    """A request to build an image from a Dockerfile.
+
+    Attributes:
+        path: the Dockerfile, or the folder that has one; the folder is the build context.
+        name: the image's name in the store.
+        args: build arguments (``ARG``).
+        target: stage to build; the last one if empty.
+        replaced: image reference of a ``FROM`` to what is used in its place: address, path or name of an image.
+        fresh: build again although the store has the image, and pull its bases again.
+        format: of the target; what suits the cache's disk if ``None``.
+    """
+
+    path: Path
+    name: str
+    args: Mapping[str, str] = field(default_factory=dict)
+    target: str = ""
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    format: Format | None = None
+
+    @property
+    def dockerfile(self) -> Path:
+        """Path of the Dockerfile."""
+        return self.path / "Dockerfile" if self.path.is_dir() else self.path
+
+    @property
+    def context(self) -> Path:
+        """Folder from which ``COPY`` and ``ADD`` take files."""
+        return self.dockerfile.parent
+
+
+def is_dockerfile(path: Path) -> bool:
+    """Return whether a path is a Dockerfile by its name, or a folder that has one."""
+    return (path / "Dockerfile").is_file() or (path.is_file() and "dockerfile" in path.name.lower())
+
+
+def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Runtime, progress: Progress) -> Path:
+    """Build an image from a Dockerfile, or find it in the store.
+
+    Returns:
+        Path of its root folder or SIF.
+
+    Raises:
+        CallerError: the Dockerfile or an option is wrong; names line or option.
+        InfrastructureError: a base cannot be pulled, or a step failed; with the last words of the step.
+    """
+    check_name(request.name)
+    try:
+        text = request.dockerfile.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallerError(f"{request.dockerfile}: {error}", field="Dockerfile") from error
+    stages = split_stages(parse(text), request.args, machine())
+    named = [stage.name for stage in stages]
+    if request.target and request.target.lower() not in named:
+        raise CallerError(
+            f"there is no stage {request.target!r}, only {', '.join(filter(None, named)) or 'unnamed ones'}",
+            field="target",
+        )
+    last = named.index(request.target.lower()) if request.target else len(stages) - 1
+    build = _Build(request, stages, store, runtime, progress)
+    image = build.stage_image(last, request.format or store.default_format())
+    store.name(request.name, image.parent.name)
+    return image
+
+
+@dataclass(slots=True)
+class _Build:
+    """One build: its stages, and those that are images already."""
+
+    request: DockerfileRequest
+    stages: Sequence[Stage]
+    store: ImageStore
+    runtime: Runtime
+    progress: Progress
+    made: dict[int, Path] = field(default_factory=dict)
+
+    def stage_image(self, index: int, kind: Format) -> Path:
+        """Return the image of a stage, built with all that it depends on unless the store has it."""
+        stage = self.stages[index]
+        base = self._image_of(stage.base, index)
+        steps, config = plan(stage, config_of(base) or OciConfig({}), self.request.args, machine())
+        with ExitStack() as held:
+            copies = {
+                number: plan_copy(step, self._source_of(step, index, held))
+                for number, step in enumerate(steps)
+                if isinstance(step, CopyStep)
+            }
+            key = _key(self.store.identity(base), steps, copies, config, kind)
+            entry = f"{self.request.name}-{key}" + (f"-{time.time_ns():x}" if self.request.fresh else "")
+            with self.store.images.making(entry, self.progress) as work:
+                if work is not None:
+                    check_space(work)
+                    root = open_base_root(base, self.store, self.runtime, work, held, self.progress)
+                    self.progress(f"building stage {stage.name or index} on {stage.base}")
+                    made = self._run(work, root, steps, copies, kind)
+                    if kind == "folder":
+                        config.rewrite_script(made)
+                    about = f"{self.request.dockerfile.name} on {stage.base}"
+                    info = ImageInfo("image", about, kind, 0, time.time(), config=config)
+                    self.store.publish(work, made, entry, info)
+        path = self.store.payload(entry)
+        if path is None:
+            raise InfrastructureError(f"{entry} was removed as soon as it was made")
+        self.made[index] = path
+        return path
+
+    def _image_of(self, name: str, before: int) -> Path:
+        """Return the image that a ``FROM`` or a ``--from`` of the stage ``before`` names."""
+        for index in range(before):
+            if name.lower() == self.stages[index].name or name == str(index):
+                return self.made.get(index) or self.stage_image(index, "folder")
+        if name.isdecimal():
+            raise CallerError(f"--from={name}: there is no such stage", field="Dockerfile")
+        wanted: Reference
+        if (replaced := self.request.replaced.get(name)) is not None:
+            wanted = parse_reference(replaced, "replace")
+        else:
+            wanted = parse_registry(name, "FROM")
+        path = None if self.request.fresh and isinstance(wanted, RegistryImage) else self.store.locate(wanted)
+        if path is None:
+            assert isinstance(wanted, RegistryImage)
+            path = Puller(self.store, self.runtime, "folder").pull(wanted, self.progress)
+        return path
+
+    def _source_of(self, step: CopyStep, index: int, held: ExitStack) -> CopySource:
+        if step.origin is None:
+            return CopySource(self.request.context, read_ignore_rules(self.request.context, self.request.dockerfile))
+        start = self.store.open(self._image_of(step.origin, index), self.runtime, progress=self.progress)
+        held.callback(start.release)
+        return CopySource(start.path)
+
+    def _run(
+        self, work: Path, base: Path, steps: Sequence[Step], copies: Mapping[int, CopyPlan], kind: Format
+    ) -> Path:
+        """Let the runtime carry out the steps in ``work``."""
+        given = work / "build"
+        given.mkdir()
+        script = [_PRELUDE]
+        for number, step in enumerate(steps):
+            if isinstance(step, CopyStep):
+                write_archive(copies[number], step, given / f"{number}.tar")
+            script.append(_script_of(number, step, copies.get(number)))
+        (given / "steps.sh").write_text("".join([*script, f"cd /\nrm -rf {_WORK}\n"]))
+        definition = work / "image.def"
+        definition.write_text(
+            f"Bootstrap: localimage\nFrom: {base}\n\n"
+            f"%files\n    {given.name} {_WORK}\n\n%post\n    /bin/sh {_WORK}/steps.sh\n"
+        )
+        unpacked = kind == "folder"
+        made = build_tools.build(
+            self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=base
+        )
+        shutil.rmtree(given)
+        if unpacked:
+            check_usable(made)
+        return made
+
+
+def _script_of(number: int, step: Step, copied: CopyPlan | None) -> str:
+    """Return the shell commands of a step."""
+    if isinstance(step, RunStep):
+        env = {name: value for name, value in step.env.items() if is_settable(name)}
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+        command = shlex.join(step.command)
+        home = "" if "HOME" in step.env else "unset HOME\n"
+        return (
+            f"(\n{home}{exports}cd {shlex.quote(step.workdir)} && as_user {shlex.quote(step.user)} {command}\n) "
+            f"|| failed {step.line} $?\n"
+        )
+    assert copied is not None
+    unpack = "unpack_one" if copied.single and not step.target.endswith("/") else "unpack"
+    return f"{unpack} {_WORK}/{number}.tar {shlex.quote(step.target)} || failed {step.line} $?\n"
+
+
+def _key(base: str, steps: Sequence[Step], copies: Mapping[int, CopyPlan], config: OciConfig, kind: Format) -> str:
+    """Hash of everything that decides what a stage becomes; line numbers do not."""
+    contents = [copies[number].digest() if number in copies else "" for number in range(len(steps))]
+    parts = [[type(step).__name__, *astuple(step)[1:]] for step in steps]
+    text = json.dumps([base, machine(), kind, _PRELUDE, parts, contents, config.to_json()], default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]

@@ -1,0 +1,321 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Dockerfiles: instructions to stages, and a stage's instructions to build steps. Pure.
+
+Variables are expanded as BuildKit does: ``$name``, ``${name}``, ``${name:-word}`` and ``${name:+word}`` in every
+instruction but ``RUN``, ``CMD`` and ``ENTRYPOINT``, whose text the image's shell expands. A flag without support
+raises an error that names its line; no instruction is skipped in a way that changes the image.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.images.dockerfile import HEREDOC, Instruction, expand_text, expand_word, split_words
+from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
+
+
+DEFAULT_SHELL = ("/bin/sh", "-c")
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A command that runs in the image, in ``workdir``, with ``env`` set, as ``user`` (empty: root)."""
+
+    line: int
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: str
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """Files that are copied into the image.
+
+    Attributes:
+        line: the instruction's.
+        sources: patterns, relative to the context or to the root of ``origin``.
+        texts: file name to contents, of here-documents.
+        target: absolute path in the image; ends with ``/`` if it must be a folder.
+        origin: stage name, stage number or image reference of ``--from``; ``None`` for the build context.
+        owner: ``USER``, ``USER:GROUP`` or empty for root.
+        mode: permission bits of ``--chmod``; ``None`` keeps those of the source.
+        unpack: whether local tar archives are unpacked (``ADD``).
+    """
+
+    line: int
+    sources: tuple[str, ...]
+    texts: Mapping[str, str]
+    target: str
+    origin: str | None
+    owner: str
+    mode: int | None
+    unpack: bool
+
+
+type Step = RunStep | CopyStep
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One ``FROM`` and its instructions.
+
+    Attributes:
+        name: of ``AS``, lower case; empty without.
+        base: image reference, or name or number of an earlier stage.
+        instructions: those after ``FROM``.
+        global_args: values of ``ARG`` before the first ``FROM``, which a stage sees once it declares them.
+    """
+
+    name: str
+    base: str
+    instructions: tuple[Instruction, ...]
+    global_args: Mapping[str, str]
+
+
+def split_stages(instructions: Sequence[Instruction], args: Mapping[str, str], machine: str) -> list[Stage]:
+    """Return the stages of a Dockerfile in order.
+
+    Args:
+        instructions: of :func:`parse`.
+        args: build arguments given by the user.
+        machine: the processor as ``uname -m`` names it.
+
+    Raises:
+        CallerError: there is no ``FROM``, something else stands before it, or a base is not usable here.
+    """
+    scope = platform_args(machine)
+    global_args: dict[str, str] = {}
+    stages: list[Stage] = []
+    for one in instructions:
+        if one.name == "FROM":
+            stages.append(_open_stage(one, {**scope, **global_args}, global_args, machine))
+        elif stages:
+            stages[-1] = replace(stages[-1], instructions=(*stages[-1].instructions, one))
+        elif one.name == "ARG":
+            for name, default in _arg_pairs(one, {**scope, **global_args}):
+                value = args.get(name, default)
+                if value is not None:
+                    global_args[name] = value
+        else:
+            raise one.error("stands before the first FROM")
+    if not stages:
+        raise CallerError("has no FROM instruction", field="Dockerfile")
+    return stages
+
+
+def platform_args(machine: str) -> dict[str, str]:
+    """Return BuildKit's predefined platform arguments for a processor."""
+    architecture = _MACHINES.get(machine, machine)
+    return {
+        f"{side}{name}": value
+        for side in ("TARGET", "BUILD")
+        for name, value in (
+            ("PLATFORM", f"linux/{architecture}"),
+            ("OS", "linux"),
+            ("ARCH", architecture),
+            ("VARIANT", ""),
+        )
+    }
+
+
+@dataclass(slots=True)
+class _State:
+    """What instructions of a stage have set so far."""
+
+    env: dict[str, str]
+    workdir: str
+    user: str
+    args: dict[str, str] = field(default_factory=dict)
+    shell: tuple[str, ...] = DEFAULT_SHELL
+    entrypoint: tuple[str, ...] | None = None
+    command: tuple[str, ...] | None = None
+
+    def scope(self) -> dict[str, str]:
+        return {**self.args, **self.env}
+
+
+def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -> tuple[list[Step], OciConfig]:
+    """Return a stage's build steps in order, and the configuration of the image that they make.
+
+    Args:
+        stage: of :func:`split_stages`.
+        base: configuration of the base image.
+        args: build arguments given by the user.
+        machine: the processor as ``uname -m`` names it.
+
+    Raises:
+        CallerError: an instruction is wrong or has no support; names its line.
+    """
+    state = _State({"PATH": DEFAULT_PATH, **base.env}, base.workdir or "/", base.user)
+    steps: list[Step] = []
+    for one in stage.instructions:
+        match one.name:
+            case "ARG":
+                for name, default in _arg_pairs(one, state.scope()):
+                    known = stage.global_args.get(name, platform_args(machine).get(name))
+                    value = args.get(name, known if default is None else default)
+                    if value is not None:
+                        state.args[name] = value
+            case "ENV":
+                state.env |= _env_pairs(one, state.scope())
+            case "WORKDIR":
+                _refuse_flags(one)
+                state.workdir = _absolute(_own_word(one, state), state.workdir)
+                steps.append(RunStep(one.line, ("mkdir", "-p", state.workdir), {}, "/", ""))
+            case "USER":
+                state.user = _own_word(one, state).partition(":")[0]
+            case "SHELL":
+                words = one.words()
+                if not words:
+                    raise one.error('needs a JSON list, such as ["/bin/bash", "-c"]')
+                state.shell = tuple(words)
+            case "RUN":
+                steps.append(_run_step(one, state))
+            case "COPY" | "ADD":
+                steps.append(_copy_step(one, state))
+            case "CMD":
+                state.command = _program(one, state)
+            case "ENTRYPOINT":
+                state.entrypoint = _program(one, state)
+            case _:
+                pass  # of _NO_EFFECT
+    # A base's entrypoint holds its arguments already, so a CMD of the stage replaces both.
+    own = (*(state.entrypoint or ()), *(state.command or ()))
+    entrypoint = base.entrypoint if state.entrypoint is None and state.command is None else own
+    return steps, OciConfig(state.env, state.workdir, _user_of(state.user), entrypoint)
+
+
+def _user_of(user: str) -> str:
+    return "" if user in ("root", "0") else user
+
+
+def _open_stage(one: Instruction, scope: Mapping[str, str], global_args: Mapping[str, str], machine: str) -> Stage:
+    words = [expand_word(one, word, scope) for word in one.text.split()]
+    if len(words) not in (1, 3) or (len(words) == 3 and words[1].lower() != "as"):
+        raise one.error("needs IMAGE or IMAGE AS NAME")
+    for name, value in one.flags:
+        here = platform_args(machine)["TARGETPLATFORM"]
+        if name != "platform" or expand_word(one, value, scope) != here:
+            raise one.error(f"--{name}={value} has no support here; this machine builds {here}")
+    if words[0] == "scratch":
+        raise one.error("an empty base has no support; start from an image with a shell and tar")
+    if not words[0]:
+        raise one.error("the base is empty; give its build argument a value")
+    return Stage(words[2].lower() if len(words) == 3 else "", words[0], (), dict(global_args))
+
+
+def _run_step(one: Instruction, state: _State) -> RunStep:
+    for name, value in one.flags:
+        kind = dict(part.partition("=")[::2] for part in value.split(",")).get("type", "bind")
+        # A cache or a memory file system only saves time and room: the command finds an ordinary folder instead.
+        if not (name == "mount" and kind in ("cache", "tmpfs")) and not (name == "network" and value == "default"):
+            raise one.error(f"--{name}={value} has no support here")
+    words = one.words()
+    if words is None:
+        text = one.text
+        if one.heredocs:
+            only = HEREDOC.fullmatch(one.text.strip())
+            if only and one.heredocs[0].body.startswith("#!"):
+                return _run_script(one, state)
+            text = one.heredocs[0].body if only else "\n".join([one.text, *(doc.raw for doc in one.heredocs)])
+        words = [*state.shell, text]
+    return RunStep(one.line, tuple(words), state.scope(), state.workdir, _user_of(state.user))
+
+
+def _run_script(one: Instruction, state: _State) -> RunStep:
+    """Run a here-document that names its own interpreter, as a file."""
+    script = '{ f=$(mktemp) && cat > "$f" && chmod +x "$f" && "$f"; } <<\'PRORL_SCRIPT\'\n'
+    text = f"{script}{one.heredocs[0].body}PRORL_SCRIPT\n"
+    return RunStep(one.line, (*DEFAULT_SHELL, text), state.scope(), state.workdir, _user_of(state.user))
+
+
+def _copy_step(one: Instruction, state: _State) -> CopyStep:
+    scope = state.scope()
+    origin, owner, mode = None, "", None
+    for name, value in one.flags:
+        value = expand_word(one, value, scope)
+        match name:
+            case "from" if one.name == "COPY":
+                origin = value
+            case "chown":
+                owner = value
+            case "chmod" if re.fullmatch("[0-7]{3,4}", value):
+                mode = int(value, 8)
+            case "link" if value in ("true", "false"):
+                pass  # says how layers are stored
+            case _:
+                raise one.error(f"--{name}={value} has no support here")
+    words = one.words() or split_words(one, one.text)
+    words = [expand_word(one, word, scope) for word in words if not HEREDOC.fullmatch(word)]
+    if not words or (len(words) == 1 and not one.heredocs):
+        raise one.error("needs at least one source, and a target")
+    *sources, target = words
+    for source in sources:
+        if re.match(r"[a-z][a-z0-9+.-]*://|git@", source):
+            raise one.error(f"{source}: a download has no support here; use RUN with curl or git")
+    if len(sources) + len(one.heredocs) > 1 and not target.endswith("/"):
+        raise one.error(f"{target}: must end with / where there are several sources")
+    folder = "/" if target.endswith("/") or target in (".", "..") or target.endswith("/.") else ""
+    path = _absolute(target, state.workdir)
+    texts = {doc.name: expand_text(one, doc.body, scope) if doc.expand else doc.body for doc in one.heredocs}
+    return CopyStep(
+        one.line, tuple(sources), texts, path.rstrip("/") + folder or "/", origin, owner, mode, one.name == "ADD"
+    )
+
+
+def _program(one: Instruction, state: _State) -> tuple[str, ...]:
+    words = one.words()
+    return tuple(words) if words is not None else (*state.shell, one.text)
+
+
+def _arg_pairs(one: Instruction, scope: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    for word in split_words(one, one.text):
+        name, equals, value = word.partition("=")
+        if not _IDENTIFIER.fullmatch(name):
+            raise one.error(f"{name!r} is no name of a variable")
+        yield name, expand_word(one, value, scope) if equals else None
+
+
+def _env_pairs(one: Instruction, scope: Mapping[str, str]) -> dict[str, str]:
+    words = split_words(one, one.text)
+    if words and "=" not in words[0]:
+        name, _, value = one.text.partition(" ")  # ENV NAME VALUE WITH SPACES
+        words = [f"{name}={value.strip()}"] if value else words
+        value = expand_word(one, value.strip(), scope)
+        if not value:
+            raise one.error("needs NAME=VALUE")
+        return {name: value}
+    pairs = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise one.error(f"{word!r}: needs NAME=VALUE")
+        pairs[name] = expand_word(one, value, scope)
+    if not pairs:
+        raise one.error("needs NAME=VALUE")
+    return pairs
+
+
+def _own_word(one: Instruction, state: _State) -> str:
+    value = expand_word(one, one.text, state.scope())
+    if not value:
+        raise one.error("needs a value")
+    return value
+
+
+def _refuse_flags(one: Instruction) -> None:
+    for name, value in one.flags:
+        raise one.error(f"--{name}={value} has no support here")
+
+
+def _absolute(path: str, workdir: str) -> str:
+    return posixpath.normpath(posixpath.join(workdir, path)).replace("//", "/")

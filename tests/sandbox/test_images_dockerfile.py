@@ -1,0 +1,166 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Images built from Dockerfiles, without Docker: what a sandbox finds in them, and what is built again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from nemo_gym.sandbox.providers.base import SandboxSpec
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.images.dockerfile_builder import DockerfileRequest, build_dockerfile
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
+from nemo_gym_prorl.sandbox.images.store import ImageStore, config_of
+from nemo_gym_prorl.sandbox.provider import SingularityProvider
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+pytestmark = pytest.mark.sandbox
+
+BASE = "python:3.13-slim"
+
+DOCKERFILE = """\
+# syntax=docker/dockerfile:1
+ARG WORD=hello
+FROM python:3.13-slim AS tools
+RUN mkdir -p /opt/tool && printf '#!/bin/sh\\necho tool "$@"\\n' > /opt/tool/run && chmod 755 /opt/tool/run && \\
+    ln -s /opt/tool/run /usr/local/bin/tool
+
+FROM python:3.13-slim
+ARG WORD
+ENV GREETING="$WORD, world" PATH=/opt/tool:$PATH
+WORKDIR /srv/app
+COPY --from=tools /opt/tool /opt/tool
+COPY --from=tools /usr/local/bin/tool /usr/local/bin/renamed
+COPY . .
+COPY --chmod=600 notes.txt /etc/notes
+COPY notes.txt /etc
+ADD data.tar.gz /srv/data/
+COPY <<EOF /etc/greeting
+$GREETING
+EOF
+RUN ["/bin/sh", "-c", "echo $GREETING > said"]
+RUN <<EOF
+set -e
+pwd > where
+test -x deep/run.sh
+run from-a-run-line >> where
+EOF
+RUN python3 - <<'EOF'
+open("percent", "w").write("%post\\n")
+EOF
+LABEL a=b
+EXPOSE 80
+CMD ["tool"]
+"""
+
+
+@pytest.fixture
+def order(tmp_path: Path, image: Path) -> DockerfileRequest:
+    import tarfile
+
+    folder = tmp_path / "task"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep/run.sh").write_text("#!/bin/sh\n")
+    (folder / "deep/run.sh").chmod(0o755)
+    (folder / "notes.txt").write_text("a note\n")
+    (folder / "secret").write_text("x")
+    (folder / "link").symlink_to("notes.txt")
+    (folder / ".dockerignore").write_text("secret\nDockerfile\n")
+    (folder / "Dockerfile").write_text(DOCKERFILE)
+    with tarfile.open(folder / "data.tar.gz", "w:gz") as archive:
+        archive.add(folder / "notes.txt", "inner/notes.txt")
+    return DockerfileRequest(folder, "task", replaced={BASE: str(image)}, format="folder")
+
+
+async def said(image: Path, *commands: str) -> list[str]:
+    """Output of commands in one sandbox."""
+    provider = SingularityProvider()
+    handle = await provider.create(SandboxSpec(image=str(image)))
+    try:
+        return [(await provider.exec(handle, command)).stdout for command in commands]
+    finally:
+        await provider.close(handle)
+
+
+async def test_a_sandbox_finds_what_the_dockerfile_says(
+    order: DockerfileRequest, store: ImageStore, runtime: Runtime
+) -> None:
+    runtime.activate()
+    built = build_dockerfile(order, store, runtime, ignore_progress)
+    looked = {
+        "pwd; ls -A": "/srv/app\n.dockerignore\ndata.tar.gz\ndeep\nlink\nnotes.txt\npercent\nsaid\nwhere\n",
+        "cat said where percent": "hello, world\n/srv/app\ntool from-a-run-line\n%post\n",
+        "cat /etc/notes /etc/notes.txt /etc/greeting; stat -c %a /etc/notes": "a note\na note\nhello, world\n600\n",
+        "readlink link; cat /srv/data/inner/notes.txt": "notes.txt\na note\n",
+        "run; renamed; echo $GREETING; ls -d /.prorl-build": "tool\ntool\nhello, world\n",
+    }
+    assert dict(zip(looked, await said(built, *looked), strict=True)) == looked
+    config = config_of(built)
+    assert config is not None
+    assert config.entrypoint == ("tool",)
+
+
+def test_an_unchanged_stage_is_built_once(order: DockerfileRequest, store: ImageStore, runtime: Runtime) -> None:
+    steps: list[str] = []
+
+    def build(order: DockerfileRequest) -> list[str]:
+        steps.clear()
+        build_dockerfile(order, store, runtime, steps.append)
+        return [step for step in steps if step.startswith("building")]
+
+    text = "FROM python:3.13-slim AS one\nRUN true\nFROM one\nCOPY notes.txt /\nARG A\nRUN echo $A"
+    order.dockerfile.write_text(text)
+    assert build(order) == ["building stage one on python:3.13-slim", "building stage 1 on one"]
+    assert build(order) == []
+    order.dockerfile.write_text(f"# a comment\n{text}")
+    assert build(order) == []
+    (order.context / "notes.txt").write_text("changed\n")
+    assert build(order) == ["building stage 1 on one"]
+    assert build(replace(order, args={"A": "1"})) == ["building stage 1 on one"]
+    assert build(replace(order, target="ONE")) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("RUN echo first >&2; exit 7", "line 2 failed with exit code 7"),
+        ("RUN no-such-program", "line 2 failed with exit code 127"),
+        ("COPY nothing /x", "line 2: nothing: no such file in the context"),
+        ("COPY --from=3 /x /y", "--from=3: there is no such stage"),
+    ],
+)
+def test_a_step_that_fails_is_named_by_its_line_and_leaves_no_image(
+    line: str, says: str, order: DockerfileRequest, store: ImageStore, runtime: Runtime
+) -> None:
+    order.dockerfile.write_text(f"FROM python:3.13-slim\n{line}\nRUN echo never")
+    with pytest.raises((CallerError, InfrastructureError), match=says):
+        build_dockerfile(order, store, runtime, ignore_progress)
+    assert store.all() == []
+
+
+def test_a_base_is_replaced_only_by_the_users_word(
+    order: DockerfileRequest, store: ImageStore, runtime: Runtime
+) -> None:
+    order.dockerfile.write_text("FROM localhost:9/none:1\nRUN true")
+    with pytest.raises(InfrastructureError, match="localhost:9/none:1"):
+        build_dockerfile(order, store, runtime, ignore_progress)
+
+
+async def test_a_command_after_user_runs_as_that_user(
+    order: DockerfileRequest, store: ImageStore, runtime: Runtime
+) -> None:
+    runtime.activate()
+    order.dockerfile.write_text(
+        "FROM python:3.13-slim\nRUN echo app:x:1000:1000::/home/app:/bin/sh >> /etc/passwd && mkdir -m 777 /home/app\n"
+        "USER app\nRUN echo $HOME $(id -u) > ~/who\n"
+    )
+    built = build_dockerfile(order, store, runtime, ignore_progress)
+    [who] = await said(built, "cat /home/app/who")
+    assert who in ("/home/app 1000\n", "/home/app 0\n")  # 0 where the builder has one user id
+    config = config_of(built)
+    assert config is not None
+    assert config.user == "app"
