@@ -249,7 +249,7 @@ class Wire(GymServer):
             if not broken.done():
                 broken.set_result(None)
 
-    async def answers(self) -> bool:
+    async def is_reachable(self) -> bool:
         return not self.is_cut
 
     async def _request(self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]) -> Any:

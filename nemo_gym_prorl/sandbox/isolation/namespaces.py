@@ -32,7 +32,7 @@ class ProcDirectory:
         self.fd: int = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
-        if hasattr(self, "number"):
+        if hasattr(self, "fd"):
             os.close(self.fd)
 
     def namespace_inode(self, name: str) -> int:
