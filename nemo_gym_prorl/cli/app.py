@@ -180,7 +180,9 @@ def serve(
     head_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of Gym's head server, which lists the servers for clients.")
     ] = 11000,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for the log. Default: a temporary folder.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the log. Default: a temporary folder, deleted at the end.")
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(

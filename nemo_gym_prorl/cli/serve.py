@@ -25,6 +25,7 @@ from rich.table import Table
 
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.cli.environments import check_overrides, server_blocks
+from nemo_gym_prorl.cli.service import DEFAULT_HEAD
 from nemo_gym_prorl.deployment import config_files, deployment
 from nemo_gym_prorl.deployment.deployment import GymDeployment, ServerDeath
 from nemo_gym_prorl.deployment.gym_cli import ray_auth_mode
@@ -182,6 +183,8 @@ async def _run_deployment(deployment: GymDeployment, console: Console) -> None:
         table.add_row("head server", "", deployment.cli.head_url)
         console.print(table)
         console.print(f"Ready after {deployment.start_s:.0f} s; press Ctrl-C to stop.")
+        if deployment.cli.head_url != DEFAULT_HEAD:
+            console.print(f"In other terminals first: export PRORL_HEAD={deployment.cli.head_url}", soft_wrap=True)
         try:
             await deployment.watch(report_death)
         finally:

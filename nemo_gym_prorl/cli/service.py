@@ -174,8 +174,9 @@ def split_urls(url: str | None) -> list[str]:
 
 
 def head_url() -> str:
-    """Return the address of Gym's head server, or of a gateway."""
-    return os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
+    """Return the URL of Gym's head server, or of a gateway; ``PRORL_HEAD`` may leave out the scheme."""
+    head = os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
+    return head if "://" in head else f"http://{head}"
 
 
 def find_service(head: str, token: str | None = None) -> str:

@@ -119,13 +119,16 @@ async def submit(options: SubmitOptions, url: str | None, token: str | None) -> 
             if pending.pop(place, None) is not None:
                 summary.add(place, job)
         if summary.ended:
-            say(f"{summary.ended} rollouts have a result in {options.output}; they are skipped")
+            say(
+                f"{summary.ended} rollouts have a result in {options.output}; they are skipped; name another --output to run them again"
+            )
         if pending:
             async with (
                 services(url, token) as clients,
                 SubmittedRun(clients, name, options, summary, results, say) as run,
             ):
-                await (_detach(run, pending, console) if options.detach else _follow(run, pending, console))
+                at = ", ".join(client.url for client in clients)
+                await (_detach(run, pending, console) if options.detach else _follow(run, at, pending, console))
         print_refused(console, str(options.rows), summary.refused[len(refused) :])
         if not options.detach:
             print_report(console, summary, options.repeats)
@@ -145,8 +148,8 @@ async def _detach(run: SubmittedRun, pending: dict[RowRepeat, dict[str, Any]], c
     )
 
 
-async def _follow(run: SubmittedRun, pending: dict[RowRepeat, dict[str, Any]], console: Console) -> None:
-    console.print(f"run {run.name}", style="dim", soft_wrap=True)
+async def _follow(run: SubmittedRun, at: str, pending: dict[RowRepeat, dict[str, Any]], console: Console) -> None:
+    console.print(f"run {run.name} at {at}", style="dim", soft_wrap=True)
     with _progress(run, console, "rollouts") as show:
         async with _cancel_on_interrupt(run, console):
             await run.complete(pending, show)

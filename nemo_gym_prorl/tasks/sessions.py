@@ -20,10 +20,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from nemo_gym_prorl.failures import (
@@ -488,4 +490,6 @@ def _as_infrastructure_error(trouble: str, kind: FailureKind) -> Iterator[None]:
         raise
     except (Exception, BaseExceptionGroup, GeneratorExit, asyncio.CancelledError) as error:
         logger.exception("%s", trouble)
-        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error}", kind=kind) from error
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raised_at = f"{Path(where.filename).name}:{where.lineno}"
+        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error} ({raised_at})", kind=kind) from error

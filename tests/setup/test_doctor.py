@@ -129,7 +129,7 @@ def test_a_low_limit_of_open_files_is_found() -> None:
         "print(c.level, c.found, '|', c.fix)"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said.startswith("warn limit 1,024 (now 512, our servers raise it); 1,000 rollouts at once need 4,256")
+    assert said.startswith("warn limit 1,024 (currently 512; servers raise it); 1,000 concurrent rollouts need 4,256")
     assert "nofile" in said
 
 
