@@ -120,7 +120,8 @@ async def submit(options: SubmitOptions, url: str | None, token: str | None) -> 
                 summary.add(place, job)
         if summary.ended:
             say(
-                f"{summary.ended} rollouts have a result in {options.output}; they are skipped; name another --output to run them again"
+                f"{summary.ended} rollouts have a result in {options.output}; they are skipped; "
+                "name another --output to run them again"
             )
         if pending:
             async with (
