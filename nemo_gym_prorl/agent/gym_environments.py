@@ -59,9 +59,9 @@ class EnvironmentSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     resources_server: ResourcesServerRef | None = None
-    """Gym's reference to its server. The default environment is called after it."""
+    """Gym's reference to the resources server, which also names the default environment."""
     handler: str = GymEnvironmentHandler.name
-    """Agent handler of its rows."""
+    """Agent handler of the environment's rows."""
     handler_config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the handler, whose keys the handler defines."""
     max_steps: Positive | None = _LIMITS.max_steps
@@ -73,12 +73,11 @@ class EnvironmentSettings(BaseModel):
     on_timeout: OnTimeout = OnTimeout.MASK
     """Policy for rollouts that exceed the RUN time budget: ``mask``, ``score`` as it is, or ``zero`` reward."""
     scores_groups_of: Positive | None = None
-    """How many rollouts of a group the server's ``/verify`` scores together, answering none before all have come. By
-    default what the server says of itself: ``num_rollouts_per_prompt``, else 1."""
+    """Group size that the server's ``/verify`` scores together. Default: the server's ``num_rollouts_per_prompt``,
+    else 1."""
 
     checkpoint_turns: Positive | None = None
-    """After so many turns each a rollout can be resumed or forked, where its server can keep sessions; ``null``: never
-    but from the start."""
+    """Turns between two checkpoints, from which a rollout can resume or fork; ``null`` takes none."""
 
     @property
     def limits(self) -> LoopLimits:
@@ -87,11 +86,13 @@ class EnvironmentSettings(BaseModel):
 
 
 class EnvironmentConfig(EnvironmentSettings):
-    """One of several environments; what it leaves out is the service's. A ``handler`` of its own comes with a
-    ``handler_config`` of its own, or none."""
+    """Settings of a further environment; a setting that is left out has the service's value.
+
+    A ``handler`` of the environment's own does not inherit the service's ``handler_config``.
+    """
 
     data_sources: list[str] = Field(default_factory=list)
-    """Rows with one of these in ``data_source`` are its own, besides those with its name."""
+    """Values of a row's ``data_source`` that select the environment, besides the environment's name."""
     budgets: BudgetsModel = BudgetsModel()
     share: Share = 1.0
     """Share of sandboxes and slots, relative to other environments, while rows of several wait."""
@@ -104,31 +105,30 @@ class ServiceConfig(PipelineSettings, EnvironmentSettings):
     """Further environments that the same pools serve, by name."""
 
     further_model_servers: list[str] = Field(default_factory=list)
-    """Instances that share the rollouts with the one in ``model_server``, each rollout staying at one of them."""
+    """Model servers besides ``model_server``; each rollout stays at one of them."""
     journal: str | None = None
-    """A folder on this machine's own disk in which accepted rollouts and outcomes outlive a restart; without it a
-    restart forgets them."""
+    """Folder on a local disk where accepted rollouts and outcomes survive a restart; ``null``: they do not."""
     journal_keep_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = JOURNAL_KEEP_S
-    """How long an outcome is kept there."""
+    """Time for which the journal keeps an outcome."""
     journal_keep_bytes: Positive = JOURNAL_KEEP_BYTES
-    """How much all of them may take there, compressed; the oldest are forgotten first."""
+    """Limit on the journal's compressed outcomes; the oldest are deleted first."""
     caller_grace_s: Seconds = 10.0
-    """How long a ``/run`` whose caller vanished goes on, in case the caller posts it again."""
+    """Time for which a ``/run`` continues after its caller disconnected, in case the caller posts it again."""
     prorl_wire: bool = False
-    """Also serve the original ProRL wire format: /process, /cancel, /start, /stop, /add_llm_server, …"""
+    """Whether to serve the original ProRL wire format too, such as ``/process``."""
     control_token: str | None = None
-    """The deployment's own key, good for everything: every route requires one as a bearer token. Without any the
-    server listens on loopback only."""
+    """Administrator's key, a bearer token. Without a key the server listens on loopback only."""
     keys_file: Path | None = None
-    """Clients with keys of their own, each with scopes and a share; `prorl key` writes it. Looked at again when it
-    changes."""
+    """File of clients with keys, scopes and shares, which ``prorl key`` writes; read again after each change."""
     tls_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Also answer here, on all interfaces, by TLS; Gym's own servers go on using the plain address."""
+    """Further port for TLS on all interfaces; Gym's own servers use the plain port."""
     tls_cert: Path | None = None
+    """Certificate file for ``tls_port``."""
     tls_key: Path | None = None
+    """Private key file for ``tls_port``."""
 
     def of_environment(self, name: str) -> EnvironmentSettings:
-        """The settings of one of the further environments, with the service's for those that it leaves out."""
+        """Return the settings of a further environment; settings that are left out have the service's values."""
         own = self.environments[name]
         said = {key: getattr(own, key) for key in EnvironmentSettings.model_fields if key in own.model_fields_set}
         above = {key: getattr(self, key) for key in EnvironmentSettings.model_fields}
@@ -137,7 +137,7 @@ class ServiceConfig(PipelineSettings, EnvironmentSettings):
         return EnvironmentSettings.model_validate({**above, **said})
 
     def budgets_of(self, name: str) -> Budgets:
-        """The budgets of one of the further environments."""
+        """Return the budgets of a further environment."""
         return _within(self.environments[name].budgets, self.budgets)
 
 
