@@ -162,8 +162,8 @@ async def test_each_server_aggregates_its_own_rollouts() -> None:
     [
         ({"swe": {"resources_server": reference("swe_serve")}}, "environments.swe.resources_server", "swe_server"),
         ({"swe": {**SWE, "handler": "gym_envrionment"}}, "environments.swe.handler", "nearest: gym_environment"),
-        ({"swe": SWE, "r2e": {**SWE, "data_sources": ["R2E"]}}, "environments.r2e.data_sources", "'swe' as well"),
-        ({"environment": SWE}, "environments.environment", "two of that name"),
+        ({"swe": SWE, "r2e": {**SWE, "data_sources": ["R2E"]}}, "environments.r2e.data_sources", "environment 'swe' takes 'R2E' too"),
+        ({"environment": SWE}, "environments.environment", "two environments have this name"),
     ],
 )
 async def test_what_cannot_work_is_refused_at_the_start_by_name(

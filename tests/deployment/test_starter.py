@@ -50,7 +50,7 @@ async def test_a_server_ends_when_the_gym_that_started_it_is_killed(tmp_path: Pa
         gym.send_signal(signal.SIGKILL)
         await gym.wait()
         assert await mark.wait_gone(10) == {}
-        assert "the Gym that started this server has ended" in (tmp_path / "log").read_text()
+        assert "the Gym that started it has ended" in (tmp_path / "log").read_text()
     finally:
         await mark.kill(settle_s=0)
 

@@ -212,7 +212,7 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sandbox uses the descriptors of its prepared image some time after it asked for the image."""
-    monkeypatch.setattr(creation, "MOST_PREPARED", 2)
+    monkeypatch.setattr(creation, "MAX_PREPARED_IMAGES", 2)
     made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
     held: list[PreparedImage] = []
