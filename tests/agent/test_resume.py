@@ -251,7 +251,7 @@ async def test_what_cannot_be_forked_is_said(stage: Stage) -> None:
         assert [job["id"] for job in answer["rollouts"]] == ["late"]
         late = await service.done("late")
         assert (late["state"], late["failure"]["origin"], late["turns"]) == ("failed", "caller", 0)
-        assert "what it was to begin from is gone" in late["failure"]["reason"]
+        assert "the checkpoint of the fork is lost" in late["failure"]["reason"]
         await asyncio.sleep(1.0)
         service.pipeline.checkpoints.tidy()
         status, body = await service.call("POST", "/v1/rollouts/some/fork")
