@@ -162,7 +162,11 @@ async def test_each_server_aggregates_its_own_rollouts() -> None:
     [
         ({"swe": {"resources_server": reference("swe_serve")}}, "environments.swe.resources_server", "swe_server"),
         ({"swe": {**SWE, "handler": "gym_envrionment"}}, "environments.swe.handler", "nearest: gym_environment"),
-        ({"swe": SWE, "r2e": {**SWE, "data_sources": ["R2E"]}}, "environments.r2e.data_sources", "environment 'swe' takes 'R2E' too"),
+        (
+            {"swe": SWE, "r2e": {**SWE, "data_sources": ["R2E"]}},
+            "environments.r2e.data_sources",
+            "environment 'swe' takes 'R2E' too",
+        ),
         ({"environment": SWE}, "environments.environment", "two environments have this name"),
     ],
 )

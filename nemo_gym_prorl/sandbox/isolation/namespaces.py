@@ -47,7 +47,7 @@ class SandboxNamespaces:
     Attributes:
         process: ``/proc`` directory of the sandbox's first process.
         uid: the only user id inside, or 0 for a sandbox that has root.
-        limits: ``resource.RLIMIT_*`` to hard limit, applied to every executed program.
+        limits: ``resource.RLIMIT_*`` constant to value, soft and hard limit of every executed program.
         namespace_flags: ``CLONE_NEW*`` flags of the namespaces to join; see :func:`unshared_namespaces`.
         is_pivoted: the root of the mount namespace is the sandbox's root, so that no ``chroot`` is needed.
         capabilities: capability numbers of the sandbox's root beyond the default set.
