@@ -29,7 +29,7 @@ from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import parse_row
-from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.patches import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from nemo_gym_prorl.tasks.task import OpenSandbox, SandboxNeeds

@@ -24,7 +24,7 @@ import orjson
 from rich.console import Console
 
 from nemo_gym_prorl.cli.show import json_lines, json_value, visible
-from nemo_gym_prorl.cli.submit_io import RefusedRow
+from nemo_gym_prorl.cli.submit_report import RefusedRow
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported

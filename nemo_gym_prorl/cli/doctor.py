@@ -186,17 +186,17 @@ def container_check() -> Check:
     found = f"in a user namespace with {ids}, as in containers of enroot, Pyxis and Apptainer"
     if (hidden := overmounts()) and not namespace_without_overmounts():
         fix = (
-            "be root in the container, which lets sandboxes remove the overmounts (Pyxis: --container-remap-root, "
+            "be root in the container, which lets sandboxes remove the covers (Pyxis: --container-remap-root, "
             "enroot: --root), or start the container without the devices whose drivers add them "
             "(NVIDIA_VISIBLE_DEVICES=void, MELLANOX_VISIBLE_DEVICES=void)"
         )
         if not any(path.startswith("/proc/") for path in hidden):
-            found += f", which overmounts {', '.join(hidden)}: the runtime starts sandboxes, and they see its /sys"
+            found += f", which covers {', '.join(hidden)}: the runtime starts sandboxes, and they see its /sys"
             return Check(name, Level.WARN, found, fix)
         return Check(
             name,
             Level.MISSING,
-            f"{found}, which overmounts {', '.join(hidden)}: the kernel gives no sandbox a /proc",
+            f"{found}, which covers {', '.join(hidden)}: the kernel gives no sandbox a /proc",
             fix,
         )
     if is_machine_root_in_namespace():

@@ -222,7 +222,7 @@ def find_servers(head: str, token: str | None, implementation: str) -> dict[str,
             raise
         why = str(error)
     raise InfrastructureError(
-        f"no NeMo Gym deployment answers at {head}: {why}; start one, or set --url or PRORL_URL",
+        f"no NeMo Gym deployment answers at {head}: {why}; start one, or set --url, PRORL_URL or PRORL_HEAD",
         kind=FailureKind.TRANSPORT_UNREACHABLE,
     )
 

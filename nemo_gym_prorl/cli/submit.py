@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nemo_gym_prorl.cli.service import find_service, head_url, pools, pools_line, split_urls
-from nemo_gym_prorl.cli.submit_io import (
+from nemo_gym_prorl.cli.submit_report import (
     RefusedRow,
     ResultsFile,
     RowRepeat,

@@ -15,7 +15,7 @@ from pydantic import Field
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
-from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.patches import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 

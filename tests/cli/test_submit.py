@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nemo_gym_prorl.cli.submit import SubmitOptions, submit
-from nemo_gym_prorl.cli.submit_io import RowRepeat, RunSummary, pass_at_k, print_report
+from nemo_gym_prorl.cli.submit_report import RowRepeat, RunSummary, pass_at_k, print_report
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin, Stage
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import FailureView

@@ -132,7 +132,7 @@ def test_the_machines_root_has_its_walls_there_but_for_the_number_of_processes(
     assert said.count("unbounded None") == 2
     assert "Level.WARN" in said
     assert "exempts the machine's root user" in said
-    assert "as an ordinary user" in said
+    assert "as an unprivileged user" in said
 
 
 if __name__ == "__main__":

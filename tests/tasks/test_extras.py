@@ -16,7 +16,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks import extras
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
-from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.patches import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 from resources_servers.prorl_stem.app import ProRLStemServer

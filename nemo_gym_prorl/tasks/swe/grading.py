@@ -24,8 +24,8 @@ from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe.changes import Patch, Protection, Solution, shown
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweRow
 from nemo_gym_prorl.tasks.swe.mutation_check import MutationCheck, mutation_check_for
+from nemo_gym_prorl.tasks.swe.patches import AppliedSolution, PatchExtractionError, Repositories, end_of
 from nemo_gym_prorl.tasks.swe.report import LogParser, ParserTimeout, Report, compare
-from nemo_gym_prorl.tasks.swe.repository import AppliedSolution, PatchExtractionError, Repositories, end_of
 from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, apply_mutations, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 

@@ -21,8 +21,8 @@ from nemo_gym_prorl.tasks.sandbox import ExecResult, HasHealthCheck
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 from nemo_gym_prorl.tasks.swe.mutation_check import MAX_SOURCE_BYTES, MutationCheck
+from nemo_gym_prorl.tasks.swe.patches import BASH, AppliedSolution, WorkFolder
 from nemo_gym_prorl.tasks.swe.report import RunnerRecords, read_records
-from nemo_gym_prorl.tasks.swe.repository import BASH, AppliedSolution, WorkFolder
 
 
 ANSWER_MARGIN_S = 30.0

@@ -17,8 +17,8 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.swe.patches import PatchLimits
 from nemo_gym_prorl.tasks.swe.report import answer, job_of
-from nemo_gym_prorl.tasks.swe.repository import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering, tool_schemas
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from nemo_gym_prorl.tasks.task import Grade

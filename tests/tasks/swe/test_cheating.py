@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.repository import PatchLimits, Repositories
+from nemo_gym_prorl.tasks.swe.patches import PatchLimits, Repositories
 from tests.tasks.swe import tally
 
 

@@ -15,7 +15,7 @@ from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS, of_script
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import parse_row
-from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.patches import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits

@@ -10,7 +10,7 @@
   influence. A policy that replaces git itself can only produce another solution, since grading applies it to an
   untouched base.
 
-All steps are shell scripts (:mod:`.repository_scripts`) and files in a work folder beside the repository
+All steps are shell scripts (:mod:`.patch_scripts`) and files in a work folder beside the repository
 (:class:`WorkFolder`).
 """
 
@@ -38,7 +38,7 @@ from nemo_gym_prorl.tasks.swe.changes import (
     importable_modules,
 )
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.repository_scripts import (
+from nemo_gym_prorl.tasks.swe.patch_scripts import (
     ACTIVATE_ENVIRONMENT,
     APPLY_SOLUTION,
     APPLY_TESTS,
