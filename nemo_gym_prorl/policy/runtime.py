@@ -47,7 +47,7 @@ from nemo_gym_prorl.policy.text.validate_template import validate_template
 
 
 class PolicyConfig(BaseModel):
-    """How to reach the policy and how to parse its turns.
+    """Settings to reach the policy and to parse its turns.
 
     Attributes:
         base_url: one or several backends, with or without ``/v1``, for rollouts that name no run; empty if every run

@@ -356,7 +356,7 @@ class DrainRequest(BaseModel):
 
 
 class DrainAnswer(BaseModel):
-    """Whether new rollouts are refused, and the number of rollouts without an outcome."""
+    """Drain state: whether new rollouts are refused, and the number of rollouts without an outcome."""
 
     draining: bool
     live: int
