@@ -42,7 +42,7 @@ NOWHERE = "http://127.0.0.1:9"
         (["submit", "rows.jsonl", "--client", ""], r"prorl: --client: \w.*"),
         (
             ["submit", "rows.jsonl"],
-            r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; start one, or set --url, \w+ or \w+",
+            r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; start one, or set --url, .* or \w+",
         ),
         (["status"], r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; .*"),
         (["submit", "rows.jsonl", "--url", NOWHERE], r"prorl: no rollout service answers at {head}: .*"),
