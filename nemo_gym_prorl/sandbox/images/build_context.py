@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import lzma
 import os
 import re
 import stat
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -85,18 +87,21 @@ class CopyPlan:
     Attributes:
         entries: in order; a folder stands before what is in it.
         archives: local tar archives that are unpacked into the target.
-        single: whether the only source is one file, which gets the target's name unless the target is a folder.
+        single: name of the only source if that is one file, which gets the target's name unless the target is a
+            folder; else empty.
+        mode: permission bits that the target gets where the step makes it: those of a copied folder.
     """
 
     entries: tuple[CopyEntry, ...]
     archives: tuple[Path, ...]
-    single: bool
+    single: str
+    mode: int
 
     def digest(self) -> str:
         """Return a hash of names, permissions and contents."""
         summary = hashlib.sha256()
         for entry in self.entries:
-            summary.update(f"{entry.name}\0{self.single}\0".encode())
+            summary.update(os.fsencode(f"{entry.name}\0{self.single}\0{self.mode}\0"))
             if entry.path is None:
                 summary.update(entry.text.encode())
             else:
@@ -114,16 +119,17 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
     """
     entries: list[CopyEntry] = []
     archives: list[Path] = []
-    folders = 0
+    folders: list[int] = []
     for pattern in step.sources:
         matches = _matches(source, pattern)
-        if not matches:
+        if not matches and not _WILDCARD.search(pattern):  # a pattern may match nothing
             raise _error(step, f"{pattern}: no such file in {'the context' if step.origin is None else step.origin}")
         for name, path in matches:
             if path.is_dir():
-                folders += 1
-                entries += _tree(path, name, source.ignore)
-            elif step.unpack and path.is_file() and tarfile.is_tarfile(path):
+                folders.append(stat.S_IMODE(path.stat().st_mode) if name else DEFAULT_FOLDER_MODE)
+                # Rules apply to real places, not to a link's.
+                entries += _tree(path, _relative(path, source.root), source.ignore)
+            elif step.unpack and path.is_file() and _is_archive(step, path):
                 archives.append(path)
             else:
                 entries.append(CopyEntry(path, Path(name).name))
@@ -131,10 +137,14 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
     for entry in entries:
         if entry.path is not None and stat.S_IFMT(entry.path.lstat().st_mode) not in _PACKED:
             raise _error(step, f"{entry.name}: is no file, folder or link")
-    single = len(entries) == 1 and not folders and not archives
-    return CopyPlan(tuple(entries), tuple(archives), single)
+    single = entries[0].name if len(entries) == 1 and not folders and not archives else ""
+    mode = folders[0] if folders else DEFAULT_FOLDER_MODE
+    return CopyPlan(tuple(entries), tuple(archives), single, mode if step.mode is None or not folders else step.mode)
 
 
+DEFAULT_FOLDER_MODE = 0o755
+
+_WILDCARD = re.compile(r"[*?\[\\]")
 _PACKED = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
 
 
@@ -157,9 +167,28 @@ def write_archive(plan: CopyPlan, step: CopyStep, target: Path) -> None:
             else:
                 archive.addfile(_owned(info, step))
         for packed in plan.archives:
-            with tarfile.open(packed) as inner:
-                for member in inner:
-                    archive.addfile(member, inner.extractfile(member) if member.isreg() else None)
+            try:
+                _repack(packed, archive)
+            except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError, ValueError) as error:
+                raise _error(step, f"{packed.name}: the archive can't be read: {error}") from error
+
+
+def _is_archive(step: CopyStep, path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.read(4) == b"\x28\xb5\x2f\xfd":
+            raise _error(step, f"{path.name}: zstd has no support here; pack it with gzip or xz, or COPY it")
+    return tarfile.is_tarfile(path)
+
+
+def _repack(packed: Path, archive: tarfile.TarFile) -> None:
+    """Add the members of another archive; their owners are numbers, as Docker has it."""
+    with tarfile.open(packed) as inner:
+        for member in inner:
+            member.uname = member.gname = ""
+            contents = inner.extractfile(member) if member.isreg() else None
+            if contents is not None:
+                member.type, member.pax_headers = tarfile.REGTYPE, {}  # holes of a sparse file are written
+            archive.addfile(member, contents)
 
 
 def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
@@ -175,14 +204,12 @@ def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
 
 def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
     """Return (path relative to the root, where it leads) of what a pattern matches, sorted."""
-    pattern = os.path.normpath(pattern.lstrip("/") or ".")
-    if pattern == ".":
+    pattern = os.path.normpath(f"/{pattern.lstrip('/')}").lstrip("/")
+    if not pattern:
         return [("", source.root)]
-    if pattern.startswith(".."):
-        return []
     found = [("", source.root)]
     for part in pattern.split("/"):
-        plain = not re.search(r"[*?\[\\]", part)
+        plain = not _WILDCARD.search(part)
         step: list[tuple[str, Path]] = []
         for name, folder in found:
             if plain:
@@ -196,7 +223,17 @@ def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
                 path = f"{name}/{one}" if name else one
                 step.append((path, rootfs.resolve_inside(source.root, path)))
         found = step
-    return [(name, path) for name, path in found if not source.ignore.excludes(name) or path.is_dir()]
+    return [
+        (name, path)
+        for name, path in found
+        if not source.ignore.excludes(_relative(path, source.root))
+        or (path.is_dir() and any(_tree(path, _relative(path, source.root), source.ignore)))
+    ]
+
+
+def _relative(path: Path, root: Path) -> str:
+    name = path.relative_to(root).as_posix()
+    return "" if name == "." else name
 
 
 def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
@@ -220,8 +257,10 @@ def _translated(pattern: str, *, deep: bool = False) -> str:
         rest = pattern[position:]
         if deep and rest.startswith("**/"):
             result, position = result + "(?:.*/)?", position + 3
-        elif deep and rest.startswith("**"):
+        elif deep and rest == "**":
             result, position = result + ".*", position + 2
+        elif deep and rest.startswith("**"):
+            result, position = result + "(?:.*/)?", position + 2
         elif rest[0] == "*":
             result, position = result + "[^/]*", position + 1
         elif rest[0] == "?":
