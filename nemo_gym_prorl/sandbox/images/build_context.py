@@ -89,19 +89,17 @@ class CopyPlan:
         archives: local tar archives that are unpacked into the target.
         single: name of the only source if that is one file, which gets the target's name unless the target is a
             folder; else empty.
-        mode: permission bits that the target gets where the step makes it: those of a copied folder.
     """
 
     entries: tuple[CopyEntry, ...]
     archives: tuple[Path, ...]
     single: str
-    mode: int
 
     def digest(self) -> str:
         """Return a hash of names, permissions and contents."""
         summary = hashlib.sha256()
         for entry in self.entries:
-            summary.update(os.fsencode(f"{entry.name}\0{self.single}\0{self.mode}\0"))
+            summary.update(os.fsencode(f"{entry.name}\0{self.single}\0"))
             if entry.path is None:
                 summary.update(entry.text.encode())
             else:
@@ -119,14 +117,14 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
     """
     entries: list[CopyEntry] = []
     archives: list[Path] = []
-    folders: list[int] = []
+    folders = 0
     for pattern in step.sources:
         matches = _matches(source, pattern)
         if not matches and not _WILDCARD.search(pattern):  # a pattern may match nothing
             raise _error(step, f"{pattern}: no such file in {'the context' if step.origin is None else step.origin}")
         for name, path in matches:
             if path.is_dir():
-                folders.append(stat.S_IMODE(path.stat().st_mode) if name else DEFAULT_FOLDER_MODE)
+                folders += 1
                 # Rules apply to real places, not to a link's.
                 entries += _tree(path, _relative(path, source.root), source.ignore)
             elif step.unpack and path.is_file() and _is_archive(step, path):
@@ -138,11 +136,8 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
         if entry.path is not None and stat.S_IFMT(entry.path.lstat().st_mode) not in _PACKED:
             raise _error(step, f"{entry.name}: is no file, folder or link")
     single = entries[0].name if len(entries) == 1 and not folders and not archives else ""
-    mode = folders[0] if folders else DEFAULT_FOLDER_MODE
-    return CopyPlan(tuple(entries), tuple(archives), single, mode if step.mode is None or not folders else step.mode)
+    return CopyPlan(tuple(entries), tuple(archives), single)
 
-
-DEFAULT_FOLDER_MODE = 0o755
 
 _WILDCARD = re.compile(r"[*?\[\\]")
 _PACKED = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)

@@ -60,6 +60,8 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 _WORK = "/.prorl-build"
 """Folder inside a build that holds the script and the archives; the script removes it at the end."""
 
+_FOLDER_MODE = "755"
+
 _KEY_LENGTH = 12
 
 _PRELUDE = f"""\
@@ -104,19 +106,29 @@ as_user() {{
     fi
     exec env HOME="$home" "$@" < /dev/null
 }}
+processes=$(cd /proc && echo [0-9]*)
+# Processes that a command leaves behind end with it, as those of a container would.
+end_processes() {{
+    found=
+    for process in $(cd /proc && echo [0-9]*); do
+        case " $processes $$ " in *" $process "*) continue ;; esac
+        if [ "/proc/$process/ns/mnt" -ef /proc/self/ns/mnt ]; then found=1; kill -KILL "$process"; fi
+    done 2> /dev/null
+    if [ -n "$found" ]; then end_processes; fi
+}}
 make_folder() {{
     if [ -d "$1" ]; then return; fi
-    make_folder "$(dirname "$1")" "$2" && mkdir "$1" || return
+    make_folder "$(dirname "$1")" "$2" "$3" && mkdir "$1" && chmod "$3" "$1" || return
     if [ -n "$2" ] && [ "$owners" = -p ]; then chown "$2" "$1"; fi
 }}
 unpack() {{
-    [ -d "$2" ] || {{ make_folder "$2" "$3" && chmod "$4" "$2"; }} || return
-    tar -x $owners $links -f "$1" -C "$2"
+    make_folder "$2" "$3" "$4" && tar -x $owners $links -f "$1" -C "$2"
 }}
 unpack_one() {{
     if [ -d "$2" ]; then unpack "$@"; return; fi
     rm -rf single
-    unpack "$1" single "" 755 && make_folder "$(dirname "$2")" "$3" && mv "single/$5" "$2"
+    unpack "$1" {_WORK}/single "" 755 && make_folder "$(dirname "$2")" "$3" "$4" || return
+    mv "single/$5" "$(readlink -f "$2" || echo "$2")"
 }}
 """
 
@@ -303,13 +315,14 @@ def _script_of(number: int, step: Step, copied: CopyPlan | None) -> str:
         # Not exported: a variable of the image may have the name of one of the script.
         env = [f"{name}={value}" for name, value in step.env.items() if is_settable(name)]
         command = shlex.join([step.user, *env, *step.command])
-        return f"( cd {shlex.quote(step.workdir)} && as_user {command} ) || failed {step.line} $?\n"
+        return f"( cd {shlex.quote(step.workdir)} && as_user {command} ) || failed {step.line} $?\nend_processes\n"
     if isinstance(step, FolderStep):
-        command = shlex.join(["make_folder", step.path, step.owner])
+        command = shlex.join(["make_folder", step.path, step.owner, _FOLDER_MODE])
     else:
         assert copied is not None
         program = "unpack_one" if copied.single and not step.target.endswith("/") else "unpack"
-        words = [f"{_WORK}/{number}.tar", step.target, step.owner, f"{copied.mode:o}", copied.single]
+        mode = _FOLDER_MODE if step.mode is None else f"{step.mode:o}"
+        words = [f"{_WORK}/{number}.tar", step.target, step.owner, mode, copied.single]
         command = shlex.join([program, *words])
     return f"{command} || failed {step.line} $?\n"
 
