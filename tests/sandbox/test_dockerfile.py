@@ -176,6 +176,7 @@ def test_the_program_of_the_image(lines: str, entrypoint: tuple[str, ...]) -> No
         ("ENV A='x", "line 2: ENV: a quote has no end"),
         ("WORKDIR /'x", "a quote has no end"),
         ("ENV A=${B:-x", "} is missing"),
+        ("ENV A=" + "${B:-" * 2000 + "}" * 2000, "line 2: ENV: more than 50 expansions are nested"),
         ("ENV A", "line 2: ENV: 'A': needs NAME=VALUE"),
         ("FRMO y", "line 2: FRMO: has no support here"),
     ],
@@ -200,6 +201,7 @@ def context(tmp_path: Path) -> Path:
         (folder / name).write_text(name)
     (folder / "run.sh").chmod(0o755)
     (folder / "out").symlink_to("/etc")
+    (folder / "loop").symlink_to("loop")
     (folder / "host").symlink_to("/etc/hostname")
     (folder / "to-app").symlink_to("app")
     return folder
@@ -228,7 +230,7 @@ def copied(line: str, context: Path, ignore: str = "") -> dict[str, tarfile.TarI
         ("COPY app /x", "**/*.pyc", {"main.py", "deep"}),
         (
             "COPY . /x",
-            ".git\n*.env\ndocs\n!docs/b.md\nout\nhost\nto-app\n.dockerignore\napp",
+            ".git\n*.env\ndocs\n!docs/b.md\nout\nhost\nloop\nto-app\n.dockerignore\napp",
             {"docs", "docs/b.md", "run.sh"},
         ),
         ("COPY docs/*.md none* /x/", "", {"a.md", "b.md"}),
@@ -249,7 +251,9 @@ def test_what_a_line_copies(line: str, ignore: str, names: set[str], context: Pa
     assert set(copied(line, context, ignore)) == names
 
 
-@pytest.mark.parametrize("source", ["none", "../copied.tar", "out/hostname", "secret.env", "docs", "run.sh/x"])
+@pytest.mark.parametrize(
+    "source", ["none", "../copied.tar", "out/hostname", "secret.env", "docs", "run.sh/x", "out", "loop"]
+)
 def test_a_source_outside_the_context_or_ignored_is_refused(source: str, context: Path) -> None:
     with pytest.raises(CallerError, match=r"line 2: .*no such file in the context"):
         copied(f"COPY {source} /x", context, "*.env\ndocs")
@@ -310,6 +314,41 @@ def test_an_archive_that_cannot_be_read_is_refused(data: bytes | None, reason: s
     with pytest.raises(CallerError, match=reason):
         copied("ADD data /x/", context)
     assert set(copied("COPY data /x/", context)) == {"data"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "reason"),
+    [
+        ("[z-a]", "COPY . /x", r"\[z-a\]: is no pattern"),
+        ("", "COPY [z-a] /x", r"\[z-a\]: is no pattern"),
+        ("**/*a" * 12, "COPY . /x", r"more than 3 '\*\*' stand after no '/'"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(pattern: str, line: str, reason: str, context: Path) -> None:
+    with pytest.raises(CallerError, match=reason):
+        copied(line, context, pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "others"),
+    [
+        ("*a" * 30 + "*b", "a" * 30 + "b", "a" * 250),
+        ("**/*a/" * 12 + "b", "a/" * 12 + "b", "/".join(["a" * 20] * 30)),
+        ("**/a/" * 12 + "b", "x/" + "a/" * 12 + "b", "a/" * 500 + "x"),
+        ("*b", "abb", "abc/b/x"),
+        ("a*b/**/c*d", "abxb/e/ccdd", "ab/e/cdx"),
+        ("a**b**c", "a/bx/bc", "axbc"),
+        ("a/**", "a/b/c", "b/a"),
+        ("**/a/**/b", "x/a/a/y/b", "xa/b"),
+        ("[^a-c]?[[x]\\*", "dq[*", "aq[*"),
+        ("**/" * 30 + "zz", "a/zz", "a/" * 500 + "z"),
+        ("**", "a/b", ""),
+    ],
+)
+def test_patterns_match_as_in_go_and_in_little_time(pattern: str, matching: str, others: str) -> None:
+    rules = IgnoreRules.parse(pattern)
+    assert rules.excludes(matching)
+    assert not others or not rules.excludes(others)
 
 
 def test_the_last_rule_that_matches_decides() -> None:

@@ -7,6 +7,7 @@ Contexts are untrusted: a link is followed inside its own root only, and only fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import lzma
@@ -44,7 +45,7 @@ class IgnoreRules:
             excludes = not pattern.startswith("!")
             pattern = pattern.removeprefix("!").strip().strip("/")
             if pattern not in ("", "."):
-                rules.append((re.compile(_translated(os.path.normpath(pattern), deep=True)), excludes))
+                rules.append((_compiled(os.path.normpath(pattern), deep=True), excludes))
         return cls(tuple(rules))
 
     def excludes(self, path: str) -> bool:
@@ -210,18 +211,19 @@ def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
             if plain:
                 names = [part] if os.path.lexists(folder / part) else []
             elif folder.is_dir():
-                matching = re.compile(_translated(part))
+                matching = _compiled(part)
                 names = sorted(one.name for one in folder.iterdir() if matching.fullmatch(one.name))
             else:
                 names = []
             for one in names:
                 path = f"{name}/{one}" if name else one
-                step.append((path, rootfs.resolve_inside(source.root, path)))
+                with contextlib.suppress(OSError):  # a link that leads to itself
+                    step.append((path, rootfs.resolve_inside(source.root, path)))
         found = step
     return [
         (name, path)
         for name, path in found
-        if not source.ignore.excludes(_relative(path, source.root))
+        if (os.path.lexists(path) and not source.ignore.excludes(_relative(path, source.root)))
         or (path.is_dir() and any(_tree(path, _relative(path, source.root), source.ignore)))
     ]
 
@@ -244,30 +246,50 @@ def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
             yield CopyEntry(path, path.name)
 
 
+_MAX_LOOSE = 3
+_TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])+\]|\*\*/?|.", re.DOTALL)
+
+
 @cache
-def _translated(pattern: str, *, deep: bool = False) -> str:
-    """Return Go's ``filepath.Match`` pattern as a regular expression, with ``**`` for any depth if ``deep``."""
-    result, position = "", 0
-    while position < len(pattern):
-        rest = pattern[position:]
-        if deep and rest.startswith("**/"):
-            result, position = result + "(?:.*/)?", position + 3
-        elif deep and rest == "**":
-            result, position = result + ".*", position + 2
-        elif deep and rest.startswith("**"):
-            result, position = result + "(?:.*/)?", position + 2
-        elif rest[0] == "*":
-            result, position = result + "[^/]*", position + 1
-        elif rest[0] == "?":
-            result, position = result + "[^/]", position + 1
-        elif group := re.match(r"\[(\^?)((?:\\.|[^\]\\])+)\]", rest):
-            inner = group[2].replace("[", r"\[")
-            result, position = f"{result}[{group[1]}{inner}]", position + group.end()
-        elif rest[0] == "\\" and len(rest) > 1:
-            result, position = result + re.escape(rest[1]), position + 2
+def _compiled(pattern: str, *, deep: bool = False) -> re.Pattern[str]:
+    """Return Go's ``filepath.Match`` pattern as a regular expression, with ``**`` for any depth if ``deep``.
+
+    Patterns are untrusted. What a wildcard has matched is final wherever the first match is as good as any later one,
+    so matching takes polynomial time.
+
+    Raises:
+        CallerError: it is no pattern.
+    """
+    chunks = [[""]]  # between ``**``; a chunk's parts are between ``*``
+    for token in _TOKEN.findall(pattern):
+        if deep and token.startswith("**"):
+            if len(chunks) == 1 or chunks[-1] != [""]:
+                chunks.append([""])
+        elif token.startswith("*"):
+            chunks[-1].append("")
+        elif token == "?":
+            chunks[-1][-1] += "[^/]"
+        elif len(token) > 1:
+            chunks[-1][-1] += re.escape(token[1]) if token[0] == "\\" else "[" + token[1:].replace("[", r"\[")
         else:
-            result, position = result + re.escape(rest[0]), position + 1
-    return result
+            chunks[-1][-1] += re.escape(token)
+    if sum(chunk != [""] and not chunk[-1].endswith("/") for chunk in chunks[:-1]) > _MAX_LOOSE:
+        raise CallerError(f"{pattern}: more than {_MAX_LOOSE} '**' stand after no '/'", field="Dockerfile")
+    result = ""
+    for number, (first, *parts) in enumerate(chunks):
+        is_final = number < len(chunks) - 1 and chunks[number][-1].endswith("/")
+        text = first + "".join(f"(?>[^/]*?{part})" for part in parts[:-1])
+        if parts:
+            text += f"(?>[^/]*?{parts[-1]})" if is_final else f"[^/]*{parts[-1]}"
+        if number:
+            text = f"(?>(?:.*?/)??{text})" if is_final else f"(?:.*/)?{text}"
+        result += text
+    if deep and pattern.endswith("**"):
+        result += ".*"
+    try:
+        return re.compile(result, re.DOTALL)
+    except (re.error, OverflowError) as error:
+        raise CallerError(f"{pattern}: is no pattern: {error}", field="Dockerfile") from error
 
 
 def _add_to_digest(summary: hashlib._Hash, path: Path) -> None:

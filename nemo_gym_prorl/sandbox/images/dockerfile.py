@@ -204,6 +204,9 @@ def expand_text(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
     return _Expansion(one, text, scope, quotes=False).up_to("")
 
 
+_MAX_DEPTH = 50
+
+
 @dataclass(slots=True)
 class _Expansion:
     """Reader of one text, character by character as BuildKit reads it; ``quotes`` says whether quotes are special."""
@@ -213,6 +216,7 @@ class _Expansion:
     scope: Mapping[str, str]
     quotes: bool
     position: int = 0
+    depth: int = 0
 
     def up_to(self, end: str) -> str:
         """Return the expanded text up to the character ``end``, or to the end of the text if it is empty."""
@@ -277,7 +281,11 @@ class _Expansion:
         found = self.scope.get(name)
         if operator == "}":
             return found or ""
+        if self.depth == _MAX_DEPTH:
+            raise self.one.error(f"more than {_MAX_DEPTH} expansions are nested")
+        self.depth += 1
         word = self.up_to("}")
+        self.depth -= 1
         has = bool(found) if operator.startswith(":") else found is not None
         if operator.endswith("+"):
             return word if has else ""
