@@ -317,10 +317,10 @@ def _arg_pairs(one: Instruction, scope: Mapping[str, str]) -> Iterator[tuple[str
 def _env_pairs(one: Instruction, scope: Mapping[str, str]) -> dict[str, str]:
     words = split_words(one, one.text)
     if words and "=" not in words[0]:
-        name, *value = one.text.split(maxsplit=1)  # ENV NAME VALUE WITH SPACES
-        if not value:
+        name, *rest = one.text.split(maxsplit=1)  # ENV NAME VALUE WITH SPACES
+        if not rest:
             raise one.error(f"{name!r}: needs NAME=VALUE")
-        return {expand_word(one, name, scope): expand_word(one, value[0], scope)}
+        return {expand_word(one, name, scope): expand_word(one, rest[0], scope)}
     pairs = {}
     for word in words:
         name, equals, value = word.partition("=")
