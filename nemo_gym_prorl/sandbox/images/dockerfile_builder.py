@@ -10,6 +10,8 @@ A stage's key is a hash of its base, its steps and the files that it copies, so 
 shared by all Dockerfiles that have it. Differences from Docker:
 
 - Where the builder has one user id, every file belongs to that user, and ``RUN`` after ``USER`` runs as that user.
+- Elsewhere ``RUN`` after ``USER`` needs the ``setpriv`` of util-linux in the image.
+- A folder of an archive that ``ADD`` unpacks keeps a link to a folder in the image, as ``bin`` is in many.
 - ``apt`` is told to keep its user (``APT::Sandbox::User``), which an image for sandboxes with one user needs as well.
 """
 
