@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dockerfiles: what each instruction means, what is refused and by which line. No container is started here."""
 
+import os
 import tarfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nemo_gym_prorl.sandbox.images.build_context import (
     write_archive,
 )
 from nemo_gym_prorl.sandbox.images.dockerfile import parse
-from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, RunStep, Step, plan, split_stages
+from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, FolderStep, RunStep, Step, plan, split_stages
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 
 
@@ -46,6 +47,14 @@ def commands(text: str, **args: str) -> list[tuple[str, ...]]:
         ("RUN echo '<<EOF' a", ("/bin/sh", "-c", "echo '<<EOF' a")),
         ("RUN cat <<< word", ("/bin/sh", "-c", "cat <<< word")),
         ("RUN --mount=type=cache,target=/c pip install x", ("/bin/sh", "-c", "pip install x")),
+        ("RUN a\\\\\nLABEL b=c", ("/bin/sh", "-c", "a\\\\")),
+        ("RUN a \\ \t\r\n b\r\nLABEL b=c\r", ("/bin/sh", "-c", "a  b")),
+        ("# a comment \\\nRUN a\x0cb\u2028c", ("/bin/sh", "-c", "a\x0cb\u2028c")),
+        ("RUN\ta", ("/bin/sh", "-c", "a")),
+        ("RUN echo $((1<<N)) a<<b", ("/bin/sh", "-c", "echo $((1<<N)) a<<b")),
+        ("RUN cat 0<<my-end.txt\na\nmy-end.txt", ("/bin/sh", "-c", "cat 0<<my-end.txt\na\nmy-end.txt")),
+        ("RUN a <<'the end' <<B\na\nthe end\nB", ("/bin/sh", "-c", "a <<'the end' <<B\na\nthe end\nB")),
+        ('RUN ["a",', ("/bin/sh", "-c", '["a",')),
     ],
 )
 def test_run_lines_reach_the_shell_as_they_stand(lines: str, command: tuple[str, ...]) -> None:
@@ -72,10 +81,16 @@ def test_a_script_in_a_here_document_runs_by_its_own_interpreter() -> None:
         ("ARG V\nENV A=v$V", {"A": "vgiven"}),
         ("ARG TARGETARCH\nENV A=$TARGETARCH", {"A": "amd64"}),
         ("ENV PATH=/x:$PATH", {"PATH": f"/x:{DEFAULT_PATH}"}),
+        ("ENV A=a$$b B=$? C=c$/d D=$ E=$1", {"A": "ab", "B": "", "C": "c$/d", "D": "$", "E": ""}),
+        ('ENV A="\'\\"\'" B="it\'s "\'$x\' C="a\\b"', {"A": "'\"'", "B": "it's $x", "C": "a\\b"}),
+        ("ENV A\tb c", {"A": "b c"}),
+        ('ENV A ""', {"A": ""}),
+        ("ENV A=b\nENV $A=c X${A}=d", {"A": "b", "b": "c", "Xb": "d"}),
+        ("ENV A=${B:-${C:-${D:-x}}} E=${B-'}'}", {"A": "x", "E": "}"}),
     ],
 )
 def test_variables_are_expanded_as_buildkit_does(lines: str, env: dict[str, str]) -> None:
-    if "b" in env:
+    if env.get("b") == "":
         with pytest.raises(CallerError, match="line 2: ENV: 'b': needs NAME=VALUE"):
             planned(f"FROM x\n{lines}")
         return
@@ -84,31 +99,41 @@ def test_variables_are_expanded_as_buildkit_does(lines: str, env: dict[str, str]
     assert config.env == {"PATH": DEFAULT_PATH, **env}
 
 
-def test_arguments_reach_commands_and_end_with_their_stage() -> None:
-    text = "ARG V=1\nFROM x AS a\nARG V\nARG W=2\nENV W=3\nRUN one\nFROM a\nRUN two"
+def test_arguments_reach_commands_and_the_stages_on_their_stage() -> None:
+    text = "ARG V=1\nFROM x AS a\nARG V\nARG W=2\nENV W=3\nRUN one\nFROM A\nRUN two\nFROM x\nRUN three"
     stages = split_stages(parse(text), {}, "x86_64")
     [first], config = plan(stages[0], OciConfig({}), {}, "x86_64")
     assert isinstance(first, RunStep)
     assert (first.env["V"], first.env["W"]) == ("1", "3")
     [second], _config = plan(stages[1], config, {}, "x86_64")
     assert isinstance(second, RunStep)
-    assert "V" not in second.env
-    assert second.env["W"] == "3"
+    assert (second.env["V"], second.env["W"]) == ("1", "3")
+    [third], _config = plan(stages[2], OciConfig({}), {}, "x86_64")
+    assert isinstance(third, RunStep)
+    assert not third.env.keys() & {"V", "W"}
 
 
 def test_folder_and_user_are_carried_along() -> None:
     steps, config = planned(
         "FROM x\nWORKDIR /a\nWORKDIR b/../c\nUSER me:us\nRUN one\nUSER root\nRUN two", OciConfig({}, "/base", "app")
     )
+    assert [step for step in steps if isinstance(step, FolderStep)] == [
+        FolderStep(2, "/a", "app"),
+        FolderStep(3, "/a/c", "app"),
+    ]
     runs = [step for step in steps if isinstance(step, RunStep)]
     assert [(step.command[-1], step.workdir, step.user) for step in runs] == [
-        ("/a", "/", ""),
-        ("/a/c", "/", ""),
-        ("one", "/a/c", "me"),
+        ("one", "/a/c", "me:us"),
         ("two", "/a/c", ""),
     ]
     assert (config.workdir, config.user) == ("/a/c", "")
     assert planned("FROM x\nRUN one", OciConfig({}, "/base", "app"))[1].user == "app"
+
+
+def test_the_shell_of_a_base_stays() -> None:
+    _steps, config = planned('FROM x\nSHELL ["/bin/bash", "-c"]')
+    steps, _config = planned("FROM x\nRUN a", OciConfig.parse(config.to_json()))
+    assert [step.command for step in steps if isinstance(step, RunStep)] == [("/bin/bash", "-c", "a")]
 
 
 @pytest.mark.parametrize(
@@ -144,6 +169,15 @@ def test_the_program_of_the_image(lines: str, entrypoint: tuple[str, ...]) -> No
         ("ENV A=${B/x/y}", "the expansion has no support here"),
         ('ENV A="${B:?is missing}"', "line 2: ENV: B: is missing"),
         ('ENV A="x', "line 2: ENV: a quote has no end"),
+        ("CMD --port 80", "line 2: CMD: --port is no flag of this instruction"),
+        ('RUN ["a\\u0000b"]', "line 2: RUN: a word has a character that no command line can hold"),
+        ('CMD ["a\\ud800b"]', "line 2: CMD: a word has a character that no command line can hold"),
+        ("RUN a\0b", "has a NUL character"),
+        ("ENV A='x", "line 2: ENV: a quote has no end"),
+        ("WORKDIR /'x", "a quote has no end"),
+        ("ENV A=${B:-x", "} is missing"),
+        ("ENV A=" + "${B:-" * 2000 + "}" * 2000, "line 2: ENV: more than 50 expansions are nested"),
+        ("ENV A", "line 2: ENV: 'A': needs NAME=VALUE"),
         ("FRMO y", "line 2: FRMO: has no support here"),
     ],
 )
@@ -167,6 +201,7 @@ def context(tmp_path: Path) -> Path:
         (folder / name).write_text(name)
     (folder / "run.sh").chmod(0o755)
     (folder / "out").symlink_to("/etc")
+    (folder / "loop").symlink_to("loop")
     (folder / "host").symlink_to("/etc/hostname")
     (folder / "to-app").symlink_to("app")
     return folder
@@ -195,9 +230,20 @@ def copied(line: str, context: Path, ignore: str = "") -> dict[str, tarfile.TarI
         ("COPY app /x", "**/*.pyc", {"main.py", "deep"}),
         (
             "COPY . /x",
-            ".git\n*.env\ndocs\n!docs/b.md\nout\nhost\nto-app\n.dockerignore\napp",
+            ".git\n*.env\ndocs\n!docs/b.md\nout\nhost\nloop\nto-app\n.dockerignore\napp",
             {"docs", "docs/b.md", "run.sh"},
         ),
+        ("COPY docs/*.md none* /x/", "", {"a.md", "b.md"}),
+        ("COPY none* /x/", "", set()),
+        ("COPY run.sh docs .", "", {"run.sh", "a.md", "b.md"}),
+        ("COPY ../run.sh /x", "", {"run.sh"}),
+        ("COPY * /x/", "*\n!.git\n!run.sh", {"HEAD", "run.sh"}),
+        ("COPY to-app /x", "app/deep", {"main.py"}),
+        ("COPY app/deep /x", "**.pyc", {"x.pyc"}),
+        ("COPY app/deep /x", "**/x.*", set()),
+        ("COPY . /x", "**\n!**/x.pyc", {"app", "app/deep", "app/deep/x.pyc"}),
+        ('COPY ["run.sh", "/a b"]', "", {"run.sh"}),
+        ("COPY <<a.txt <<'b c' /x/\na.txt\nb c", "", {"a.txt", "b c"}),
         ("COPY <<EOF <<OTHER /x/\na\nEOF\nb\nOTHER", "", {"EOF", "OTHER"}),
     ],
 )
@@ -205,10 +251,12 @@ def test_what_a_line_copies(line: str, ignore: str, names: set[str], context: Pa
     assert set(copied(line, context, ignore)) == names
 
 
-@pytest.mark.parametrize("source", ["none", "../copied.tar", "out/hostname", "secret.env"])
+@pytest.mark.parametrize(
+    "source", ["none", "../copied.tar", "out/hostname", "secret.env", "docs", "run.sh/x", "out", "loop"]
+)
 def test_a_source_outside_the_context_or_ignored_is_refused(source: str, context: Path) -> None:
     with pytest.raises(CallerError, match=r"line 2: .*no such file in the context"):
-        copied(f"COPY {source} /x", context, "*.env")
+        copied(f"COPY {source} /x", context, "*.env\ndocs")
 
 
 def test_links_are_copied_as_links_and_never_followed_to_this_machine(context: Path) -> None:
@@ -225,6 +273,82 @@ def test_owner_permissions_and_archives(context: Path) -> None:
         packed.add(context / "docs", "docs")
     assert set(copied("ADD data.tgz /x/", context)) == {"docs", "docs/a.md", "docs/b.md"}
     assert set(copied("COPY data.tgz /x/", context)) == {"data.tgz"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ("COPY <<E /x\n'$A' \"\\$A\" \\n\\\\ it's\nE", "'b' \"$A\" n\\ it's\n"),
+        ("COPY <<'E' /x\n'$A' \\n\nE", "'$A' \\n\n"),
+        ('COPY <<-"E" /x\r\n\t\ta\tb\r\n\tE\r\n', "a\tb\r\n"),
+    ],
+)
+def test_the_text_of_a_here_document(lines: str, text: str, context: Path) -> None:
+    copied(f"ARG A=b\n{lines}", context)
+    with tarfile.open(context.parent / "copied.tar") as archive:
+        file = archive.extractfile("E")
+        assert file is not None
+        assert file.read().decode() == text
+
+
+def test_a_name_need_not_be_text(context: Path) -> None:
+    (context / "docs" / os.fsdecode(b"\xff")).write_text("x")
+    (context / "docs" / "a\nb").write_text("x")
+    [step] = [one for one in planned("FROM x\nCOPY docs /x")[0] if isinstance(one, CopyStep)]
+    assert len(plan_copy(step, CopySource(context)).digest()) == 64
+    assert os.fsdecode(b"\xff") in copied("COPY docs /x", context)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x28\xb5\x2f\xfd....", "line 2: data: zstd has no support here"),
+        (None, "line 2: data: the archive can't be read"),
+    ],
+)
+def test_an_archive_that_cannot_be_read_is_refused(data: bytes | None, reason: str, context: Path) -> None:
+    with tarfile.open(context / "whole", "w:gz") as packed:
+        (context / "big").write_bytes(os.urandom(100_000))
+        packed.add(context / "big", "big")
+    (context / "data").write_bytes(data or (context / "whole").read_bytes()[:50_000])
+    with pytest.raises(CallerError, match=reason):
+        copied("ADD data /x/", context)
+    assert set(copied("COPY data /x/", context)) == {"data"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "reason"),
+    [
+        ("[z-a]", "COPY . /x", r"\[z-a\]: is no pattern"),
+        ("", "COPY [z-a] /x", r"\[z-a\]: is no pattern"),
+        ("**/*a" * 12, "COPY . /x", r"more than 3 '\*\*' stand after no '/'"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(pattern: str, line: str, reason: str, context: Path) -> None:
+    with pytest.raises(CallerError, match=reason):
+        copied(line, context, pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "others"),
+    [
+        ("*a" * 30 + "*b", "a" * 30 + "b", "a" * 250),
+        ("**/*a/" * 12 + "b", "a/" * 12 + "b", "/".join(["a" * 20] * 30)),
+        ("**/a/" * 12 + "b", "x/" + "a/" * 12 + "b", "a/" * 500 + "x"),
+        ("*b", "abb", "abc/b/x"),
+        ("a*b/**/c*d", "abxb/e/ccdd", "ab/e/cdx"),
+        ("a**b**c", "a/bx/bc", "axbc"),
+        ("a/**", "a/b/c", "b/a"),
+        ("**/a/**/b", "x/a/a/y/b", "xa/b"),
+        ("[^a-c]?[[x]\\*", "dq[*", "aq[*"),
+        ("**/" * 30 + "zz", "a/zz", "a/" * 500 + "z"),
+        ("**", "a/b", ""),
+    ],
+)
+def test_patterns_match_as_in_go_and_in_little_time(pattern: str, matching: str, others: str) -> None:
+    rules = IgnoreRules.parse(pattern)
+    assert rules.excludes(matching)
+    assert not others or not rules.excludes(others)
 
 
 def test_the_last_rule_that_matches_decides() -> None:

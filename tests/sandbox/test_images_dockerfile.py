@@ -164,3 +164,59 @@ async def test_a_command_after_user_runs_as_that_user(
     config = config_of(built)
     assert config is not None
     assert config.user == "app"
+
+
+USERS = """\
+RUN printf '%s\\n' app:x:1000:1000::/home/app:/bin/sh 'last:x:77:77::/l:/bin/sh' | head -c -1 >> /etc/passwd
+RUN printf '%s\\n' app:x:1000: us:x:55:app >> /etc/group
+RUN mkdir -m 770 /of-root /of-us && { chgrp us /of-us || true; }
+"""
+AS_DOCKER = {
+    "temporary folders are the image's": [
+        ("RUN touch /tmp/made /var/tmp/made", "cd /; ls -d tmp/made var/tmp/made", "tmp/made\nvar/tmp/made\n"),
+        ("WORKDIR /tmp/work\nCOPY notes.txt /tmp/a\nRUN cat ../a > b", "cat /tmp/a /tmp/work/b", "a note\na note\n"),
+    ],
+    "variables are the image's": [
+        ("ARG user=u\nARG group=g\nENV owners=o\nRUN echo $user $group $owners > /1", "cat /1", "u g o\n"),
+        ("RUN env | grep -c -E '^(APPTAINER|SINGULARITY|LD_|LANG|OLDPWD)' > /2 || true", "cat /2", "0\n"),
+        ("ENV HOME=/h\nRUN echo $HOME > /3", "cat /3", "/h\n"),
+        ("ENV PATH=/none\nRUN echo $PATH > /4", "/bin/cat /4", "/none\n"),
+    ],
+    "processes end with their command": [
+        ("RUN sleep 987 & true\nRUN cat; cat /proc/*/cmdline | tr '\\0' ' ' > /1", "grep -c 'sleep 987' /1", "0\n"),
+        ("RUN <<EOF\n#!/bin/sh\necho $0 > /2; exit 0\nEOF", "test -s /2; ls $(cat /2) 2> /dev/null | wc -l", "0\n"),
+    ],
+    "files have their places": [
+        ("COPY notes.txt deep .", "cd /; ls notes.txt run.sh", "notes.txt\nrun.sh\n"),
+        ("RUN mkdir /d; ln -s d /l; ln -s /d/f /m\nCOPY notes.txt /l\nCOPY notes.txt /m", "ls /d", "f\nnotes.txt\n"),
+        ("COPY rootfs /", "test -L /bin && ls /bin/placed", "/bin/placed\n"),
+        ('COPY ["sp ace/-it\\\\\'s \\\\$HOME", "/q q/"]', "ls '/q q'", "-it's $HOME\n"),
+        ("COPY sp?ace/* /q/name", "cat /q/name", "x"),
+        ("COPY none* notes.txt /n/", "ls /n", "notes.txt\n"),
+        ("COPY empty /e/f", "ls -A /e/f; stat -c %a /e/f", "755\n"),
+        ("COPY --chmod=711 deep /c/d", "stat -c %a /c /c/d /c/d/run.sh", "711\n711\n711\n"),
+    ],
+    "users have their folders and groups": [
+        (f"{USERS}USER app\nWORKDIR /a/b\nRUN touch x", "ls /a/b", "x\n"),
+        ("USER root\nCOPY --chown=app deep /c/d\nUSER app\nRUN touch /c/d/x", "ls /c/d", "run.sh\nx\n"),
+        ("RUN touch /of-us/1\nUSER 9:us\nRUN touch /of-us/2", "ls /of-us", "1\n2\n"),
+        ("USER 77\nRUN echo $HOME > /tmp/1", "cat /tmp/1", "/l\n"),
+        ("USER 1234\nRUN touch /of-root/1", "ls /of-root", "1\n"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", AS_DOCKER.values(), ids=list(AS_DOCKER))
+async def test_an_image_is_as_docker_builds_it(
+    cases: list[tuple[str, str, str]], order: DockerfileRequest, store: ImageStore, runtime: Runtime
+) -> None:
+    runtime.activate()
+    for name in ("rootfs/bin/placed", "sp ace/-it's $HOME"):
+        (order.context / name).parent.mkdir(parents=True)
+        (order.context / name).write_text("x")
+    (order.context / "empty").mkdir(0o700)
+    order.dockerfile.write_text("\n".join([f"FROM {BASE}", *(lines for lines, _command, _output in cases)]))
+    built = build_dockerfile(order, store, runtime, ignore_progress)
+    commands = [command for _lines, command, _output in cases]
+    found = await said(built, *(f"PATH=/bin:/usr/bin; {command}" for command in commands))
+    assert dict(zip(commands, found, strict=True)) == {command: output for _lines, command, output in cases}

@@ -7,12 +7,15 @@ Contexts are untrusted: a link is followed inside its own root only, and only fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import lzma
 import os
 import re
 import stat
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -42,7 +45,7 @@ class IgnoreRules:
             excludes = not pattern.startswith("!")
             pattern = pattern.removeprefix("!").strip().strip("/")
             if pattern not in ("", "."):
-                rules.append((re.compile(_translated(os.path.normpath(pattern), deep=True)), excludes))
+                rules.append((_compiled(os.path.normpath(pattern), deep=True), excludes))
         return cls(tuple(rules))
 
     def excludes(self, path: str) -> bool:
@@ -85,18 +88,19 @@ class CopyPlan:
     Attributes:
         entries: in order; a folder stands before what is in it.
         archives: local tar archives that are unpacked into the target.
-        single: whether the only source is one file, which gets the target's name unless the target is a folder.
+        single: name of the only source if that is one file, which gets the target's name unless the target is a
+            folder; else empty.
     """
 
     entries: tuple[CopyEntry, ...]
     archives: tuple[Path, ...]
-    single: bool
+    single: str
 
     def digest(self) -> str:
         """Return a hash of names, permissions and contents."""
         summary = hashlib.sha256()
         for entry in self.entries:
-            summary.update(f"{entry.name}\0{self.single}\0".encode())
+            summary.update(os.fsencode(f"{entry.name}\0{self.single}\0"))
             if entry.path is None:
                 summary.update(entry.text.encode())
             else:
@@ -117,13 +121,14 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
     folders = 0
     for pattern in step.sources:
         matches = _matches(source, pattern)
-        if not matches:
+        if not matches and not _WILDCARD.search(pattern):  # a pattern may match nothing
             raise _error(step, f"{pattern}: no such file in {'the context' if step.origin is None else step.origin}")
         for name, path in matches:
             if path.is_dir():
                 folders += 1
-                entries += _tree(path, name, source.ignore)
-            elif step.unpack and path.is_file() and tarfile.is_tarfile(path):
+                # Rules apply to real places, not to a link's.
+                entries += _tree(path, _relative(path, source.root), source.ignore)
+            elif step.unpack and path.is_file() and _is_archive(step, path):
                 archives.append(path)
             else:
                 entries.append(CopyEntry(path, Path(name).name))
@@ -131,10 +136,11 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
     for entry in entries:
         if entry.path is not None and stat.S_IFMT(entry.path.lstat().st_mode) not in _PACKED:
             raise _error(step, f"{entry.name}: is no file, folder or link")
-    single = len(entries) == 1 and not folders and not archives
+    single = entries[0].name if len(entries) == 1 and not folders and not archives else ""
     return CopyPlan(tuple(entries), tuple(archives), single)
 
 
+_WILDCARD = re.compile(r"[*?\[\\]")
 _PACKED = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
 
 
@@ -157,9 +163,28 @@ def write_archive(plan: CopyPlan, step: CopyStep, target: Path) -> None:
             else:
                 archive.addfile(_owned(info, step))
         for packed in plan.archives:
-            with tarfile.open(packed) as inner:
-                for member in inner:
-                    archive.addfile(member, inner.extractfile(member) if member.isreg() else None)
+            try:
+                _repack(packed, archive)
+            except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OSError, ValueError) as error:
+                raise _error(step, f"{packed.name}: the archive can't be read: {error}") from error
+
+
+def _is_archive(step: CopyStep, path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.read(4) == b"\x28\xb5\x2f\xfd":
+            raise _error(step, f"{path.name}: zstd has no support here; pack it with gzip or xz, or COPY it")
+    return tarfile.is_tarfile(path)
+
+
+def _repack(packed: Path, archive: tarfile.TarFile) -> None:
+    """Add the members of another archive; their owners are numbers, as Docker has it."""
+    with tarfile.open(packed) as inner:
+        for member in inner:
+            member.uname = member.gname = ""
+            contents = inner.extractfile(member) if member.isreg() else None
+            if contents is not None:
+                member.type, member.pax_headers = tarfile.REGTYPE, {}  # holes of a sparse file are written
+            archive.addfile(member, contents)
 
 
 def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
@@ -175,28 +200,37 @@ def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
 
 def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
     """Return (path relative to the root, where it leads) of what a pattern matches, sorted."""
-    pattern = os.path.normpath(pattern.lstrip("/") or ".")
-    if pattern == ".":
+    pattern = os.path.normpath(f"/{pattern.lstrip('/')}").lstrip("/")
+    if not pattern:
         return [("", source.root)]
-    if pattern.startswith(".."):
-        return []
     found = [("", source.root)]
     for part in pattern.split("/"):
-        plain = not re.search(r"[*?\[\\]", part)
+        plain = not _WILDCARD.search(part)
         step: list[tuple[str, Path]] = []
         for name, folder in found:
             if plain:
                 names = [part] if os.path.lexists(folder / part) else []
             elif folder.is_dir():
-                matching = re.compile(_translated(part))
+                matching = _compiled(part)
                 names = sorted(one.name for one in folder.iterdir() if matching.fullmatch(one.name))
             else:
                 names = []
             for one in names:
                 path = f"{name}/{one}" if name else one
-                step.append((path, rootfs.resolve_inside(source.root, path)))
+                with contextlib.suppress(OSError):  # a link that leads to itself
+                    step.append((path, rootfs.resolve_inside(source.root, path)))
         found = step
-    return [(name, path) for name, path in found if not source.ignore.excludes(name) or path.is_dir()]
+    return [
+        (name, path)
+        for name, path in found
+        if (os.path.lexists(path) and not source.ignore.excludes(_relative(path, source.root)))
+        or (path.is_dir() and any(_tree(path, _relative(path, source.root), source.ignore)))
+    ]
+
+
+def _relative(path: Path, root: Path) -> str:
+    name = path.relative_to(root).as_posix()
+    return "" if name == "." else name
 
 
 def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
@@ -212,28 +246,50 @@ def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
             yield CopyEntry(path, path.name)
 
 
+_MAX_LOOSE = 3
+_TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])+\]|\*\*/?|.", re.DOTALL)
+
+
 @cache
-def _translated(pattern: str, *, deep: bool = False) -> str:
-    """Return Go's ``filepath.Match`` pattern as a regular expression, with ``**`` for any depth if ``deep``."""
-    result, position = "", 0
-    while position < len(pattern):
-        rest = pattern[position:]
-        if deep and rest.startswith("**/"):
-            result, position = result + "(?:.*/)?", position + 3
-        elif deep and rest.startswith("**"):
-            result, position = result + ".*", position + 2
-        elif rest[0] == "*":
-            result, position = result + "[^/]*", position + 1
-        elif rest[0] == "?":
-            result, position = result + "[^/]", position + 1
-        elif group := re.match(r"\[(\^?)((?:\\.|[^\]\\])+)\]", rest):
-            inner = group[2].replace("[", r"\[")
-            result, position = f"{result}[{group[1]}{inner}]", position + group.end()
-        elif rest[0] == "\\" and len(rest) > 1:
-            result, position = result + re.escape(rest[1]), position + 2
+def _compiled(pattern: str, *, deep: bool = False) -> re.Pattern[str]:
+    """Return Go's ``filepath.Match`` pattern as a regular expression, with ``**`` for any depth if ``deep``.
+
+    Patterns are untrusted. What a wildcard has matched is final wherever the first match is as good as any later one,
+    so matching takes polynomial time.
+
+    Raises:
+        CallerError: it is no pattern.
+    """
+    chunks = [[""]]  # between ``**``; a chunk's parts are between ``*``
+    for token in _TOKEN.findall(pattern):
+        if deep and token.startswith("**"):
+            if len(chunks) == 1 or chunks[-1] != [""]:
+                chunks.append([""])
+        elif token.startswith("*"):
+            chunks[-1].append("")
+        elif token == "?":
+            chunks[-1][-1] += "[^/]"
+        elif len(token) > 1:
+            chunks[-1][-1] += re.escape(token[1]) if token[0] == "\\" else "[" + token[1:].replace("[", r"\[")
         else:
-            result, position = result + re.escape(rest[0]), position + 1
-    return result
+            chunks[-1][-1] += re.escape(token)
+    if sum(chunk != [""] and not chunk[-1].endswith("/") for chunk in chunks[:-1]) > _MAX_LOOSE:
+        raise CallerError(f"{pattern}: more than {_MAX_LOOSE} '**' stand after no '/'", field="Dockerfile")
+    result = ""
+    for number, (first, *parts) in enumerate(chunks):
+        is_final = number < len(chunks) - 1 and chunks[number][-1].endswith("/")
+        text = first + "".join(f"(?>[^/]*?{part})" for part in parts[:-1])
+        if parts:
+            text += f"(?>[^/]*?{parts[-1]})" if is_final else f"[^/]*{parts[-1]}"
+        if number:
+            text = f"(?>(?:.*?/)??{text})" if is_final else f"(?:.*/)?{text}"
+        result += text
+    if deep and pattern.endswith("**"):
+        result += ".*"
+    try:
+        return re.compile(result, re.DOTALL)
+    except (re.error, OverflowError) as error:
+        raise CallerError(f"{pattern}: is no pattern: {error}", field="Dockerfile") from error
 
 
 def _add_to_digest(summary: hashlib._Hash, path: Path) -> None:

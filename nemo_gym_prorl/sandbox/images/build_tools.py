@@ -243,6 +243,7 @@ def build(
     unpacked: bool,
     credentials: bool = False,
     base: Path | None = None,
+    binds: Mapping[Path, str] | None = None,
 ) -> Path:
     """Have the runtime build an image in ``work``; returns the root folder or SIF, which belongs to the caller.
 
@@ -254,6 +255,7 @@ def build(
         unpacked: whether to make a root folder instead of a SIF.
         credentials: whether to send the user's stored registry logins.
         base: root folder that the definition file names.
+        binds: path in ``work`` to the folder of the image where ``%post`` finds it; ``%setup`` may make the path.
 
     Raises:
         InfrastructureError: the build failed; quotes the runtime.
@@ -262,6 +264,8 @@ def build(
     _clear(target)
     environ = build_environ(runtime, work, credentials)
     options = ["--sandbox"] if unpacked else []
+    for path, inside in (binds or {}).items():
+        options += ["--bind", f"{path}:{inside}"]
     if not credentials:
         # Apptainer looks below the home folder for its own logins, Docker's and Podman's.
         (work / "no-logins.json").write_text('{"auths": {}}')

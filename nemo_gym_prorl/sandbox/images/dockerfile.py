@@ -20,7 +20,7 @@ from nemo_gym_prorl.failures import CallerError
 _NO_EFFECT = frozenset({"EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
 _KNOWN = _NO_EFFECT | {"ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "SHELL", "USER", "WORKDIR"}
 _DIRECTIVE = re.compile(r"#\s*(syntax|escape|check)\s*=\s*(\S+)\s*$", re.IGNORECASE)
-HEREDOC = re.compile(r"<<(-?)([\"']?)([A-Za-z_][A-Za-z0-9_]*)\2")
+HEREDOC = re.compile(r"(?<!\S)\d*<<(-?)(?:\"([^\"\n]+)\"|'([^'\n]+)'|([^\s<>|&;()\"'$]+))")
 _HEREDOC_OWNERS = frozenset({"ADD", "COPY", "RUN"})
 
 
@@ -71,7 +71,11 @@ class Instruction:
             words = json.loads(self.text)
         except ValueError:
             return None
-        return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            return None
+        if any(re.search("[\0\ud800-\udfff]", word) for word in words):
+            raise self.error("a word has a character that no command line can hold")
+        return words
 
 
 def parse(text: str) -> list[Instruction]:
@@ -80,7 +84,9 @@ def parse(text: str) -> list[Instruction]:
     Raises:
         CallerError: the text is no Dockerfile, or names an instruction or a frontend without support; names the line.
     """
-    lines = text.removeprefix("\ufeff").splitlines()
+    if "\0" in text:
+        raise CallerError("has a NUL character", field="Dockerfile")
+    lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n")
     escape = _escape_character(lines)
     found: list[Instruction] = []
     number = 0
@@ -134,7 +140,8 @@ def _logical_line(lines: Sequence[str], number: int, escape: str) -> tuple[str, 
                 return "", number
             continue  # comments and empty lines inside an instruction do not end it
         body = line.rstrip()
-        continued = body.endswith(escape) and bool(stripped)
+        # Two of them stand for the character itself.
+        continued = body.endswith(escape) and not body[:-1].endswith(escape)
         parts.append(body[:-1] if continued else body)
         if not continued:
             break
@@ -151,19 +158,20 @@ def _split_flags(text: str) -> tuple[tuple[tuple[str, str], ...], str]:
 
 
 def _read_heredoc(lines: Sequence[str], number: int, match: re.Match[str], owner: Instruction) -> tuple[Heredoc, int]:
+    name = match[2] or match[3] or match[4]
     body: list[str] = []
     for index in range(number, len(lines)):
         line = lines[index].lstrip("\t") if match[1] else lines[index]
-        if line == match[3]:
-            raw = "\n".join(lines[number : index + 1])
-            return Heredoc(match[3], "".join(f"{one}\n" for one in body), not match[2], raw), index + 1
+        if line.rstrip("\r") == name:
+            raw = "\n".join([*lines[number:index], lines[index].rstrip("\r")])
+            return Heredoc(name, "".join(f"{one}\n" for one in body), bool(match[4]), raw), index + 1
         body.append(line)
-    raise owner.error(f"the here-document {match[3]} has no end")
+    raise owner.error(f"the here-document {name} has no end")
 
 
 def _unquoted(text: str) -> str:
     """Return the text with what stands in quotes replaced, except a quoted here-document delimiter."""
-    pattern = r"(<<-?[\"'][A-Za-z_]\w*[\"'])|\"(?:\\.|[^\"\\])*\"|'[^']*'|<<<"
+    pattern = r"((?<!\S)\d*<<-?(?:\"[^\"\n]+\"|'[^'\n]+'))|\"(?:\\.|[^\"\\])*\"|'[^']*'|<<<"
     return re.sub(pattern, lambda match: match[1] or "_" * len(match[0]), text)
 
 
@@ -182,59 +190,105 @@ def split_words(one: Instruction, text: str) -> list[str]:
     return words
 
 
-_EXPANSION = re.compile(
-    r"\\(?P<escaped>.)|'(?P<single>[^']*)'|(?P<double>\")|"
-    r"\$(?:(?P<plain>[A-Za-z_]\w*|\d)|\{(?P<name>[A-Za-z_]\w*)(?:(?P<operator>:?[-+?])(?P<word>(?:[^{}]|\$\{[^{}]*\})*))?\})",
-    re.DOTALL,
-)
-
-
 def expand_word(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
     """Return a word with its variables expanded, its quotes removed and its escapes resolved.
 
     Raises:
         CallerError: an expansion has no support, or ``${name:?message}`` finds no value; names the line.
     """
-    quoted = False
-
-    def value(match: re.Match[str]) -> str:
-        nonlocal quoted
-        if (escaped := match["escaped"]) is not None:
-            return match[0] if quoted and escaped not in '"$\\' else escaped
-        if match["double"]:
-            quoted = not quoted
-            return ""
-        if match["single"] is not None:
-            return f"'{expand_text(one, match['single'], scope)}'" if quoted else match["single"]
-        return _variable(one, match, scope)
-
-    expanded = _EXPANSION.sub(value, text)
-    if unknown := re.search(r"\$\{[^}]*\}?", _EXPANSION.sub("", text)):
-        raise one.error(f"{unknown[0]}: the expansion has no support here")
-    return expanded
+    return _Expansion(one, text, scope, quotes=True).up_to("")
 
 
 def expand_text(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
-    """Return a here-document's text with its variables expanded; quotes stay."""
-
-    def value(match: re.Match[str]) -> str:
-        if (escaped := match["escaped"]) is not None:
-            return escaped if escaped in "$\\`" else match[0]
-        if match["single"] is not None:
-            return f"'{expand_text(one, match['single'], scope)}'"
-        return match[0] if match["double"] else _variable(one, match, scope)
-
-    return _EXPANSION.sub(value, text)
+    """Return a here-document's text with its variables expanded; quotes stay, a backslash escapes any character."""
+    return _Expansion(one, text, scope, quotes=False).up_to("")
 
 
-def _variable(one: Instruction, match: re.Match[str], scope: Mapping[str, str]) -> str:
-    name = match["plain"] or match["name"]
-    found, operator = scope.get(name), match["operator"] or ""
-    has = bool(found) if operator.startswith(":") else found is not None
-    if operator.endswith("-") and not has:
-        return expand_word(one, match["word"], scope)
-    if operator.endswith("+"):
-        return expand_word(one, match["word"], scope) if has else ""
-    if operator.endswith("?") and not has:
-        raise one.error(f"{name}: {match['word'] or 'has no value'}")
-    return found or ""
+_MAX_DEPTH = 50
+
+
+@dataclass(slots=True)
+class _Expansion:
+    """Reader of one text, character by character as BuildKit reads it; ``quotes`` says whether quotes are special."""
+
+    one: Instruction
+    text: str
+    scope: Mapping[str, str]
+    quotes: bool
+    position: int = 0
+    depth: int = 0
+
+    def up_to(self, end: str) -> str:
+        """Return the expanded text up to the character ``end``, or to the end of the text if it is empty."""
+        found: list[str] = []
+        while self.position < len(self.text):
+            character = self._next()
+            if character == end:
+                return "".join(found)
+            if character == "$":
+                found.append(self._variable())
+            elif character == "\\":
+                found.append(self._next())
+            elif character == "'" and self.quotes:
+                found.append(self._single_quoted())
+            elif character == '"' and self.quotes:
+                found.append(self._double_quoted())
+            else:
+                found.append(character)
+        if end:
+            raise self.one.error(f"{self.text}: {end} is missing")
+        return "".join(found)
+
+    def _next(self) -> str:
+        self.position += 1
+        return self.text[self.position - 1 : self.position]
+
+    def _match(self, pattern: str) -> str:
+        match = re.compile(pattern).match(self.text, self.position)
+        self.position = match.end() if match else self.position
+        return match[0] if match else ""
+
+    def _single_quoted(self) -> str:
+        inner = self._match("[^']*")
+        if not self._next():
+            raise self.one.error(f"{self.text}: a quote has no end")
+        return inner
+
+    def _double_quoted(self) -> str:
+        found: list[str] = []
+        while character := self._next():
+            if character == '"':
+                return "".join(found)
+            if character == "$":
+                character = self._variable()
+            elif character == "\\":
+                character = self._match(r'["$\\]') or character
+            found.append(character)
+        raise self.one.error(f"{self.text}: a quote has no end")
+
+    def _variable(self) -> str:
+        """Return the value of the variable whose ``$`` has just been read."""
+        if self._match(r"\{"):
+            name = self._match(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
+            operator = self._match(r":?[-+?]|\}")
+            if not name or not operator:
+                raise self.one.error(f"{self.text}: the expansion has no support here")
+        else:
+            # A special parameter, such as $$, has no value here.
+            name, operator = self._match(r"[A-Za-z_]\w*|\d+|[@*#?$!-]"), "}"
+            if not name:
+                return "$"
+        found = self.scope.get(name)
+        if operator == "}":
+            return found or ""
+        if self.depth == _MAX_DEPTH:
+            raise self.one.error(f"more than {_MAX_DEPTH} expansions are nested")
+        self.depth += 1
+        word = self.up_to("}")
+        self.depth -= 1
+        has = bool(found) if operator.startswith(":") else found is not None
+        if operator.endswith("+"):
+            return word if has else ""
+        if operator.endswith("?") and not has:
+            raise self.one.error(f"{name}: {word or 'has no value'}")
+        return (found or "") if has else word

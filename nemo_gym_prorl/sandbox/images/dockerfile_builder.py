@@ -10,6 +10,8 @@ A stage's key is a hash of its base, its steps and the files that it copies, so 
 shared by all Dockerfiles that have it. Differences from Docker:
 
 - Where the builder has one user id, every file belongs to that user, and ``RUN`` after ``USER`` runs as that user.
+- Elsewhere ``RUN`` after ``USER`` needs the ``setpriv`` of util-linux in the image.
+- A folder of an archive that ``ADD`` unpacks keeps a link to a folder in the image, as ``bin`` is in many.
 - ``apt`` is told to keep its user (``APT::Sandbox::User``), which an image for sandboxes with one user needs as well.
 """
 
@@ -36,7 +38,16 @@ from nemo_gym_prorl.sandbox.images.build_context import (
 )
 from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, check_space, open_base_root
 from nemo_gym_prorl.sandbox.images.dockerfile import parse
-from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, RunStep, Stage, Step, plan, split_stages
+from nemo_gym_prorl.sandbox.images.dockerfile_stages import (
+    CopyStep,
+    FolderStep,
+    RunStep,
+    Stage,
+    Step,
+    find_stage,
+    plan,
+    split_stages,
+)
 from nemo_gym_prorl.sandbox.images.entries import Progress, machine
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, is_settable
 from nemo_gym_prorl.sandbox.images.pull import Puller
@@ -51,6 +62,8 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 _WORK = "/.prorl-build"
 """Folder inside a build that holds the script and the archives; the script removes it at the end."""
 
+_FOLDER_MODE = "755"
+
 _KEY_LENGTH = 12
 
 _PRELUDE = f"""\
@@ -58,8 +71,14 @@ set -e
 umask 022
 cd {_WORK}
 touch probe
+# Variables of this machine and of the runtime are not the image's.
+for name in $(env | sed -n '/^[A-Za-z_][A-Za-z0-9_]*=/s/=.*//p'); do
+    case $name in PATH | *_proxy | *_PROXY | SSL_CERT_* | PRORL_*) ;; *) unset "$name" ;; esac
+done
 # Where the build has one user id, files cannot be given to another user, nor commands run as one.
 if chown 1:1 probe 2> /dev/null; then owners=-p; else owners=-po; fi
+# A copied folder bin must not take the place of a link from /bin to /usr/bin.
+if tar --keep-directory-symlink --version > /dev/null 2>&1; then links=--keep-directory-symlink; else links=; fi
 if [ -d /etc/apt/apt.conf.d ]; then
     echo 'APT::Sandbox::User "root";' > /etc/apt/apt.conf.d/99prorl-one-user
 fi
@@ -68,35 +87,67 @@ failed() {{
     exit 1
 }}
 home_of() {{
-    while IFS=: read -r name _ uid gid _ home _; do
-        if [ "$name" = "$1" ] || [ "$uid" = "$1" ]; then echo "$home"; return; fi
+    while IFS=: read -r name _ uid _ _ home _ || [ -n "$name" ]; do
+        if [ "$name" = "$1" ] || [ "$uid" = "$1" ]; then echo "${{home:-/}}"; return; fi
     done < /etc/passwd
     echo /
 }}
 as_user() {{
-    user=$1
+    user=${{1%%:*}} group=
+    case $1 in *:*) group=${{1#*:}} ;; esac
     shift
-    if [ -z "$user" ]; then
-        HOME=${{HOME:-/root}} exec "$@" < /dev/null
+    unset OLDPWD
+    home=$(home_of "${{user:-0}}")
+    if [ -n "$user" ] && [ "$owners" = -p ]; then
+        groups=--clear-groups
+        if [ -z "$group" ]; then
+            group=$(id -g "$user" 2> /dev/null || echo 0)
+            if id -u "$user" > /dev/null 2>&1; then groups=--init-groups; fi
+        fi
+        exec setpriv --reuid="$user" --regid="$group" "$groups" env HOME="$home" "$@" < /dev/null
     fi
-    export HOME="${{HOME:-$(home_of "$user")}}"
-    if [ "$owners" = -p ] && command -v setpriv > /dev/null; then
-        group=$(id -g "$user" 2> /dev/null || echo "$user")
-        exec setpriv --reuid="$user" --regid="$group" --clear-groups -- "$@" < /dev/null
-    fi
-    exec "$@" < /dev/null
+    exec env HOME="$home" "$@" < /dev/null
+}}
+processes=$(cd /proc && echo [0-9]*)
+# Processes that a command leaves behind end with it, as those of a container would.
+end_processes() {{
+    found=
+    for process in $(cd /proc && echo [0-9]*); do
+        case " $processes $$ " in *" $process "*) continue ;; esac
+        if [ "/proc/$process/ns/mnt" -ef /proc/self/ns/mnt ]; then found=1; kill -KILL "$process"; fi
+    done 2> /dev/null
+    if [ -n "$found" ]; then end_processes; fi
+}}
+make_folder() {{
+    if [ -d "$1" ]; then return; fi
+    make_folder "$(dirname "$1")" "$2" "$3" && mkdir "$1" && chmod "$3" "$1" || return
+    if [ -n "$2" ] && [ "$owners" = -p ]; then chown "$2" "$1"; fi
 }}
 unpack() {{
-    mkdir -p "$2"
-    tar -x $owners -f "$1" -C "$2"
+    make_folder "$2" "$3" "$4" && tar -x $owners $links -f "$1" -C "$2"
 }}
 unpack_one() {{
-    if [ -d "$2" ]; then unpack "$1" "$2"; return; fi
+    if [ -d "$2" ]; then unpack "$@"; return; fi
     rm -rf single
-    unpack "$1" single
-    mkdir -p "$(dirname "$2")"
-    mv single/* "$2" 2> /dev/null || mv single/.[!.]* "$2"
+    unpack "$1" {_WORK}/single "" 755 && make_folder "$(dirname "$2")" "$3" "$4" || return
+    mv "single/$5" "$(readlink -f "$2" || echo "$2")"
 }}
+"""
+
+
+_SETUP = """\
+    # The runtime shows this machine's /tmp and /var/tmp to commands. Folders of the image are bound over them, through
+    # links to where the image lies during the build. A link of the image could lead to a folder of this machine.
+    cd "$APPTAINER_ROOTFS"
+    if [ -L tmp ]; then rm tmp; fi
+    mkdir -p -m 1777 tmp
+    ln -s "$PWD/tmp" {work}/tmp
+    if [ -L var ] || [ -L var/tmp ]; then
+        ln -s "$PWD/tmp" {work}/var-tmp
+    else
+        mkdir -p -m 1777 var/tmp
+        ln -s "$PWD/var/tmp" {work}/var-tmp
+    fi
 """
 
 
@@ -210,9 +261,8 @@ class _Build:
 
     def _image_of(self, name: str, before: int) -> Path:
         """Return the image that a ``FROM`` or a ``--from`` of the stage ``before`` names."""
-        for index in range(before):
-            if name.lower() == self.stages[index].name or name == str(index):
-                return self.made.get(index) or self.stage_image(index, "folder")
+        if (index := find_stage(self.stages[:before], name)) is not None:
+            return self.made.get(index) or self.stage_image(index, "folder")
         if name.isdecimal():
             raise CallerError(f"--from={name}: there is no such stage", field="Dockerfile")
         wanted: Reference
@@ -247,12 +297,13 @@ class _Build:
         (given / "steps.sh").write_text("".join([*script, f"cd /\nrm -rf {_WORK}\n"]))
         definition = work / "image.def"
         definition.write_text(
-            f"Bootstrap: localimage\nFrom: {base}\n\n"
+            f"Bootstrap: localimage\nFrom: {base}\n\n%setup\n{_SETUP.format(work=shlex.quote(str(work)))}\n"
             f"%files\n    {given.name} {_WORK}\n\n%post\n    /bin/sh {_WORK}/steps.sh\n"
         )
         unpacked = kind == "folder"
+        binds = {work / "tmp": "/tmp", work / "var-tmp": "/var/tmp"}
         made = build_tools.build(
-            self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=base
+            self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=base, binds=binds
         )
         shutil.rmtree(given)
         if unpacked:
@@ -263,17 +314,19 @@ class _Build:
 def _script_of(number: int, step: Step, copied: CopyPlan | None) -> str:
     """Return the shell commands of a step."""
     if isinstance(step, RunStep):
-        env = {name: value for name, value in step.env.items() if is_settable(name)}
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
-        command = shlex.join(step.command)
-        home = "" if "HOME" in step.env else "unset HOME\n"
-        return (
-            f"(\n{home}{exports}cd {shlex.quote(step.workdir)} && as_user {shlex.quote(step.user)} {command}\n) "
-            f"|| failed {step.line} $?\n"
-        )
-    assert copied is not None
-    unpack = "unpack_one" if copied.single and not step.target.endswith("/") else "unpack"
-    return f"{unpack} {_WORK}/{number}.tar {shlex.quote(step.target)} || failed {step.line} $?\n"
+        # Not exported: a variable of the image may have the name of one of the script.
+        env = [f"{name}={value}" for name, value in step.env.items() if is_settable(name)]
+        command = shlex.join([step.user, *env, *step.command])
+        return f"( cd {shlex.quote(step.workdir)} && as_user {command} ) || failed {step.line} $?\nend_processes\n"
+    if isinstance(step, FolderStep):
+        command = shlex.join(["make_folder", step.path, step.owner, _FOLDER_MODE])
+    else:
+        assert copied is not None
+        program = "unpack_one" if copied.single and not step.target.endswith("/") else "unpack"
+        mode = _FOLDER_MODE if step.mode is None else f"{step.mode:o}"
+        words = [f"{_WORK}/{number}.tar", step.target, step.owner, mode, copied.single]
+        command = shlex.join([program, *words])
+    return f"{command} || failed {step.line} $?\n"
 
 
 def _key(base: str, steps: Sequence[Step], copies: Mapping[int, CopyPlan], config: OciConfig, kind: Format) -> str:

@@ -22,12 +22,13 @@ from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 DEFAULT_SHELL = ("/bin/sh", "-c")
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WITHOUT_FLAGS = frozenset({"ARG", "CMD", "ENTRYPOINT", "ENV", "SHELL", "USER", "WORKDIR"})
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """A command that runs in the image, in ``workdir``, with ``env`` set, as ``user`` (empty: root)."""
+    """A command that runs in the image, in ``workdir``, with ``env`` set, as ``user`` (``USER[:GROUP]``, or empty)."""
 
     line: int
     command: tuple[str, ...]
@@ -61,12 +62,23 @@ class CopyStep:
     unpack: bool
 
 
-type Step = RunStep | CopyStep
+@dataclass(frozen=True, slots=True)
+class FolderStep:
+    """A folder that is made with the folders above it, unless it exists; ``owner`` as in :class:`CopyStep`."""
+
+    line: int
+    path: str
+    owner: str
+
+
+type Step = RunStep | CopyStep | FolderStep
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One ``FROM`` and its instructions.
+
+    A stage on an earlier stage inherits its arguments, so it begins with that stage's ``ARG`` instructions.
 
     Attributes:
         name: of ``AS``, lower case; empty without.
@@ -97,7 +109,7 @@ def split_stages(instructions: Sequence[Instruction], args: Mapping[str, str], m
     stages: list[Stage] = []
     for one in instructions:
         if one.name == "FROM":
-            stages.append(_open_stage(one, {**scope, **global_args}, global_args, machine))
+            stages.append(_open_stage(one, {**scope, **global_args}, global_args, machine, stages))
         elif stages:
             stages[-1] = replace(stages[-1], instructions=(*stages[-1].instructions, one))
         elif one.name == "ARG":
@@ -134,8 +146,8 @@ class _State:
     env: dict[str, str]
     workdir: str
     user: str
+    shell: tuple[str, ...]
     args: dict[str, str] = field(default_factory=dict)
-    shell: tuple[str, ...] = DEFAULT_SHELL
     entrypoint: tuple[str, ...] | None = None
     command: tuple[str, ...] | None = None
 
@@ -155,9 +167,11 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
     Raises:
         CallerError: an instruction is wrong or has no support; names its line.
     """
-    state = _State({"PATH": DEFAULT_PATH, **base.env}, base.workdir or "/", base.user)
+    state = _State({"PATH": DEFAULT_PATH, **base.env}, base.workdir or "/", base.user, base.shell or DEFAULT_SHELL)
     steps: list[Step] = []
     for one in stage.instructions:
+        if one.name in _WITHOUT_FLAGS and one.flags:
+            raise one.error(f"--{one.flags[0][0]} is no flag of this instruction")
         match one.name:
             case "ARG":
                 for name, default in _arg_pairs(one, state.scope()):
@@ -168,11 +182,10 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
             case "ENV":
                 state.env |= _env_pairs(one, state.scope())
             case "WORKDIR":
-                _refuse_flags(one)
                 state.workdir = _absolute(_own_word(one, state), state.workdir)
-                steps.append(RunStep(one.line, ("mkdir", "-p", state.workdir), {}, "/", ""))
+                steps.append(FolderStep(one.line, state.workdir, _owner_of(state.user)))
             case "USER":
-                state.user = _own_word(one, state).partition(":")[0]
+                state.user = _own_word(one, state)
             case "SHELL":
                 words = one.words()
                 if not words:
@@ -191,14 +204,27 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
     # A base's entrypoint holds its arguments already, so a CMD of the stage replaces both.
     own = (*(state.entrypoint or ()), *(state.command or ()))
     entrypoint = base.entrypoint if state.entrypoint is None and state.command is None else own
-    return steps, OciConfig(state.env, state.workdir, _user_of(state.user), entrypoint)
+    user = _owner_of(state.user).partition(":")[0]
+    return steps, OciConfig(state.env, state.workdir, user, entrypoint, shell=state.shell)
 
 
-def _user_of(user: str) -> str:
-    return "" if user in ("root", "0") else user
+def _owner_of(user: str) -> str:
+    return "" if user.partition(":")[0] in ("root", "0") else user
 
 
-def _open_stage(one: Instruction, scope: Mapping[str, str], global_args: Mapping[str, str], machine: str) -> Stage:
+def find_stage(stages: Sequence[Stage], name: str) -> int | None:
+    """Return the number of the stage with that name or number; of several with one name the last."""
+    found = [index for index, stage in enumerate(stages) if name.lower() == stage.name or name == str(index)]
+    return found[-1] if found else None
+
+
+def _open_stage(
+    one: Instruction,
+    scope: Mapping[str, str],
+    global_args: Mapping[str, str],
+    machine: str,
+    earlier: Sequence[Stage],
+) -> Stage:
     words = [expand_word(one, word, scope) for word in one.text.split()]
     if len(words) not in (1, 3) or (len(words) == 3 and words[1].lower() != "as"):
         raise one.error("needs IMAGE or IMAGE AS NAME")
@@ -210,7 +236,9 @@ def _open_stage(one: Instruction, scope: Mapping[str, str], global_args: Mapping
         raise one.error("an empty base has no support; start from an image with a shell and tar")
     if not words[0]:
         raise one.error("the base is empty; give its build argument a value")
-    return Stage(words[2].lower() if len(words) == 3 else "", words[0], (), dict(global_args))
+    parent = find_stage(earlier, words[0])
+    inherited = () if parent is None else tuple(arg for arg in earlier[parent].instructions if arg.name == "ARG")
+    return Stage(words[2].lower() if len(words) == 3 else "", words[0], inherited, dict(global_args))
 
 
 def _run_step(one: Instruction, state: _State) -> RunStep:
@@ -228,14 +256,15 @@ def _run_step(one: Instruction, state: _State) -> RunStep:
                 return _run_script(one, state)
             text = one.heredocs[0].body if only else "\n".join([one.text, *(doc.raw for doc in one.heredocs)])
         words = [*state.shell, text]
-    return RunStep(one.line, tuple(words), state.scope(), state.workdir, _user_of(state.user))
+    return RunStep(one.line, tuple(words), state.scope(), state.workdir, _owner_of(state.user))
 
 
 def _run_script(one: Instruction, state: _State) -> RunStep:
     """Run a here-document that names its own interpreter, as a file."""
-    script = '{ f=$(mktemp) && cat > "$f" && chmod +x "$f" && "$f"; } <<\'PRORL_SCRIPT\'\n'
+    run = 'f=$(mktemp) && cat > "$f" && chmod +x "$f" && { "$f"; s=$?; rm "$f"; exit $s; }'
+    script = f"{{ {run}; }} <<'PRORL_SCRIPT'\n"
     text = f"{script}{one.heredocs[0].body}PRORL_SCRIPT\n"
-    return RunStep(one.line, (*DEFAULT_SHELL, text), state.scope(), state.workdir, _user_of(state.user))
+    return RunStep(one.line, (*DEFAULT_SHELL, text), state.scope(), state.workdir, _owner_of(state.user))
 
 
 def _copy_step(one: Instruction, state: _State) -> CopyStep:
@@ -262,9 +291,9 @@ def _copy_step(one: Instruction, state: _State) -> CopyStep:
     for source in sources:
         if re.match(r"[a-z][a-z0-9+.-]*://|git@", source):
             raise one.error(f"{source}: a download has no support here; use RUN with curl or git")
-    if len(sources) + len(one.heredocs) > 1 and not target.endswith("/"):
+    folder = "/" if target.rpartition("/")[2] in ("", ".", "..") else ""
+    if len(sources) + len(one.heredocs) > 1 and not folder:
         raise one.error(f"{target}: must end with / where there are several sources")
-    folder = "/" if target.endswith("/") or target in (".", "..") or target.endswith("/.") else ""
     path = _absolute(target, state.workdir)
     texts = {doc.name: expand_text(one, doc.body, scope) if doc.expand else doc.body for doc in one.heredocs}
     return CopyStep(
@@ -288,18 +317,16 @@ def _arg_pairs(one: Instruction, scope: Mapping[str, str]) -> Iterator[tuple[str
 def _env_pairs(one: Instruction, scope: Mapping[str, str]) -> dict[str, str]:
     words = split_words(one, one.text)
     if words and "=" not in words[0]:
-        name, _, value = one.text.partition(" ")  # ENV NAME VALUE WITH SPACES
-        words = [f"{name}={value.strip()}"] if value else words
-        value = expand_word(one, value.strip(), scope)
-        if not value:
-            raise one.error("needs NAME=VALUE")
-        return {name: value}
+        name, *rest = one.text.split(maxsplit=1)  # ENV NAME VALUE WITH SPACES
+        if not rest:
+            raise one.error(f"{name!r}: needs NAME=VALUE")
+        return {expand_word(one, name, scope): expand_word(one, rest[0], scope)}
     pairs = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise one.error(f"{word!r}: needs NAME=VALUE")
-        pairs[name] = expand_word(one, value, scope)
+        pairs[expand_word(one, name, scope)] = expand_word(one, value, scope)
     if not pairs:
         raise one.error("needs NAME=VALUE")
     return pairs
@@ -310,11 +337,6 @@ def _own_word(one: Instruction, state: _State) -> str:
     if not value:
         raise one.error("needs a value")
     return value
-
-
-def _refuse_flags(one: Instruction) -> None:
-    for name, value in one.flags:
-        raise one.error(f"--{name}={value} has no support here")
 
 
 def _absolute(path: str, workdir: str) -> str:

@@ -49,6 +49,7 @@ class OciConfig:
         workdir: absolute working folder of commands; empty if not set.
         user: name or number of its user, without the group; empty for root.
         entrypoint: entrypoint and default arguments of the image; started only on request.
+        shell: shell of a Dockerfile's commands in images built on this one (``SHELL``); empty if not set.
         extended: whether the image was built on the published one, so that its own scripts may set more variables.
     """
 
@@ -57,6 +58,7 @@ class OciConfig:
     user: str = ""
     entrypoint: tuple[str, ...] = ()
     extended: bool = False
+    shell: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> OciConfig:
@@ -82,6 +84,7 @@ class OciConfig:
             _text(config, "User").partition(":")[0],
             (*_texts(config, "Entrypoint"), *_texts(config, "Cmd")),
             config.get("extended") is True,
+            tuple(_texts(config, "Shell")),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class OciConfig:
             "User": self.user,
             "Entrypoint": list(self.entrypoint),
             "extended": self.extended,
+            "Shell": list(self.shell),
         }
 
     def environment(self, reported: Mapping[str, str]) -> dict[str, str]:
