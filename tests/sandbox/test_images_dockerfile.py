@@ -146,8 +146,10 @@ def test_a_base_is_replaced_only_by_the_users_word(
     order: DockerfileRequest, store: ImageStore, runtime: Runtime
 ) -> None:
     order.dockerfile.write_text("FROM localhost:9/none:1\nRUN true")
-    with pytest.raises(InfrastructureError, match="localhost:9/none:1"):
+    with pytest.raises(CallerError, match=f"--replace: no FROM names '{BASE}', only localhost:9/none:1"):
         build_dockerfile(order, store, runtime, ignore_progress)
+    with pytest.raises(InfrastructureError, match="localhost:9/none:1"):
+        build_dockerfile(replace(order, replaced={}), store, runtime, ignore_progress)
 
 
 async def test_a_command_after_user_runs_as_that_user(

@@ -60,7 +60,7 @@ class IgnoreRules:
 
 @dataclass(frozen=True, slots=True)
 class CopySource:
-    """Where a step's sources lie: a build context with its rules, or the root folder of another image."""
+    """Origin of a step's files: a build context with its rules, or the root folder of another image."""
 
     root: Path
     ignore: IgnoreRules = IgnoreRules()
@@ -83,7 +83,7 @@ class CopyEntry:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What a step copies.
+    """Files that a step copies.
 
     Attributes:
         entries: in order; a folder stands before what is in it.

@@ -211,6 +211,11 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
             f"there is no stage {request.target!r}, only {', '.join(filter(None, named)) or 'unnamed ones'}",
             field="target",
         )
+    images = {stage.base for stage in stages} | {
+        value for stage in stages for one in stage.instructions for flag, value in one.flags if flag == "from"
+    }
+    if unused := sorted(request.replaced.keys() - images):
+        raise CallerError(f"no FROM names {unused[0]!r}, only {', '.join(sorted(images))}", field="--replace")
     last = named.index(request.target.lower()) if request.target else len(stages) - 1
     build = _Build(request, stages, store, runtime, progress)
     image = build.stage_image(last, request.format or store.default_format())

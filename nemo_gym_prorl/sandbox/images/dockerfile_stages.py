@@ -141,7 +141,7 @@ def platform_args(machine: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _State:
-    """What instructions of a stage have set so far."""
+    """Values that the instructions of a stage have set so far."""
 
     env: dict[str, str]
     workdir: str
