@@ -204,10 +204,10 @@ def build_image(
 
     from nemo_gym_prorl.cli.images import progress_step
     from nemo_gym_prorl.failures import CallerError
+    from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, is_dockerfile
     from nemo_gym_prorl.sandbox.images import builder as build
     from nemo_gym_prorl.sandbox.images import recipe
     from nemo_gym_prorl.sandbox.images.builder import BUILTIN_IMAGES, ensure_image
-    from nemo_gym_prorl.sandbox.images.dockerfile_builder import DockerfileRequest, build_dockerfile, is_dockerfile
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 

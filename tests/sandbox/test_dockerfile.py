@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.images.build_context import (
+from nemo_gym_prorl.sandbox.dockerfile.context import (
     CopySource,
     IgnoreRules,
     plan_copy,
     read_ignore_rules,
     write_archive,
 )
-from nemo_gym_prorl.sandbox.images.dockerfile import parse
-from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep, FolderStep, RunStep, Step, plan, split_stages
+from nemo_gym_prorl.sandbox.dockerfile.instructions import parse
+from nemo_gym_prorl.sandbox.dockerfile.stages import CopyStep, FolderStep, RunStep, Step, plan, split_stages
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 
 

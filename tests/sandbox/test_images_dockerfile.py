@@ -11,7 +11,7 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images.dockerfile_builder import DockerfileRequest, build_dockerfile
+from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore, config_of
 from nemo_gym_prorl.sandbox.provider import SingularityProvider

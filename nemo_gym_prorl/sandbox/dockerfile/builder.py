@@ -28,17 +28,15 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images import build_tools
-from nemo_gym_prorl.sandbox.images.build_context import (
+from nemo_gym_prorl.sandbox.dockerfile.context import (
     CopyPlan,
     CopySource,
     plan_copy,
     read_ignore_rules,
     write_archive,
 )
-from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, check_space, open_base_root
-from nemo_gym_prorl.sandbox.images.dockerfile import parse
-from nemo_gym_prorl.sandbox.images.dockerfile_stages import (
+from nemo_gym_prorl.sandbox.dockerfile.instructions import parse
+from nemo_gym_prorl.sandbox.dockerfile.stages import (
     CopyStep,
     FolderStep,
     RunStep,
@@ -48,6 +46,8 @@ from nemo_gym_prorl.sandbox.images.dockerfile_stages import (
     plan,
     split_stages,
 )
+from nemo_gym_prorl.sandbox.images import build_tools
+from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, check_space, open_base_root
 from nemo_gym_prorl.sandbox.images.entries import Progress, machine
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, is_settable
 from nemo_gym_prorl.sandbox.images.pull import Puller

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.images.dockerfile import HEREDOC, Instruction, expand_text, expand_word, split_words
+from nemo_gym_prorl.sandbox.dockerfile.instructions import HEREDOC, Instruction, expand_text, expand_word, split_words
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 
 

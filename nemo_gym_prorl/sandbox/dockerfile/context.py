@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.dockerfile.stages import CopyStep
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.dockerfile_stages import CopyStep
 
 
 @dataclass(frozen=True, slots=True)
