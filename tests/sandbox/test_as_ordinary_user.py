@@ -62,7 +62,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "a_failed_build_says_why_and_leaves_nothing",
         ),
         "images_confined": (),
-        "images_dockerfile": ("as_docker", "after_user"),
+        "images_dockerfile": ("an_image_is_as_docker_builds_it", "a_command_after_user_runs_as_that_user"),
         "images_entries": ("somebody_elses_folder_can_be_used_but_not_cleared",),
         "images_start": (),
     },
