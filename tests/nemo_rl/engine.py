@@ -85,12 +85,13 @@ class Engine:
 
     def _turn(self, written: str, index: int) -> text.ScriptTurn:
         """Return a turn of a script; first turns rotate through ``openings``, so that rollouts differ."""
-        openings = json.loads(written).get("openings") if index == 0 else None
-        if openings:
+        script = json.loads(written)
+        openings = script.pop("openings", None)
+        if openings and index == 0:
             number = self._begun[written]
             self._begun[written] += 1
-            written = json.dumps({"turns": [openings[number % len(openings)]]})
-        return text.parse_script(written).turn(index)
+            script = {"turns": [openings[number % len(openings)]]}
+        return text.parse_script(json.dumps(script)).turn(index)
 
     async def _hangs_up(self, request: Request, within_s: float) -> bool:
         self.in_flight += 1
