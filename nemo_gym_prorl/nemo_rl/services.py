@@ -191,7 +191,8 @@ def gym_servers(gym: Any, settings: ProrlSettings) -> Servers:
         return actor.node_ip, actor.head_server_port, ray.get_runtime_context().get_node_id()
 
     actors = getattr(gym, "all_handles", None) or [gym]
-    places = ray.get([actor.__ray_call__.remote(place) for actor in actors])
+    # Shards may share a head server, which lists its servers once.
+    places = dict.fromkeys(ray.get([actor.__ray_call__.remote(place) for actor in actors]))
     instances = [one for host, port, _ in places for one in _call("GET", f"http://{host}:{port}/server_instances")]
     first, *others = {node for *_, node in places}
     servers = select_servers(instances, settings, first)
