@@ -253,7 +253,7 @@ class GymEnvironmentHandler:
     def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
         """Apply the environment's policy (:func:`after_timeout`).
 
-        Where groups are scored together, a timed-out rollout takes part in EVAL even if its own result is fixed.
+        In a group that is scored together, a timed-out rollout takes part in EVAL even if its own result is fixed.
         """
         result = after_timeout(self.context.on_timeout, job, has_tokens=session.has_tokens)
         if self.context.scores_groups_of > 1 and job.trajectory is not None and not isinstance(result, Trajectory):

@@ -122,6 +122,7 @@ def test_an_unchanged_stage_is_built_once(order: DockerfileRequest, store: Image
     assert build(order) == ["building stage 1 on one"]
     assert build(replace(order, args={"A": "1"})) == ["building stage 1 on one"]
     assert build(replace(order, target="ONE")) == []
+    assert build(replace(order, args={"A": "1"}, name="another")) == [], "stages are shared under any name"
 
 
 @pytest.mark.parametrize(

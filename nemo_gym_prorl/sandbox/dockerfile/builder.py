@@ -246,7 +246,7 @@ class _Build:
                 if isinstance(step, CopyStep)
             }
             key = _key(self.store.identity(base), steps, copies, config, kind)
-            entry = f"{self.request.name}-{key}" + (f"-{time.time_ns():x}" if self.request.fresh else "")
+            entry = f"dockerfile-{key}" + (f"-{time.time_ns():x}" if self.request.fresh else "")
             with self.store.images.making(entry, self.progress) as work:
                 if work is not None:
                     check_space(work)
@@ -335,8 +335,8 @@ def _script_of(number: int, step: Step, copied: CopyPlan | None) -> str:
 
 
 def _key(base: str, steps: Sequence[Step], copies: Mapping[int, CopyPlan], config: OciConfig, kind: Format) -> str:
-    """Hash of everything that decides what a stage becomes; line numbers do not."""
+    """Return a hash of everything that a stage's image depends on; line numbers are left out."""
     contents = [copies[number].digest() if number in copies else "" for number in range(len(steps))]
     parts = [[type(step).__name__, *astuple(step)[1:]] for step in steps]
-    text = json.dumps([base, machine(), kind, _PRELUDE, parts, contents, config.to_json()], default=dict)
+    text = json.dumps([base, machine(), kind, _PRELUDE, _SETUP, parts, contents, config.to_json()], default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
