@@ -24,8 +24,9 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from fastapi import Body, FastAPI, Request
@@ -39,14 +40,15 @@ from nemo_gym.base_resources_server import (
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from starlette.middleware.sessions import SessionMiddleware
 
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
-from nemo_gym_prorl.http.applications import health_router
+from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit
+from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
@@ -180,9 +182,9 @@ class TaskServer(SimpleResourcesServer):
         raise_open_file_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
-        for schema in self._task.tools.schemas:
-            name = schema["name"]
-            app.post(f"/{name}", response_class=PlainTextResponse)(self._tool_route(name, schema["description"]))
+        tools = {f"/{each['name']}": self._tool_route(each["name"], each["description"]) for each in self._schemas}
+        for path, route in tools.items():
+            app.post(path, response_class=PlainTextResponse)(route)
         app.post(RELEASE_PATH)(self.release_session)
         app.post(LEASE_PATH)(self.renew_leases)
         if self._resumes:
@@ -195,7 +197,11 @@ class TaskServer(SimpleResourcesServer):
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
         app.include_router(health_router(self._loops))
         add_problem_handlers(app)
-        app.add_middleware(KeyGuard, key=self.config.control_token)
+        session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
+        cookies = partial(SessionMiddleware, secret_key=session, session_cookie=session)
+        guard = partial(KeyGuard, key=self.config.control_token)
+        wrap_outermost(app, lambda rest: guard(DirectRoutes(rest, tools, cookies)))
+        tune_garbage_collection()
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, str]:
@@ -250,7 +256,7 @@ class TaskServer(SimpleResourcesServer):
         """
         params = row.get("responses_create_params")
         offered = params.get("tools") if isinstance(params, dict) else None
-        known = [str(schema["name"]) for schema in self._task.tools.schemas]
+        known = [str(schema["name"]) for schema in self._schemas]
         for place, tool in enumerate(offered if isinstance(offered, list) else ()):
             if isinstance(tool, dict) and isinstance(name := tool.get("name"), str) and name not in known:
                 field = f"responses_create_params.tools.{place}.name"
@@ -260,6 +266,10 @@ class TaskServer(SimpleResourcesServer):
         """Return the paths of routes beyond Gym's."""
         paths = {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
         return paths | ({"lease_path": LEASE_PATH} if lease else {})
+
+    @property
+    def _schemas(self) -> Sequence[Mapping[str, Any]]:
+        return self._task.tools.schemas
 
     @property
     def _resumes(self) -> bool:
@@ -295,8 +305,10 @@ class TaskServer(SimpleResourcesServer):
         }
         return TaskVerifyResponse(**row | dict(grade.fields) | why | {"reward": grade.reward})
 
-    def _tool_route(self, tool: str, description: str) -> Any:
+    def _tool_route(self, tool: str, description: str) -> Callable[[Request], Awaitable[PlainTextResponse]]:
         async def call(request: Request) -> PlainTextResponse:
+            if SESSION_ID_KEY in request.session:
+                request.session[SESSION_ID_KEY] = _key(request)  # setting the key renews the cookie
             try:
                 arguments = await request.json()
             except (ValueError, RecursionError):
@@ -362,4 +374,4 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) ->
 
 
 def _key(request: Request) -> str:
-    return str(request.session[SESSION_ID_KEY])
+    return str(request.session.get(SESSION_ID_KEY, ""))

@@ -32,8 +32,12 @@ def box(name: str = "b", memory: int = 100, disk: int = 50, *, in_memory: bool =
     return Watched(name, 1, INIT, "", "", memory * MIB, disk * MIB, in_memory=in_memory)
 
 
-def process(pid: int, ticks: int = 0, resident: int = 10) -> Process:
-    return Process(pid, 1, ticks, resident * MIB)
+def process(pid: int, ticks: int = 0, resident: int = 10, size: int = 0) -> Process:
+    return Process(pid, 1, ticks, resident * MIB, size=size * MIB)
+
+
+def no_tables(_pid: int) -> int:
+    return 0
 
 
 def sizes(*of_processes: int, mapped: int = 0) -> dict[int, tuple[int, int]]:
@@ -103,12 +107,31 @@ def test_a_sandbox_over_its_memory_look_after_look_ends() -> None:
     assert victims == ([], "memory: 101 MiB in use of 100 MiB, although processes were killed for it")
 
 
+@pytest.mark.parametrize(
+    ("resident", "size", "tables", "exceeds", "read"),
+    [(40, 16, 60, False, False), (40, 17, 50, False, True), (40, 17, 51, True, True), (91, 0, 0, True, True)],
+)
+def test_page_tables_are_read_only_where_they_could_exceed_the_limit(
+    resident: int, size: int, tables: int, exceeds: bool, read: bool
+) -> None:
+    """The limit is 100 MiB, of which 10 are in memory files."""
+    one, asked = box(memory=100), list[int]()
+    one.held = {1: 10 * MIB}
+
+    def page_tables(pid: int) -> int:
+        asked.append(pid)
+        return tables * MIB
+
+    assert one.may_exceed_memory([process(1, 0, resident, size)], page_tables) == exceeds
+    assert bool(asked) == read
+
+
 def test_a_layer_in_memory_counts_as_memory() -> None:
     one = box(memory=100, in_memory=True)
     one.record_scan(DiskUsage(45 * MIB))
     assert one.memory_victims(sizes(30, 40)) == ([2], "memory: 115 MiB in use of 100 MiB")
     one.record_scan(DiskUsage(101 * MIB))
-    assert one.may_exceed_memory([process(1)])
+    assert one.may_exceed_memory([process(1)], no_tables)
     assert one.memory_victims(sizes(30)) == ([], "memory: 131 MiB in use of 100 MiB"), "no process's end would help"
 
 
@@ -204,7 +227,7 @@ def test_more_folders_than_a_scan_keeps_end_the_sandbox(tmp_path: Path, monkeypa
 def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
     one = box(memory=100)
     one.record_scan(DiskUsage(held={1: 90 * MIB}))
-    assert one.may_exceed_memory([process(1, resident=5), process(2, resident=20)])
+    assert one.may_exceed_memory([process(1, resident=5), process(2, resident=20)], no_tables)
     assert one.memory_victims(sizes(5, 20)) == ([1], "memory: 115 MiB in use of 100 MiB")
     assert one.memory_victims({1: (95 * MIB, 90 * MIB), 2: (4 * MIB, 0)}) is None, "mapped where it is held"
     assert one.hot

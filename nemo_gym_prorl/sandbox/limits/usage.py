@@ -26,8 +26,11 @@ from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-STATE, PARENT, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, PAGES = 0, 1, 6, 11, 12, 17, 19, 21
+STATE, PARENT, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, SIZE, PAGES = 0, 1, 6, 11, 12, 17, 19, 20, 21
 """Indexes of the fields that :func:`read_stat` returns."""
+
+PAGE_TABLE_LEVELS = 3
+"""Levels of page tables that the kernel counts as a process's."""
 
 ENDED_STATES = "ZX"
 """States of a process that has ended."""
@@ -47,8 +50,9 @@ class Process:
         pid: number on the host.
         started: start time in clock ticks, which makes the number unique.
         ticks: processor time used.
-        resident: bytes of memory, shared pages counted in full, page tables included.
+        resident: bytes of memory, shared pages counted in full, without page tables.
         threads: number of threads.
+        size: bytes of address space.
     """
 
     pid: int
@@ -56,6 +60,12 @@ class Process:
     ticks: int
     resident: int
     threads: int = 1
+    size: int = 0
+
+    @property
+    def most_page_tables(self) -> int:
+        """Upper bound of :func:`page_tables`: a page needs at most one table on each of the counted levels."""
+        return self.size * PAGE_TABLE_LEVELS
 
 
 def read_stat(pid: int) -> list[str]:
@@ -80,9 +90,23 @@ def read_process(pid: int) -> Process | None:
         pid,
         started=int(found[STARTED]),
         ticks=int(found[USER_TICKS]) + int(found[SYSTEM_TICKS]),
-        resident=int(found[PAGES]) * PAGE_BYTES + _page_tables(pid),
+        resident=int(found[PAGES]) * PAGE_BYTES,
         threads=int(found[THREADS]),
+        size=int(found[SIZE]),
     )
+
+
+def process_trees(pids: Iterable[int]) -> list[Process]:
+    """Return processes with all of their descendants."""
+    found: dict[int, Process] = {}
+    todo = [*pids]
+    while todo:
+        pid = todo.pop()
+        if pid not in found and (process := read_process(pid)):
+            found[pid] = process
+            # A process's first thread has its number.
+            todo += _children(pid, pid) if process.threads == 1 else child_pids(pid)
+    return [*found.values()]
 
 
 def processes_by_namespace(spaces: Iterable[int]) -> dict[int, set[int]]:
@@ -102,8 +126,12 @@ def child_pids(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+            found += _children(pid, thread)
     return found
+
+
+def _children(pid: int, thread: int | str) -> list[int]:
+    return [int(child) for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
 
 
 def threads_in(space: int) -> int:
@@ -118,10 +146,10 @@ def proportional_memory(pid: int) -> tuple[int, int]:
     Slow: the kernel walks the page tables of the process.
     """
     text = _read(f"/proc/{pid}/smaps_rollup")
-    return _bytes(_PSS, text) + _page_tables(pid), _bytes(_PSS_OF_MEMORY_FILES, text)
+    return _bytes(_PSS, text) + page_tables(pid), _bytes(_PSS_OF_MEMORY_FILES, text)
 
 
-def _page_tables(pid: int) -> int:
+def page_tables(pid: int) -> int:
     """Return bytes of a process's page tables, which take 4 KiB for each 2 MiB with a page that was read."""
     return _bytes(_PAGE_TABLES, _read(f"/proc/{pid}/status"))
 

@@ -22,7 +22,7 @@ module is pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, DiskUsage, Process
@@ -110,10 +110,16 @@ class Watched:
         self.seen = seen
         self.members = {process.pid for process in processes}
 
-    def may_exceed_memory(self, processes: list[Process]) -> bool:
-        """Return whether proportional sizes must be measured: resident sizes count too much, never too little."""
-        counted = sum(one.resident for one in processes) + sum(self.held.values())
-        may = bool(self.memory_limit) and self._used(counted) > self.memory_limit
+    def may_exceed_memory(self, processes: list[Process], page_tables: Callable[[int], int]) -> bool:
+        """Return whether proportional sizes must be measured: resident sizes count too much, never too little.
+
+        Args:
+            processes: all processes of the sandbox.
+            page_tables: returns the bytes of a process's page tables; slow.
+        """
+        room = self.memory_limit - self._used(sum(one.resident for one in processes) + sum(self.held.values()))
+        may = bool(self.memory_limit) and sum(one.most_page_tables for one in processes) > room
+        may = may and sum(page_tables(one.pid) for one in processes) > room
         if not may:
             self.looks_over = 0
         return may

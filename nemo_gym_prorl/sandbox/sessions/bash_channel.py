@@ -63,6 +63,9 @@ _WORD_CHARS = 512
 _PIPES = 64
 
 
+_REPORT = re.compile(rb"/([0-9a-f]{32})/(?:begin|(\d+)/(?:([\d ]*)/(.*)/\1/)?|discarded(\d+)|over)")
+"""Bash's report about a command, with the command's nonce."""
+
 _NO_TERMINAL = re.compile(rb"/dev/pts/\d+: \w")
 """Bash's error when a command could not open its terminal, such as at the limit of open files."""
 
@@ -143,8 +146,8 @@ class BashChannel:
         """Descriptor of bash's folder under ``/proc``, which stays bash's after its pid is reused."""
         self._terminal = 0
         self._nonce = ""
-        self._report: re.Pattern[bytes] | None = None
-        """Pattern of bash's reports about the running command; ``None`` if none runs."""
+        self._mark = b""
+        """Beginning of bash's reports about the running command; empty if none runs."""
         self._discarded: int | None = None
         """Exit code of a discarded line, until its end is reported."""
         self._end_requests = 0
@@ -174,8 +177,7 @@ class BashChannel:
             SandboxBroken: bash has ended.
         """
         self._nonce = secrets.token_hex(16)
-        nonce = self._nonce.encode()
-        self._report = re.compile(rb"/%b/(?:begin|(\d+)/(?:([\d ]*)/(.*)/%b/)?|discarded(\d+)|over)" % (nonce, nonce))
+        self._mark = f"/{self._nonce}/".encode()
         self._discarded, self._end_requests, self.begun = None, 0, False
         last, pipes = self.last, ""
         if last.pipes != (last.status,):
@@ -194,7 +196,7 @@ class BashChannel:
     def ask_end(self) -> None:
         """Request a report of the end of a line that bash has, or may have, discarded."""
         self._end_requests += 1
-        if self.begun and self._report and self._end_requests <= _MAX_END_REQUESTS:
+        if self.begun and self._mark and self._end_requests <= _MAX_END_REQUESTS:
             # A bash that was interrupted while it started a program waits for the program at its next simple command.
             # The comment closes quotes, in case another interrupt leaves only a part of this line.
             with contextlib.suppress(SandboxBroken):
@@ -264,29 +266,36 @@ class BashChannel:
             data = b""
         if not data:
             self._loop.remove_reader(self._status)
-        elif self._report and self.begun:
-            self._take(data, self._report.search(data))
-        elif self._report:
-            self.begun = self._report.search(data) is not None
+        elif self._mark and self.begun:
+            self._take(data, self._find_report(data))
+        elif self._mark:
+            self.begun = self._find_report(data) is not None
+
+    def _find_report(self, data: bytes) -> re.Match[bytes] | None:
+        at = -1
+        while (at := data.find(self._mark, at + 1)) >= 0:
+            if report := _REPORT.match(data, at):
+                return report
+        return None
 
     def _take(self, data: bytes, report: re.Match[bytes] | None) -> None:
-        if report and report[1]:
-            pipes = tuple(min(int(status), 255) for status in (report[2] or b"").split())
-            word = (report[3] or b"").decode("utf-8", "surrogateescape")
+        if report and report[2]:
+            pipes = tuple(min(int(status), 255) for status in (report[3] or b"").split())
+            word = (report[4] or b"").decode("utf-8", "surrogateescape")
             fitting = (pipes if len(pipes) <= _PIPES else (), word if len(word) <= _WORD_CHARS else "")
-            self._end(Outcome(int(report[1]), *fitting))
-        elif report and report[4]:
-            self._discarded = int(report[4]) if self._discarded is None else self._discarded
+            self._end(Outcome(int(report[2]), *fitting))
+        elif report and report[5]:
+            self._discarded = int(report[5]) if self._discarded is None else self._discarded
         elif self._discarded is not None:
             self._end(Outcome(self._discarded))  # also after another interrupt: bash then waits for no program
         elif _NO_TERMINAL.search(data):
-            self._report = None
+            self._mark = b""
             self._on_unusable()
         else:
             self.ask_end()
 
     def _end(self, outcome: Outcome) -> None:
-        self._report, self.last = None, outcome
+        self._mark, self.last = b"", outcome
         self._on_end(outcome.status)
 
 

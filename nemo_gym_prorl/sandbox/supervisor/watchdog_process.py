@@ -177,11 +177,11 @@ class UsageMonitor:
         self._next_census = now + (now - begin) / PROC_SCAN_FRACTION
 
     def _look(self, box: Watched) -> None:
-        processes = [found for pid in self._members(box) if (found := usage.read_process(pid))]
+        processes = _processes(box)
         box.record_look(processes)
         if box.hot:
             self._look_for_full(box, processes)
-        if not box.may_exceed_memory(processes):
+        if not box.may_exceed_memory(processes, usage.page_tables):
             return
         # The control group also has processes of the runtime, outside the sandbox.
         inside = {process.pid: process for process in processes if _is_inside(process.pid, box)}
@@ -198,17 +198,6 @@ class UsageMonitor:
             processes = [*processes, runtime]
         for resource, reason in box.exhausted_limits(processes, _shared_memory_free(box)):
             self._report(box, resource, reason, ended=False)
-
-    def _members(self, box: Watched) -> set[int]:
-        if not box.group:
-            # Orphans become children of the first process.
-            known = {box.init, *box.members}
-            return known.union(*map(usage.child_pids, known))
-        try:
-            with open(f"{box.group}/cgroup.procs", "rb") as file:
-                return {int(number) for number in file.read().split()}
-        except OSError:
-            return set()
 
     def _measure(self, until: float) -> None:
         """Continue the disk scans in turn, some entries each, so that many files of one delay no other's scan."""
@@ -235,6 +224,18 @@ class UsageMonitor:
 
     def _report(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
         send_from_child(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
+
+
+def _processes(box: Watched) -> list[usage.Process]:
+    if not box.group:
+        # Orphans become children of the first process.
+        return usage.process_trees({box.init, *box.members})
+    try:
+        with open(f"{box.group}/cgroup.procs", "rb") as file:
+            pids = {int(number) for number in file.read().split()}
+    except OSError:
+        return []
+    return [found for pid in pids if (found := usage.read_process(pid))]
 
 
 def _shared_memory_free(box: Watched) -> int:
