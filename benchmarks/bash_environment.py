@@ -55,7 +55,7 @@ class BashEnvironment(SimpleResourcesServer):
         app.post("/bash", response_class=PlainTextResponse)(self.bash)
         return app
 
-    async def seed_session(self, request: Request, body: BaseSeedSessionRequest) -> BaseSeedSessionResponse:  # type: ignore[override]
+    async def seed_session(self, request: Request, body: BaseSeedSessionRequest) -> BaseSeedSessionResponse:
         """Start the session's container."""
         handle = await self._provider.create(SandboxSpec(image=self.config.image))
         self._handles[request.session[SESSION_ID_KEY]] = handle
@@ -66,7 +66,7 @@ class BashEnvironment(SimpleResourcesServer):
         done = await self._provider.exec(self._handles[request.session[SESSION_ID_KEY]], body.command)
         return f"{done.stdout}{done.stderr or ''}[exit code: {done.return_code}]"
 
-    async def verify(self, request: Request, body: BaseVerifyRequest) -> BaseVerifyResponse:  # type: ignore[override]
+    async def verify(self, request: Request, body: BaseVerifyRequest) -> BaseVerifyResponse:
         """Stop the container; each rollout is right."""
         stop = asyncio.create_task(self._provider.close(self._handles.pop(request.session[SESSION_ID_KEY])))
         self._stops.add(stop)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-import zlib
 from dataclasses import dataclass
 
 import orjson
@@ -63,12 +62,13 @@ class ScriptedEngine(Engine):
         self._end = b",%d," % tokenizer.token_to_id("<|im_end|>")
         self._script = Script()
         self._in_flight = 0
+        self._rollouts: dict[bytes, int] = {}
         self._log: list[tuple[int, int, float, float]] = []
 
     def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
         """Return status, content and delay in seconds."""
         if path == "/script":
-            self._script, self._log = Script(**orjson.loads(body)), []
+            self._script, self._log, self._rollouts = Script(**orjson.loads(body)), [], {}
             self._calls = [self._call(self._script.command)] if self._script.command else self._commands
             return 200, b"{}", 0.0
         if path == "/log":
@@ -79,10 +79,11 @@ class ScriptedEngine(Engine):
         """Return the turn that follows a prompt, and seconds until its answer."""
         if (start := body.find(b'"prompt":[')) >= 0:
             second = body.find(self._end, body.find(self._end, start) + 1)  # the first ends the system prompt
-            rollout, turn = zlib.crc32(body[start:second]), (body.count(self._end, start) - 2) // 2
+            name, turn = body[start:second], (body.count(self._end, start) - 2) // 2
         else:
-            at = body.find(TASK.partition("%")[0].encode())
-            rollout, turn = zlib.crc32(body[at : at + len(TASK % 0)]), body.count(b'"assistant"')
+            at = body.find(TASK.split("%")[0].encode())
+            name, turn = body[at : at + len(TASK % 0)], body.count(b'"assistant"')
+        rollout = self._rollouts.setdefault(name, len(self._rollouts))  # the same draws in each crowd
         done = turn >= self._script.turns
         one = self._answer if done else self._calls[(rollout + turn * 31) % len(self._calls)]
         self._in_flight += 1

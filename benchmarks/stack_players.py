@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import TokenForm
 
 
-Player = Callable[[dict[str, Any]], Awaitable[list[float]]]
+Player = Callable[[dict[str, Any]], Coroutine[Any, Any, list[float]]]
 """Plays a row; returns milliseconds of its tool calls."""
 Stack = contextlib.AbstractAsyncContextManager[dict[str, Process]]
 """The processes ``model``, ``agent`` and ``environment``."""
@@ -82,8 +82,8 @@ async def our_player(url: str) -> AsyncIterator[Player]:
 @contextlib.asynccontextmanager
 async def peer_player(url: str) -> AsyncIterator[Player]:
     """Yield what plays a row through ``/run``."""
-    limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
-    async with aiohttp.ClientSession(**limits) as http:
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def one(row: dict[str, Any]) -> list[float]:
             async with http.post(f"{url}/run", json=row) as response:
