@@ -22,8 +22,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CPUCLOCK_SCHED = 2
 """The kernel's number of the clock that counts a process's CPU time."""
 _TICKS = os.sysconf("SC_CLK_TCK")
-_PARENT, _FIRST_TIME = 1, 11
-"""Fields of ``/proc/PID/stat`` behind the name: the parent; user and system time, own and of dead children."""
+_PARENT, _CHILDREN_TIME = 1, slice(13, 15)
+"""Fields of ``/proc/PID/stat`` behind the name: the parent; user and system time of dead children."""
 
 
 def subreaper() -> None:
@@ -63,14 +63,13 @@ def leave_cgroup(own: str) -> None:
 
 
 def core_seconds(root: int) -> float:
-    """Return the CPU time of a process and its descendants, dead ones included, in ticks of 10 ms."""
-    members = below(root)
-    return sum(
-        int(ticks) / _TICKS
-        for pid, fields in _all()
-        if pid in members
-        for ticks in fields[_FIRST_TIME : _FIRST_TIME + 4]
-    )
+    """Return the CPU time of a process and its descendants; that of dead ones in ticks of 10 ms."""
+    members, total = below(root), 0.0
+    for pid, fields in _all():
+        if pid in members:
+            ticks = sum(map(int, fields[_CHILDREN_TIME]))
+            total += precise_core_seconds(pid) + ticks / _TICKS
+    return total
 
 
 def precise_core_seconds(pid: int) -> float:
@@ -99,6 +98,22 @@ def is_alive(pid: int) -> bool:
         return _fields(pid)[0] not in "ZX"
     except OSError:
         return False
+
+
+def is_isolated(pid: int) -> bool:
+    """Return whether a process runs in another PID namespace than this one; zombies do not."""
+    try:
+        return Path(f"/proc/{pid}/ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return False
+
+
+def command_line(pid: int) -> bytes:
+    """Return the arguments of a process, each ended by a zero byte; empty once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _all() -> Iterator[tuple[int, list[str]]]:

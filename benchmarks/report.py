@@ -28,7 +28,7 @@ QUICK_RESULTS = RESULTS / "quick"
 """Results of ``--quick``, which git ignores."""
 PAGE = HERE / "README.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
-NAMES = ("shell", "node", "pipeline", "journal", "agents", "tokens", "routing", "tasks", "dapo", "fleet")
+NAMES = ("stack", "shell", "node", "pipeline", "journal", "agents", "tokens", "routing", "tasks", "dapo", "fleet")
 LOAD_BEFORE = os.getloadavg()[0]
 """Average load of the last minute before the benchmark, in processes."""
 
@@ -60,8 +60,8 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Return whether the ratio keeps the goal; ``None`` without a goal."""
-        if self.goal is None:
+        """Return whether the ratio keeps the goal; ``None`` without a goal or a peer."""
+        if self.goal is None or self.peer is None:
             return None
         sign, bound = self.goal.split()
         ratio = self.ratio
@@ -69,8 +69,8 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """``met``, ``missed`` or ``no goal``."""
-        return {None: "no goal", True: "met", False: "missed"}[self.is_met]
+        """``met``, ``missed``, ``no peer`` or ``no goal``."""
+        return {None: "no peer" if self.goal else "no goal", True: "met", False: "missed"}[self.is_met]
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:

@@ -42,7 +42,7 @@ class Process:
     pid: int
 
     def core_seconds(self) -> float:
-        """Return CPU seconds so far, with those of live descendants."""
+        """Return CPU seconds so far, with those of live descendants; orphans among these stay descendants."""
         return sum(map(processes.precise_core_seconds, processes.below(self.pid)))
 
 
@@ -62,7 +62,9 @@ async def started(
     paths = [*([str(REPO / "benchmarks/without_ray")] if variables else []), str(REPO)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | (variables or {})
     with tempfile.TemporaryFile() as log:
-        child = await asyncio.create_subprocess_exec(sys.executable, *command, env=env, stdout=log, stderr=log)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, *command, env=env, stdout=log, stderr=log, preexec_fn=processes.subreaper
+        )
         try:
             async with asyncio.timeout(START_S):
                 while not await _answers(urls[-1], path):
@@ -98,59 +100,87 @@ async def engine(folder: Path, delay_s: float = 0.0, addresses: int = 1) -> Asyn
 @contextlib.asynccontextmanager
 async def agent_server(kind: str, instant_port: int, **settings: Any) -> AsyncIterator[str]:
     """:data:`AGENT` or :data:`PEER_AGENT` over the instant servers; yields its URL."""
-    port, instant = free_port(), {**_LOCAL, "port": instant_port}
-    block = {
-        **_LOCAL,
-        "port": port,
-        "num_workers": 1,
-        "resources_server": {"type": "resources_servers", "name": "instant_environment"},
-        "model_server": {"type": "responses_api_models", "name": "instant_model"},
-        **settings,
-    }
-    config = {
-        "agent": {"responses_api_agents": {kind: block}},
+    instant = {**_LOCAL, "port": instant_port}
+    beside = {
         "instant_environment": {"resources_servers": {"instant": {**instant, "domain": "other"}}},
         "instant_model": {"responses_api_models": {"instant": instant}},
     }
-    app = _app("responses_api_agents", kind, is_ours=kind == AGENT)
-    async with started([app], [port], "/", _gym("agent", config)) as process:
-        yield process.urls[0]
+    agent = agent_of(kind, "instant_environment", "instant_model", num_workers=1, **settings)
+    async with gym_servers({"agent": agent}, beside) as processes:
+        yield processes["agent"].urls[0]
 
 
 @contextlib.asynccontextmanager
 async def model_server(kind: str, engines: list[str], folder: Path) -> AsyncIterator[Process]:
     """:data:`MODEL_SERVER` or :data:`PEER_MODEL_SERVER` over engines; the folder has their tokenizer."""
-    port, is_ours = free_port(), kind == MODEL_SERVER
-    settings: dict[str, Any] = {
-        **_LOCAL,
-        "port": port,
+    async with gym_servers({"policy_model": model_of(kind, engines, folder)}) as processes:
+        yield processes["policy_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class GymServer:
+    """A server of Gym or ours: its folder (``responses_api_agents``, …), its kind and its settings."""
+
+    folder: str
+    kind: str
+    settings: dict[str, Any]
+
+    @property
+    def app(self) -> Path:
+        """The program, ours before Gym's; a kind of the benchmarks is a module beside this one."""
+        spec = find_spec("nemo_gym")
+        assert spec is not None
+        assert spec.origin is not None
+        own, within = Path(__file__).with_name(f"{self.kind}.py"), Path(self.folder, self.kind, "app.py")
+        return next(app for app in (own, REPO / within, Path(spec.origin).parents[1] / within) if app.exists())
+
+
+def agent_of(kind: str, environment: str, model: str, **settings: Any) -> GymServer:
+    """Return an agent over an environment and a model, named."""
+    named = {
+        "resources_server": {"type": "resources_servers", "name": environment},
+        "model_server": {"type": "responses_api_models", "name": model},
+    }
+    return GymServer("responses_api_agents", kind, {**named, **settings})
+
+
+def model_of(kind: str, engines: list[str], folder: Path) -> GymServer:
+    """Return a model server over engines; the folder has their tokenizer."""
+    settings = {
         "base_url": [f"{url}/v1" for url in engines],
         "api_key": "none",
         "model": MODEL,
         "return_token_id_information": True,
         "uses_reasoning_parser": False,
     }
-    if is_ours:
+    if kind == MODEL_SERVER:
         settings["policy"] = {"tokenizer": str(folder), "engine": "vllm"}
-    config = {"policy_model": {"responses_api_models": {kind: settings}}}
-    app = _app("responses_api_models", kind, is_ours=is_ours)
-    async with started([app], [port], "/openapi.json", _gym("policy_model", config)) as process:
-        yield process
+    return GymServer("responses_api_models", kind, settings)
 
 
-def _app(folder: str, kind: str, *, is_ours: bool) -> str:
-    root = REPO
-    if not is_ours:
-        spec = find_spec("nemo_gym")
-        assert spec is not None
-        assert spec.origin is not None
-        root = Path(spec.origin).parents[1]
-    return str(root / folder / kind / "app.py")
+@contextlib.asynccontextmanager
+async def gym_servers(
+    servers: Mapping[str, GymServer], beside: Mapping[str, Any] | None = None
+) -> AsyncIterator[dict[str, Process]]:
+    """Start servers by name, all at once.
 
-
-def _gym(name: str, config: dict[str, Any]) -> dict[str, str]:
-    whole = {**config, "head_server": {"host": "127.0.0.1", "port": free_port()}, "dry_run": False}
-    return {"NEMO_GYM_CONFIG_DICT": json.dumps(whole), "NEMO_GYM_CONFIG_PATH": name, "RAY_AUTH_MODE": "disabled"}
+    Args:
+        servers: they share one configuration, so that they find each other.
+        beside: more of this configuration.
+    """
+    ports = {name: free_port() for name in servers}
+    config: dict[str, Any] = {"head_server": {"host": "127.0.0.1", "port": free_port()}, "dry_run": False}
+    config |= beside or {}
+    for name, server in servers.items():
+        config[name] = {server.folder: {server.kind: {**_LOCAL, "port": ports[name], **server.settings}}}
+    env = {"NEMO_GYM_CONFIG_DICT": json.dumps(config), "RAY_AUTH_MODE": "disabled"}
+    async with contextlib.AsyncExitStack() as stack:
+        async with asyncio.TaskGroup() as group:
+            starts = {}
+            for name, server in servers.items():
+                start = started([str(server.app)], [ports[name]], "/", env | {"NEMO_GYM_CONFIG_PATH": name})
+                starts[name] = group.create_task(stack.enter_async_context(start))
+        yield {name: start.result() for name, start in starts.items()}
 
 
 async def _answers(url: str, path: str) -> bool:

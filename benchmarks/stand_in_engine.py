@@ -58,6 +58,8 @@ TEMPLATE = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 """Of the shape of Qwen 2.5's."""
+_NUMBER = b"{number}"
+"""Stands in a built answer for the number of the request."""
 _SOURCES = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in ("argparse", "ast", "inspect", "typing")]
 
 
@@ -85,11 +87,11 @@ def pieces(tokenizer: Tokenizer, tokens: int, seed: int) -> list[str]:
 
 
 class Sampled:
-    """Sampled turn, as parts of answers."""
+    """Sampled turn, as parts of answers: a call of a tool with one argument, or a text if ``tool`` is empty."""
 
-    def __init__(self, tokenizer: Tokenizer, code: str) -> None:
-        arguments = json.dumps({"code": code}, ensure_ascii=False)
-        said = f'<tool_call>\n{{"name": "{TOOL}", "arguments": {arguments}}}\n</tool_call>'
+    def __init__(self, tokenizer: Tokenizer, tool: str, argument: str, text: str) -> None:
+        arguments = json.dumps({argument: text}, ensure_ascii=False)
+        said = f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</tool_call>' if tool else text
         ids = tokenizer.encode(said + "<|im_end|>", add_special_tokens=False).ids
         log_probs = [round(random.Random(0).uniform(-2, 0), 8) for _ in ids]
         words = [tokenizer.decode([one], skip_special_tokens=False) for one in ids]
@@ -115,8 +117,19 @@ class Sampled:
             {"token": f"token_id:{one}", "logprob": value, "bytes": list(word.encode()), "top_logprobs": []}
             for one, value, word in zip(ids, log_probs, words, strict=True)
         ]
-        self.chat_log = orjson.dumps({"content": each})
-        self.arguments = orjson.dumps(arguments)
+        function = {"name": tool, "arguments": arguments}
+        call = {"id": f"chatcmpl-tool-{_NUMBER.decode()}", "type": "function", "function": function}
+        message = dict.fromkeys(("content", "refusal", "annotations", "audio")) | {"role": "assistant"}
+        message |= {"tool_calls": [call]} if tool else {"content": text, "tool_calls": []}
+        chat = {
+            "index": 0,
+            "message": message,
+            "logprobs": {"content": each},
+            "finish_reason": "tool_calls" if tool else "stop",
+            "stop_reason": None,
+            "token_ids": None,
+        }
+        self.chat = orjson.dumps(chat)
 
 
 class Engine:
@@ -124,7 +137,7 @@ class Engine:
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
         self._tokenizer, self.delay_s = tokenizer, delay_s
-        self._sampled = [Sampled(tokenizer, code) for code in pieces(tokenizer, WRITTEN - 24, seed=1)]
+        self._sampled = [Sampled(tokenizer, TOOL, "code", code) for code in pieces(tokenizer, WRITTEN - 24, seed=1)]
         self._ids = b",".join(b"%05d" % (10_000 + one % 10_000) for one in range(CONTEXT))
         self._number = count()
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": MODEL, "parent": None}
@@ -138,48 +151,42 @@ class Engine:
 
     def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
         """Return status, content and delay in seconds."""
-        if path == "/v1/completions":
-            return 200, self._completion(body), self.delay_s
-        if path == "/v1/chat/completions":
-            return 200, self._chat(body), self.delay_s
+        if (write := {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}.get(path)) is not None:
+            number = next(self._number)
+            one, delay_s = self.sample(number, body)
+            return 200, write(number, one, body), delay_s
         if path == "/tokenize":
             return 200, self._tokens(body), 0.0
         return 200 if path in self._fixed else 404, self._fixed.get(path, b'{"detail":"Not Found"}'), 0.0
 
-    def _completion(self, body: bytes) -> bytes:
+    def sample(self, number: int, _body: bytes) -> tuple[Sampled, float]:
+        """Return the turn for a request, and seconds until its answer."""
+        return self._sampled[number % VARIANTS], self.delay_s
+
+    @staticmethod
+    def _completion(number: int, one: Sampled, body: bytes) -> bytes:
         start = body.index(b'"prompt":[') + 9
         prompt = body[start : body.index(b"]", start) + 1]
-        number = next(self._number)
-        one = self._sampled[number % VARIANTS]
         head = b'{"id":"cmpl-%032x","object":"text_completion","created":1,"model":"tiny","choices":[' % number
         tail = b',"prompt_token_ids":' + prompt + b'}],"service_tier":null,"system_fingerprint":null,"usage":'
         return head + one.choice + tail + _usage(prompt.count(b",") + 1, one.count) + b',"kv_transfer_params":null}'
 
-    def _chat(self, body: bytes) -> bytes:
-        number = next(self._number)
-        one = self._sampled[number % VARIANTS]
-        call = b'{"id":"chatcmpl-tool-%032x","type":"function","function":{"name":"%s","arguments":%s}}'
-        message = b'{"role":"assistant","content":null,"refusal":null,"annotations":null,"audio":null,"tool_calls":['
-        message += call % (number, TOOL.encode(), one.arguments) + b"]}"
-        return (
-            b'{"id":"chatcmpl-%032x","object":"chat.completion","created":1,"model":"tiny","choices":[{"index":0,'
-            % number
-            + b'"message":%s,"logprobs":%s,"finish_reason":"tool_calls","stop_reason":null,"token_ids":null}],'
-            % (message, one.chat_log)
-            + b'"service_tier":null,"system_fingerprint":null,"usage":%s,' % _usage(self._length(body), one.count)
-            + b'"prompt_logprobs":null,"prompt_token_ids":null,"kv_transfer_params":null}'
-        )
+    def _chat(self, number: int, one: Sampled, body: bytes) -> bytes:
+        head = b'{"id":"chatcmpl-%032x","object":"chat.completion","created":1,"model":"tiny","choices":[' % number
+        tail = b'"prompt_logprobs":null,"prompt_token_ids":null,"kv_transfer_params":null}'
+        usage = b'],"service_tier":null,"system_fingerprint":null,"usage":%s,' % _usage(self.length(body), one.count)
+        return head + one.chat.replace(_NUMBER, b"%032x" % number, 1) + usage + tail
 
     def _tokens(self, body: bytes) -> bytes:
         if b'"messages"' not in body:
             ids = self._tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
             return orjson.dumps({"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None})
-        length = self._length(body)
+        length = self.length(body)
         form = b'{"count":%d,"max_model_len":%d,"tokens":[%s],"token_strs":null}'
         return form % (length, CONTEXT, self._ids[: 6 * length - 1])
 
     @staticmethod
-    def _length(body: bytes) -> int:
+    def length(body: bytes) -> int:
         """Estimate the tokens of a conversation by its turns."""
         return WRITTEN + OBSERVED + (WRITTEN + OBSERVED) * body.count(b'"assistant"')
 
@@ -237,14 +244,19 @@ class Connection(asyncio.Protocol):
                 self._transport.write(answer)
 
 
-async def serve(ports: list[int], delay_s: float, folder: Path) -> None:
+async def serve(ports: list[int], engine: Any) -> None:
     """Answer on all these ports until the process ends."""
-    engine = Engine(Tokenizer.from_file(str(folder / "tokenizer.json")), delay_s)
     for port in ports:
         loop = asyncio.get_running_loop()
         await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
     await asyncio.Event().wait()
 
 
+def tokenizer_in(folder: str) -> Tokenizer:
+    """Return the tokenizer that :func:`make_model` wrote."""
+    return Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+
+
 if __name__ == "__main__":
-    asyncio.run(serve([int(port) for port in sys.argv[1].split(",")], float(sys.argv[2]), Path(sys.argv[3])))
+    engine = Engine(tokenizer_in(sys.argv[3]), float(sys.argv[2]))
+    asyncio.run(serve([int(port) for port in sys.argv[1].split(",")], engine))
