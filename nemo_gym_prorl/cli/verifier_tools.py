@@ -22,6 +22,8 @@ import uv
 from nemo_gym_prorl.cli.doctor import Check, Level
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.verifier_tools import (
+    APT_CONFIG,
+    APT_SETTINGS,
     BIN,
     PYTHON,
     WHEELS,
@@ -133,6 +135,7 @@ def make_tools(
         (target / name).mkdir(parents=True, exist_ok=True)
     for name in ("uv", "uvx"):
         shutil.copy2(Path(uv.find_uv_bin()).with_name(name), target / BIN / name)
+    (target / APT_CONFIG).write_text(APT_SETTINGS)
     have: dict[str, Path] = {}
     for python in pythons:
         progress(f"adding Python {python}")

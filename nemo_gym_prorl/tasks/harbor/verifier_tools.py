@@ -7,6 +7,7 @@ A tools folder, which ``prorl image tools`` makes, holds::
     bin/      uv and uvx
     python/   installations of Python, as uv lays them out
     wheels/   packages and their dependencies
+    apt.conf  lets apt fail at once, instead of retrying for seconds
 
 The folder is mounted read-only, and ``bin`` stands first on ``PATH``. It holds no ``python3``, so tests that start the
 image's Python still find it. uv installs into a scratch folder that is empty before each verification, since a cache
@@ -21,8 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
-BIN, PYTHON, WHEELS = "bin", "python", "wheels"
+BIN, PYTHON, WHEELS, APT_CONFIG = "bin", "python", "wheels", "apt.conf"
 """Names in a tools folder."""
+
+APT_SETTINGS = 'Acquire::Retries "0";\n'
+"""Contents of :data:`APT_CONFIG`."""
 
 _KEYWORDS = frozenset({"!", "do", "elif", "else", "exec", "if", "sudo", "then", "time", "until", "while", "{"})
 _SEPARATORS = frozenset({"&&", "||", ";", "|", "&", "(", ")"})
@@ -102,6 +106,7 @@ def verifier_environment(tools: str, scratch: str, path: str) -> dict[str, str]:
         "PIP_FIND_LINKS": wheels,
         "PIP_CONFIG_FILE": "/dev/null",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "APT_CONFIG": f"{tools}/{APT_CONFIG}",
     }
 
 
