@@ -77,9 +77,9 @@ class HarborTask(_Table):
     """A task.
 
     Attributes:
-        folder: absolute path of the task's folder.
+        folder: path of the task's folder; a relative one starts from a folder of the server's.
         digest: :func:`folder_digest` when the row was made.
-        config: ``task.toml``.
+        config: ``task.toml``; the row has the keys that its author set.
         instructions: instruction of each step; empty for a task without ``[[steps]]``.
         image_user: user that the Dockerfile sets; empty if it sets none.
         image_workdir: working folder that the Dockerfile sets; empty if it sets none.
@@ -88,7 +88,7 @@ class HarborTask(_Table):
         replaced: image that a Dockerfile names to the base that the user chose in its place.
     """
 
-    folder: str = Field(pattern="^/")
+    folder: str = Field(min_length=1)
     digest: str = Field(pattern="^[0-9a-f]{64}$")
     config: TaskConfig = TaskConfig()
     instructions: tuple[str, ...] = ()
@@ -183,7 +183,6 @@ def make_row(
     task = HarborTask(
         folder=str(folder),
         digest=folder_digest(folder),
-        config=config,
         instructions=tuple(instructions),
         image_user=facts.user,
         image_workdir=facts.workdir,
@@ -201,7 +200,11 @@ def make_row(
         "instance_id": config.task.name if config.task else folder.name,
         "image": image,
         **_limits(config),
-        "harbor": task.model_dump(mode="json", exclude_defaults=True),
+        "harbor": {
+            **task.model_dump(mode="json", exclude_defaults=True),
+            # A value of a step overrides the task's even if it is the default.
+            "config": config.model_dump(mode="json", exclude_unset=True),
+        },
     }
 
 
