@@ -41,7 +41,7 @@ _NEEDS = {"cpus": "cpu", "disk_mib": "disk_gib"}
 
 
 class TaskSandboxes:
-    """Starts sandboxes of one provider for tasks.
+    """Sandboxes of one provider for tasks.
 
     Args:
         provider: one provider name with its options, as in Gym's configuration.

@@ -63,7 +63,7 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import Client, Sandbox
 
 
 class Supervisor:
-    """Serves the requests of one server.
+    """Supervisor of the sandboxes of one server.
 
     Args:
         folder: the supervisor's state folder; this process holds its lock.
