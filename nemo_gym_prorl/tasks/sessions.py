@@ -494,9 +494,12 @@ class Sessions[Opened: OpenTools, Artefacts]:
             return grade
 
     async def _delete_snapshots(self, session: _Session[Opened, Artefacts]) -> None:
-        for name in session.snapshots if self._delete_snapshot else ():
+        delete = self._delete_snapshot
+        if delete is None:
+            return
+        for name in session.snapshots:
             try:
-                await self._delete_snapshot(name)
+                await delete(name)
             except Exception:
                 logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 

@@ -11,7 +11,7 @@ Archives are untrusted. tar runs as root of a user namespace with the sandbox's 
 an archive can do no more than a program in the sandbox. tar follows no link that the archive makes, and writes to no
 folder above. The sandbox's limits bound time, memory and bytes.
 
-A restored layer has nothing at the paths of the sandbox's binds, and no link, file or closed folder on the way to them.
+A restored layer has nothing at the paths of the sandbox's binds, and no link, file or closed folder on the way there.
 So an archive can neither redirect a bind nor prevent the mount.
 """
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's phase of a Harbor task: set-up of the sandbox, its steps, and the state that each step leaves to grading.
+"""The agent's phase of a Harbor task: set-up of the sandbox, its steps, and the state that each step leaves.
 
 The tests are never in this sandbox, and the reference solution only if :meth:`AgentPhase.solve` runs it.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import posixpath
 import shlex
 import tempfile
 import time
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.artifacts import collect
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.task_config import Healthcheck
@@ -59,7 +59,7 @@ class StepState:
 
 
 class UserSandbox:
-    """A sandbox whose commands run as one user, who also owns new files; a :class:`~nemo_gym_prorl.tasks.sandbox.Sandbox`.
+    """A sandbox whose commands run as one user, who also owns new files.
 
     Attributes:
         inner: the sandbox.
@@ -240,7 +240,9 @@ class AgentPhase:
 
     async def _require(self, command: str, timeout_s: float) -> None:
         # The folder may not exist yet.
-        done = await bash(self._sandbox, f"cd {shlex.quote(self.folder)} 2> /dev/null; {command}", cwd="/", timeout_s=timeout_s)
+        done = await bash(
+            self._sandbox, f"cd {shlex.quote(self.folder)} 2> /dev/null; {command}", cwd="/", timeout_s=timeout_s
+        )
         if done.return_code or done.error_type:
             raise SetupFailed(f"the sandbox could not be set up: {command[:200]}: {excerpt(done)}")
 
@@ -262,9 +264,7 @@ async def bash(
     env: dict[str, str] | None = None,
 ) -> ExecResult:
     """Run a command with bash, which also runs scripts whose first line names no interpreter."""
-    return await sandbox.exec(
-        f"exec bash -c {shlex.quote(command)}", cwd=cwd, timeout_s=timeout_s, user=user, env=env
-    )
+    return await sandbox.exec(f"exec bash -c {shlex.quote(command)}", cwd=cwd, timeout_s=timeout_s, user=user, env=env)
 
 
 async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Path) -> None:
@@ -275,7 +275,7 @@ async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Pa
         InfrastructureError: the sandbox failed.
     """
     for name, path in await asyncio.to_thread(lambda: list(tree(source, root))):
-        await sandbox.upload(path, os.path.join(target, name))
+        await sandbox.upload(path, posixpath.join(target, name))
 
 
 async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | int | None:

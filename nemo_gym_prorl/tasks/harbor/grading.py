@@ -3,12 +3,12 @@
 """Grade a Harbor rollout: verify its steps in order, and attribute a missing verdict.
 
 No verdict is never a reward. Whether the agent prevented the verdict is decided by a control run: the task's own
-solution is played and verified on the same set-up, once per image, digest, tools and mode. If that gives a verdict, the
-agent is to blame and gets 0. Otherwise, and without a solution, the task cannot be graded here, which is a
+solution is played and verified on the same set-up, once per image, digest, tools and mode. If that gives a verdict,
+the agent is to blame and gets 0. Otherwise, and without a solution, the task cannot be graded here, which is a
 :class:`TaskError`.
 
-``strict: auto`` grades positive rewards again in the mode ``strict``, if the task's own solution passes in that mode.
-So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
+``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
+solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class _Control:
 
     Attributes:
         problem: why a step got no verdict; empty if all did.
-        passed: whether the solution earned the full reward.
+        reward: reward of the solution.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     at: float | None = None
     problem: str = ""
-    passed: bool = False
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +129,10 @@ class Grader:
         """
         strict = self._strict is True
         verified = await self._verify_steps(task, work, strict, open_sandbox)
-        if self._strict == "auto" and not verified.no_verdict and self._scalar(task, verified) > 0:
-            if await self._strict_works(task, work, open_sandbox):
-                strict = True
-                verified = await self._verify_steps(task, work, strict, open_sandbox)
+        is_open = self._strict == "auto" and not verified.no_verdict and self._scalar(task, verified) > 0
+        if is_open and await self._strict_works(task, work, open_sandbox):
+            strict = True
+            verified = await self._verify_steps(task, work, strict, open_sandbox)
         modes = modes_of(task, strict)
         fields = self._fields(task, verified, modes)
         if verified.no_verdict:
@@ -196,15 +196,15 @@ class Grader:
         return _Verified([*rewards, *([{}] * missing)], outcomes, note)
 
     async def _strict_works(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> bool:
-        """Return whether the mode ``strict`` can grade the task: its own solution passes."""
+        """Return whether the mode ``strict`` can grade the task: its own solution earns all that it can."""
         if GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
             return False
-        control = await self._control(task, work, True, open_sandbox)
-        return not control.problem and control.passed
+        strict = await self._control(task, work, True, open_sandbox)
+        if strict.problem or strict.reward <= 0 or strict.reward >= 1:
+            return not strict.problem and strict.reward > 0
+        return strict.reward >= (await self._control(task, work, False, open_sandbox)).reward
 
-    async def _control(
-        self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
-    ) -> _Control:
+    async def _control(self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox) -> _Control:
         """Return the result of the control run, which is played once for all rollouts of the task."""
         harbor = task.row.harbor
         key = (task.row.image, harbor.digest, str(self._settings.tools), str(strict))
@@ -221,7 +221,7 @@ class Grader:
     async def _play_solution(
         self, control: _Control, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
     ) -> None:
-        control.problem, control.passed = "", False
+        control.problem, control.reward = "", 0.0
         if any(task.solution(step) is None for step in task.steps):
             control.problem = "the task has no solution to compare with"
             return
@@ -247,4 +247,4 @@ class Grader:
         if verified.no_verdict:
             control.problem = f"nor on the task's own solution ({verified.note})"
         else:
-            control.passed = self._scalar(task, verified) >= 1.0
+            control.reward = self._scalar(task, verified)

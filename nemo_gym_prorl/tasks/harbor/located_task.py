@@ -133,9 +133,7 @@ class LocatedTask:
 
     def working_folder(self, published: str) -> str:
         """Return the working folder of the agent, given that of the image."""
-        return posixpath.normpath(
-            self.config.environment.workdir or self.row.harbor.image_workdir or published or "/"
-        )
+        return posixpath.normpath(self.config.environment.workdir or self.row.harbor.image_workdir or published or "/")
 
     def env(self, table: EnvironmentConfig) -> dict[str, str]:
         """Return the variables of all commands of a sandbox."""
@@ -196,10 +194,11 @@ class LocatedTask:
 
 def _mode(table: NetworkOverride) -> str | tuple[str, ...] | None:
     """Return the network of a table in a row's notation."""
-    return {"no-network": "none", "allowlist": table.allowed_hosts}.get(table.network_mode or "", "public")
+    if table.network_mode == "allowlist":
+        return table.allowed_hosts
+    return "none" if table.network_mode == "no-network" else "public"
 
 
 def _network(mode: str | tuple[str, ...] | None) -> bool | None:
     """Return the requirement of a row's ``network``; ``None`` for the server's value."""
     return None if mode is None else mode != "none"
-

@@ -6,8 +6,8 @@ A sandbox gets these mounts, which nothing that the agent left can redirect: see
 
 - ``/tests``: a copy of the tests, read-only.
 - ``/logs/verifier``: an empty folder of the host, from which the reward is read after the sandbox has ended.
-- with verifier tools: their folder, read-only and first on ``PATH``, a writable copy of their cache, and ``env``, ``uv``
-  and ``uvx`` in ``~/.local/bin``, where test scripts look for an installed ``uv``.
+- with verifier tools: their folder, read-only and first on ``PATH``, a writable copy of their cache, and ``env``,
+  ``uv`` and ``uvx`` in ``~/.local/bin``, where test scripts look for an installed ``uv``.
 
 Which of the agent's files the sandbox has depends on the mode:
 
@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import posixpath
 import secrets
 import shlex
 import shutil
@@ -114,7 +115,7 @@ async def verify(
     with mounts.made() as binds:
         paths = None
         if mode is GradingMode.STRICT:
-            paths = [folder, *(os.path.join(folder, artifact.source) for artifact in task.artifacts(step))]
+            paths = [folder, *(posixpath.join(folder, artifact.source) for artifact in task.artifacts(step))]
         needs = replace(task.verifier_needs(step), binds=binds, snapshot_paths=paths)
         problem = ""
         try:
@@ -157,9 +158,11 @@ async def _run_tests(
     """Run the test script; return why it did not run to its end, else an empty text."""
     if mode is GradingMode.SEPARATE:
         own = task.separate_environment(step)
-        folder = os.path.normpath(own.workdir or sandbox.published[0] or "/")
+        folder = posixpath.normpath(own.workdir or sandbox.published[0] or "/")
         done = await sandbox.exec(
-            f"tar -xf {ARTIFACTS}/{ARCHIVE} -C / && mkdir -p -- {shlex.quote(folder)}", cwd="/", timeout_s=LAY_TIMEOUT_S
+            f"tar -xf {ARTIFACTS}/{ARCHIVE} -C / && mkdir -p -- {shlex.quote(folder)}",
+            cwd="/",
+            timeout_s=LAY_TIMEOUT_S,
         )
         if done.return_code:
             return f"the artifacts could not be laid out: {excerpt(done)}"
@@ -198,7 +201,7 @@ async def _run_tests(
 
 async def _wait_until_full(folder: Path, limit: int) -> None:
     """Return when a folder has more bytes than ``limit``, or more than :data:`MAX_LOG_FILES` files."""
-    while not await asyncio.to_thread(_is_full, folder, limit):
+    while not await asyncio.to_thread(_is_full, folder, limit):  # noqa: ASYNC110  # only the disk knows
         await asyncio.sleep(CHECK_LOGS_S)
 
 
@@ -208,7 +211,7 @@ def _is_full(folder: Path, limit: int) -> bool:
         files += len(folders) + len(names)
         for name in names:
             with contextlib.suppress(OSError):
-                size += os.lstat(os.path.join(path, name)).st_blocks * 512
+                size += Path(path, name).lstat().st_blocks * 512
         if size > limit or files > MAX_LOG_FILES:
             return True
     return False
