@@ -169,8 +169,7 @@ class AgentPhase:
         """
         self.folder = self.task.working_folder(self._sandbox.published[0])
         await self._require(_MAKE_FOLDERS.format(folder=shlex.quote(self.folder)), FILES_TIMEOUT_S)
-        if is_uploaded(self.task.folder) and (self.task.folder / "environment").is_dir():
-            await self._upload(self.task.folder / "environment", self.folder)
+        await upload_environment(self._sandbox, self.task, self.folder)
         await self._begin()
 
     async def begin_next(self) -> str:
@@ -247,11 +246,7 @@ class AgentPhase:
             raise SetupFailed(f"the sandbox could not be set up: {command[:200]}: {excerpt(done)}")
 
     async def _upload(self, source: Path, target: str) -> None:
-        try:
-            await upload_tree(self._sandbox, source, target, self.task.folder)
-        except CallerError as error:
-            # The folder was checked, so the target is at fault.
-            raise SetupFailed(f"the files of {source.name} could not be uploaded: {error.reason}") from error
+        await upload_tree(self._sandbox, source, target, self.task.folder)
 
 
 async def bash(
@@ -268,14 +263,29 @@ async def bash(
 
 
 async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Path) -> None:
-    """Copy the files of a task's folder into a folder of the sandbox.
+    """Copy the files of a task's folder ``root`` into a folder of the sandbox.
 
     Raises:
-        CallerError: a link leaves ``root``, or a path inside cannot be written.
+        SetupFailed: a path inside cannot be written.
         InfrastructureError: the sandbox failed.
     """
-    for name, path in await asyncio.to_thread(lambda: list(tree(source, root))):
-        await sandbox.upload(path, posixpath.join(target, name))
+    try:
+        for name, path in await asyncio.to_thread(lambda: list(tree(source, root))):
+            await sandbox.upload(path, posixpath.join(target, name))
+    except CallerError as error:
+        # The folder was checked, so the target is at fault.
+        raise SetupFailed(f"the files of {source.name} could not be uploaded: {error.reason}") from error
+
+
+async def upload_environment(sandbox: HasContainer, task: LocatedTask, folder: str) -> None:
+    """Copy the files of ``environment`` into the working folder, if no image is built from them.
+
+    Raises:
+        SetupFailed: as :func:`upload_tree`.
+    """
+    source = task.folder / "environment"
+    if is_uploaded(task.folder) and source.is_dir():
+        await upload_tree(sandbox, source, folder, task.folder)
 
 
 async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | int | None:

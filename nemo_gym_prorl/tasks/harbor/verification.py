@@ -26,14 +26,23 @@ import posixpath
 import secrets
 import shlex
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.tasks.harbor.agent_phase import SetupFailed, StepState, bash, check_health, excerpt, usable_user
+from nemo_gym_prorl.tasks.harbor.agent_phase import (
+    SetupFailed,
+    StepState,
+    bash,
+    check_health,
+    excerpt,
+    upload_environment,
+    usable_user,
+)
 from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.rewards import STDOUT, Outcome, read_outcome
@@ -56,6 +65,10 @@ TRIES = 2
 LAY_TIMEOUT_S = 600.0  # unpacking the artifacts
 CHECK_LOGS_S = 2.0  # interval of measuring the verifier's folder, which no disk limit of the sandbox covers
 MAX_LOG_FILES = 10_000
+
+_LAY_OUT = f"""\
+mkdir -p -- {{folder}} /logs/agent /logs/artifacts && chmod 0777 /logs/agent /logs/artifacts && \
+tar -xf {ARTIFACTS}/{ARCHIVE} -C /"""
 
 _TOOL_PROGRAMS = ("uv", "uvx")
 
@@ -112,7 +125,7 @@ async def verify(
         InfrastructureError: the machine failed.
     """
     mounts = _Mounts(task, step, state, settings)
-    with mounts.made() as binds:
+    async with mounts.made() as binds:
         paths = None
         if mode is GradingMode.STRICT:
             paths = [folder, *(posixpath.join(folder, artifact.source) for artifact in task.artifacts(step))]
@@ -159,13 +172,11 @@ async def _run_tests(
     if mode is GradingMode.SEPARATE:
         own = task.separate_environment(step)
         folder = posixpath.normpath(own.workdir or sandbox.published[0] or "/")
-        done = await sandbox.exec(
-            f"tar -xf {ARTIFACTS}/{ARCHIVE} -C / && mkdir -p -- {shlex.quote(folder)}",
-            cwd="/",
-            timeout_s=LAY_TIMEOUT_S,
-        )
+        done = await sandbox.exec(_LAY_OUT.format(folder=shlex.quote(folder)), cwd="/", timeout_s=LAY_TIMEOUT_S)
         if done.return_code:
             return f"the artifacts could not be laid out: {excerpt(done)}"
+        if not task.separate_image(step).has_tests:
+            await upload_environment(sandbox, task, folder)
         await check_health(sandbox, own.healthcheck, folder)
     wanted = task.verifier_user(step)
     image_user = sandbox.published[1] or ("" if mode is GradingMode.SEPARATE else task.row.harbor.image_user)
@@ -238,16 +249,22 @@ class _Mounts:
         self.env: dict[str, str] = {}
         self.exports = ""
 
-    @contextlib.contextmanager
-    def made(self) -> Iterator[list[str]]:
+    @contextlib.asynccontextmanager
+    async def made(self) -> AsyncIterator[list[str]]:
         """Make the files and yield their binds; delete the files afterwards."""
-        with tempfile.TemporaryDirectory(prefix="prorl-harbor-", ignore_cleanup_errors=True) as made:
-            # Sandboxes of root's server enter the folder as other users. Nobody can list it, and the name below is
-            # random, so no other user of the machine reaches the files.
-            Path(made).chmod(0o711)
-            folder = Path(made, secrets.token_hex(16))
-            folder.mkdir()
-            yield [*self._add_logs(folder), *self._add_tests(folder), *self._add_artifacts(), *self._add_tools(folder)]
+        # Sandboxes of root's server enter the folder as other users. Nobody can list it, and the name below is random,
+        # so no other user of the machine reaches the files.
+        made = tempfile.mkdtemp(prefix="prorl-harbor-")
+        os.chmod(made, 0o711)  # noqa: PTH101
+        try:
+            yield await asyncio.to_thread(self._make, Path(made, secrets.token_hex(16)))
+        finally:
+            # Not shutil.rmtree, which recurses: the tests may leave folders of any depth.
+            await asyncio.to_thread(subprocess.run, ["rm", "-rf", "--", made], stderr=subprocess.DEVNULL, check=False)
+
+    def _make(self, folder: Path) -> list[str]:
+        folder.mkdir()
+        return [*self._add_logs(folder), *self._add_tests(folder), *self._add_artifacts(), *self._add_tools(folder)]
 
     def _add_logs(self, folder: Path) -> list[str]:
         self.logs = folder / "logs"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cheats on the verifier of a Harbor task, as commands of an agent that solves nothing. Other runners can be tried, too.
+"""Cheats on the verifier of a Harbor task, as commands of an agent that solves nothing.
 
 The verifier is of the usual shape: it installs ``uv`` or finds it installed, runs ``uvx`` on a check in Python, and
 writes the reward.
@@ -46,7 +46,9 @@ CHEATS: dict[str, str] = {
     "a process in a session of its own": (
         'setsid -f sh -c \'while :; do echo "{\\"reward\\": 1}" > /logs/verifier/reward.json; done\' > /dev/null 2>&1'
     ),
-    "an installed uv": f"{_program('/root/.local/bin/uvx')}; echo 'PATH=/root/.local/bin:$PATH' > /root/.local/bin/env",
+    "an installed uv": (
+        _program("/root/.local/bin/uvx") + "; echo 'PATH=/root/.local/bin:$PATH' > /root/.local/bin/env"
+    ),
     "the home folder as a link": "mv /root /r; ln -s /r /root; " + _program("/r/.local/bin/uvx"),
     "uvx of the system": _program("/usr/local/bin/uvx"),
     "python3 of the system": _program("/usr/local/bin/python3"),
@@ -77,16 +79,21 @@ CHEATS: dict[str, str] = {
     "/tests as a pipe": "mkfifo /tests",
     "/tests as a link to /etc": "ln -s /etc /tests",
     "/tests of any depth": (
-        "python3 -c \"import os\nos.mkdir('/tests'); os.chdir('/tests')\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\""
+        "python3 -c \"import os\nos.mkdir('/tests'); os.chdir('/tests')\n"
+        "for _ in range(3000): os.mkdir('d'); os.chdir('d')\""
     ),
-    "/logs as a link": "mkdir -p /app/l/verifier; echo 1 > /app/l/verifier/reward.txt; mv /logs /old; ln -s /app/l /logs",
+    "/logs as a link": (
+        "mkdir -p /app/l/verifier; echo 1 > /app/l/verifier/reward.txt; mv /logs /old; ln -s /app/l /logs"
+    ),
     "/logs as a file": "rm -rf /logs; touch /logs",
     "/logs as a pipe": "rm -rf /logs; mkfifo /logs",
     "/logs closed": "chmod 000 /logs",
     "the logs of the verifier as a link": "mkdir /app/v; rm -rf /logs/verifier; ln -s /app/v /logs/verifier",
     "the output as a link to the reward": "ln -s reward.txt /logs/verifier/test-stdout.txt",
     "the output as a pipe": "mkfifo /logs/verifier/test-stdout.txt",
-    "a huge reward": "(echo '{\"reward\": 1,'; head -c 2M /dev/zero | tr '\\0' ' '; echo '\"a\":1}') > /logs/verifier/reward.json",
+    "a huge reward": (
+        "(echo '{\"reward\": 1,'; head -c 2M /dev/zero | tr '\\0' ' '; echo '\"a\":1}') > /logs/verifier/reward.json"
+    ),
     "folders of the tools made ahead": _program("/opt/prorl-verifier/bin/uvx")
     + "; ln -s /app /opt/prorl-verifier-cache",
     "/opt as a link": f"rm -rf /opt; mkdir -p /app/o; ln -s /app/o /opt; {_program('/app/o/prorl-verifier/bin/uvx')}",

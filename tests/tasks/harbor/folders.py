@@ -54,6 +54,11 @@ def row_of(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**row, "image": "default", **changes}
 
 
+def says(condition: str) -> str:
+    """Return a test script that gives 1 exactly if a condition of bash holds."""
+    return f"#!/bin/bash\nif {condition}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+
+
 async def play(base_url: str, row: Mapping[str, Any], *commands: str, submits: int = 1) -> Reply:
     """Play a rollout and return the reply of ``/verify``. ``SUBMIT`` among the commands is a call of ``submit``."""
     async with Client(base_url) as client:

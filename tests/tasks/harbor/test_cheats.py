@@ -3,6 +3,7 @@
 """Cheats on the verifier, by grading mode."""
 
 import asyncio
+import os
 import tempfile
 from pathlib import Path
 
@@ -30,7 +31,7 @@ async def rewards(folder: Path, strict: object) -> dict[str, object]:
             return reward if status == 200 else f"{verdict}: {reply[1]['detail']}"
 
     with tempfile.TemporaryDirectory() as shared:
-        Path(shared).chmod(0o755)
+        os.chmod(shared, 0o755)  # noqa: PTH101
         tools = make_tools(Path(shared, "tools"))
         async with serving("prorl_harbor", strict=strict, verifier_tools=tools) as base_url:
             assert await earned(base_url, ANSWER) == 1.0

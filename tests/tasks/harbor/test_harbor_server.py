@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.prorl_code.conftest import serving
-from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, shown
+from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, says, shown
 
 
 pytestmark = pytest.mark.sandbox
@@ -23,11 +23,6 @@ async def base_url() -> AsyncIterator[str]:
 @pytest.mark.parametrize(("command", "result"), [(ANSWER, (200, 1.0, "passed")), ("true", (200, 0.0, "failed"))])
 async def test_the_tests_decide(base_url: str, tmp_path: Path, command: str, result: object) -> None:
     assert shown(await play(base_url, row_of(make_task(tmp_path / "t")), command)) == result
-
-
-def says(condition: str) -> str:
-    """Return a test script that gives 1 exactly if a condition of bash holds."""
-    return f"#!/bin/bash\nif {condition}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
 
 
 def writes(name: str, text: str) -> str:
@@ -133,7 +128,9 @@ NO_VERDICT = {
     "infinite": "echo '{\"reward\": 1e309}' > /logs/verifier/reward.json",
     "NaN in JSON": "echo '{\"reward\": NaN}' > /logs/verifier/reward.json",
     "a text in JSON": 'echo \'{"reward": "1"}\' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt',
-    "2 MiB of JSON": "(echo '{\"reward\": 1,'; head -c 2M /dev/zero | tr '\\0' ' '; echo '\"a\": 1}') > /logs/verifier/reward.json",
+    "2 MiB of JSON": (
+        "(echo '{\"reward\": 1,'; head -c 2M /dev/zero | tr '\\0' ' '; echo '\"a\": 1}') > /logs/verifier/reward.json"
+    ),
     "a folder": "mkdir /logs/verifier/reward.txt",
     "a link": "echo 1 > /tmp/r; ln -s /tmp/r /logs/verifier/reward.txt",
     "a pipe": "mkfifo /logs/verifier/reward.txt",
@@ -141,7 +138,8 @@ NO_VERDICT = {
     "an interpreter that is missing": "#!/no/such/interpreter",
     "a report that is missing": "no-such-pytest --ctrf /logs/verifier/ctrf.json; echo 0 > /logs/verifier/reward.txt",
     "a report without a passed test": (
-        '# pytest --ctrf /dev/null\necho \'{"results": {"summary": {"passed": 0, "failed": 1}}}\' > /logs/verifier/c.json\n'
+        "# pytest --ctrf /dev/null\n"
+        'echo \'{"results": {"summary": {"passed": 0, "failed": 1}}}\' > /logs/verifier/c.json\n'
         "true --ctrf=/logs/verifier/c.json; echo 1 > /logs/verifier/reward.txt"
     ),
     "too many logs": "echo 1 > /logs/verifier/reward.txt; head -c 20M /dev/zero > /logs/verifier/log; sleep 60",
