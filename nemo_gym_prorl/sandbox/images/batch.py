@@ -51,7 +51,15 @@ class ImageState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ImageOutcome:
-    """Result of a job: ``reason`` says why there is no image, ``bytes`` what the image takes on disk."""
+    """Result of a job.
+
+    Attributes:
+        name: registry address or name of the image.
+        state: how the job ended.
+        reason: why there is no image; empty if there is one.
+        seconds: duration.
+        bytes: size of the image on disk; 0 if another job has made the same image.
+    """
 
     name: str
     state: ImageState
@@ -97,12 +105,10 @@ def _make(job: ImageJob, room: _Room) -> ImageOutcome:
             return ImageOutcome(job.name, ImageState.PRESENT)
         if reason := room.enter():
             return ImageOutcome(job.name, ImageState.NO_ROOM, reason)
-        size = 0
         try:
-            info = read_info(job.make().parent)
-            size = info.bytes if info else 0
+            size = room.take(job.make())
         finally:
-            room.leave(size)
+            room.leave()
     except Exception as error:  # a defect that one image uncovers must not stop the others
         reason = error.reason if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         return ImageOutcome(job.name, ImageState.FAILED, reason, time.monotonic() - started)
@@ -118,6 +124,7 @@ class _Room:
     running: int = 0
     largest: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
+    made: set[Path] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def enter(self) -> str:
@@ -133,11 +140,19 @@ class _Room:
             self.running += 1
         return ""
 
-    def leave(self, size: int) -> None:
-        """Count one image less as running, which takes ``size`` bytes."""
+    def take(self, image: Path) -> int:
+        """Return the size of a new image; 0 if an earlier job has made it."""
+        info = read_info(image.parent)
+        with self.lock:
+            size = info.bytes if info and image not in self.made else 0
+            self.made.add(image)
+            self.largest = max(self.largest, size)
+        return size
+
+    def leave(self) -> None:
+        """Count one image less as running."""
         with self.lock:
             self.running -= 1
-            self.largest = max(self.largest, size)
 
     def _taken(self) -> int:
         folder = self.store.images.folder

@@ -185,7 +185,7 @@ REFUSED: list[tuple[str, Mapping[str, str | None], str, str]] = [
     ("user", agent("user = 1.5"), "agent.user", ""),
     ("41: file outside", {"tests/a": "-> /etc/hostname"}, "tests/a", "leaves the task's folder"),
     ("41: folder outside", {"environment/a": "-> ../.."}, "environment/a", "leaves the task's folder"),
-    ("41: folder itself", {"tests/test.sh": None, "tests": "-> /etc"}, "tests/test.sh", "missing"),
+    ("41: folder itself", {"tests/test.sh": None, "tests": "-> /etc"}, "tests", "leaves the task's folder"),
     ("41: instruction outside", {"instruction.md": "-> /etc/hostname"}, "instruction.md", "leaves"),
     ("41: cycle", {"solution/a": "-> ."}, "solution/a", "a folder that contains it"),
     ("41: cycle of two", {"tests/a/b": "-> ../c", "tests/c/d": "-> ../a"}, "tests/a/b/d", "a folder that contains it"),
