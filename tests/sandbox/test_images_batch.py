@@ -25,7 +25,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageInfo, ImageStore, config_of
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.harbor.task_folder import DockerfileFacts, make_row
 from tests.sandbox.registry import layer, serve
-from tests.tasks.harbor.folders import write_task
+from tests.tasks.harbor.task_files import write_task
 
 
 STAGES = "FROM debian:13 AS tools\nRUN echo tool > /tool\n\nFROM debian:13\nCOPY --from=tools /tool /tool\n"

@@ -18,7 +18,7 @@ from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.harbor import sources
 from nemo_gym_prorl.tasks.harbor.task_folder import parse_row
-from tests.tasks.harbor.folders import write_task
+from tests.tasks.harbor.task_files import write_task
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from nemo_gym_prorl.tasks.harbor.task_folder import (
     parse_row,
     tree,
 )
-from tests.tasks.harbor.folders import write_task
+from tests.tasks.harbor.task_files import write_task
 
 
 IMAGE = '[environment]\ndocker_image = "us/task:1"\n'
