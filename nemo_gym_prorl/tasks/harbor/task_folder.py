@@ -176,7 +176,6 @@ def make_row(
     folder = folder.resolve()
     config = parse_task_config(_text(folder, CONFIG_FILE))
     instructions = [_instruction(folder, f"steps/{step.name}/") for step in config.steps]
-    _check_tests(folder, config)
     images = _Images(folder, force_build, dict(replaced or {}), facts_of, {}, {})
     environment = config.environment
     image, facts = images.of("environment", environment.docker_image, "environment.docker_image")
@@ -329,44 +328,38 @@ class _Images:
 
 
 def _verifier_images(config: TaskConfig, images: _Images, image: str) -> dict[str, VerifierImage]:
-    """Return the images of separate verifiers: a step's own, else the task's verifier's, else the task's."""
-    found = {}
-    steps: tuple[StepConfig | None, ...] = config.steps or (None,)
-    for step in steps:
-        if not config.is_separate(step):
-            continue
-        tables: list[tuple[EnvironmentConfig | None, str, str]] = [
-            (config.verifier.environment, "tests", "verifier.environment.docker_image")
-        ]
-        if step is not None:
-            own = f"steps/{step.name}/tests"
-            tables.insert(0, (step.verifier.environment, own, "steps.verifier.environment.docker_image"))
-        used = VerifierImage(image=image)
-        for table, context, field in tables:
-            named = table.docker_image if table else None
-            if named or any((images.folder / context / name).exists() for name in ("Dockerfile", _COMPOSE_FILE)):
-                used = VerifierImage(image=images.of(context, named, field)[0], has_tests=True)
-                break
-        found[step.name if step else ""] = used
-    return found
+    """Return the images of separate verifiers: a step's own, else the task's verifier's, else the task's ``image``.
 
-
-def _check_tests(folder: Path, config: TaskConfig) -> None:
-    """Refuse a task that has neither a test script nor an image with one, or a feature without support."""
+    Raises:
+        CallerError: a step has neither a test script nor an image with one, or a feature without support.
+    """
+    folder, found = images.folder, {}
     steps: tuple[StepConfig | None, ...] = config.steps or (None,)
     for step in steps:
         above = f"steps/{step.name}/" if step else ""
         if (folder / f"{above}trajectory.json").exists():
             raise CallerError("a trajectory before the task is not supported", field=f"{above}trajectory.json")
-        places = [f"{above}tests", "tests"]
-        tables = [step.verifier.environment if step else None, config.verifier.environment]
-        has_image = any(table and table.docker_image for table in tables) or any(
-            (folder / place / name).exists() for place in places for name in ("Dockerfile", _COMPOSE_FILE)
-        )
-        if config.is_separate(step) and has_image:
-            continue
-        if not any((folder / place / "test.sh").is_file() for place in places):
+        places = [(config.verifier.environment, "tests", "verifier.environment.docker_image")]
+        if step:
+            places.insert(0, (step.verifier.environment, f"{above}tests", f"steps.{places[0][2]}"))
+        own = next((one for one in places if _has_image(folder / one[1], one[0])), None)
+        if config.is_separate(step):
+            used = VerifierImage(image=image)
+            if own:
+                table, context, field = own
+                named = table.docker_image if table else None
+                used = VerifierImage(image=images.of(context, named, field)[0], has_tests=True)
+            found[step.name if step else ""] = used
+            if own:
+                continue
+        if not any((folder / place / "test.sh").is_file() for _table, place, _field in places):
             raise CallerError("missing: there is nothing to grade with", field=f"{above}tests/test.sh")
+    return found
+
+
+def _has_image(folder: Path, table: EnvironmentConfig | None) -> bool:
+    named = bool(table and table.docker_image)
+    return named or any((folder / name).exists() for name in ("Dockerfile", _COMPOSE_FILE))
 
 
 def _limits(config: TaskConfig) -> dict[str, Any]:
