@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_gym_prorl.tasks.harbor.task_folder import make_row
 from tests.prorl_code.conftest import RESPONSE, Client
+from tests.tasks.harbor.task_files import write_task
 
 
 PLAIN = """\
@@ -36,13 +37,8 @@ def make_task(
     files: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a task: by default the answer is 42. ``files`` has further texts by path."""
-    texts = {"task.toml": toml, "instruction.md": "Answer.\n", **(files or {})}
-    texts |= {"tests/test.sh": test} if test is not None else {}
-    texts |= {"solution/solve.sh": solve} if solve is not None else {}
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    texts = {"instruction.md": "Answer.\n", "task.toml": toml, "tests/test.sh": test, "solution/solve.sh": solve}
+    return write_task(folder, {**texts, "environment/Dockerfile": None, "environment/data.txt": None, **(files or {})})
 
 
 def row_of(folder: Path, **changes: Any) -> dict[str, Any]:
