@@ -145,6 +145,49 @@ def swe(
     _convert(file, output, row_of, data_source, dry_run)
 
 
+@data_app.command("harbor")
+def harbor(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A task's folder, a folder of such folders, a registry .json, a .parquet of packed tasks, or "
+            "GIT-URL@REF[#FOLDER].",
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="NAME or NAME@VERSION of the data set in a registry. Default: the only one.")
+    ] = None,
+    replace: Annotated[
+        list[str] | None,
+        typer.Option(help="IMAGE=BASE: build on BASE where a Dockerfile says FROM IMAGE; repeatable."),
+    ] = None,
+    force_build: Annotated[
+        bool, typer.Option("--force-build", help="Build a task's Dockerfile although it names a docker_image.")
+    ] = False,
+    output: Output = None,
+    data_source: DataSource = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Convert folders of Harbor tasks: `task.toml`, `instruction.md`, `environment/`, `tests/`.
+
+    `prorl image build-all ROWS` makes the rows' images. Exit code 1 if a task is refused. docs/harbor.md lists the
+    features without support.
+    """
+    from nemo_gym_prorl.cli.data import convert_harbor
+
+    if not convert_harbor(
+        source,
+        output,
+        name=name,
+        replaced=_pairs("--replace", replace),
+        force_build=force_build,
+        data_source=data_source,
+        dry_run=dry_run,
+    ):
+        raise typer.Exit(1)
+
+
 def _convert(
     file: Path,
     output: Path | None,
@@ -287,7 +330,38 @@ def pull_images(
 
     images = commands.images_to_pull(names or [], rows, field)
     puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
-    if commands.pull(puller, images, jobs, Console(highlight=False)):
+    if not commands.pull(puller, images, jobs, Console(highlight=False)):
+        raise typer.Exit(1)
+
+
+@image_app.command("build-all")
+def build_all_images(
+    rows: Annotated[Path, typer.Argument(metavar="ROWS", exists=True, dir_okay=False, help="JSONL file of rows.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Number of images that are made at a time.")] = 2,
+    max_gb: Annotated[
+        float | None, typer.Option(min=0, help="Limit in GiB for all images; no further image is begun above it.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSONL file for the outcome of each image.")
+    ] = None,
+    tries: Annotated[int, typer.Option(min=1, help="Number of attempts per pull.")] = 4,
+) -> None:
+    """Build or pull the missing images of all rows. Exit code 1 if an image failed; run the command again to continue.
+
+    Rows of `prorl data harbor` have Dockerfiles, whose commands have your rights. Stages are shared between tasks.
+    """
+    from rich.console import Console
+
+    from nemo_gym_prorl.cli import images as commands
+    from nemo_gym_prorl.sandbox.images.pull import Puller
+    from nemo_gym_prorl.sandbox.images.store import ImageStore
+    from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+
+    console = Console(highlight=False)
+    outcomes = commands.build_all(rows, Puller(ImageStore(), require_runtime(), tries=tries), jobs, max_gb, console)
+    if report:
+        commands.write_report(outcomes, report)
+    if not commands.print_outcomes(outcomes, console):
         raise typer.Exit(1)
 
 

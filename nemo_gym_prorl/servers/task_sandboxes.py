@@ -33,11 +33,11 @@ OWN_PROVIDER = "singularity"
 LOCAL_PROVIDERS = frozenset({"apptainer", OWN_PROVIDER})
 """Providers that run Apptainer locally and can use the images that set-up builds."""
 
-_OPTIONS = ("network", "processes")
+_OPTIONS = ("network", "processes", "binds", "snapshot_paths")
 """Requirements without a field in Gym's specification, which the own provider accepts as options."""
 
-_NEEDS = {"cpus": "cpu", "disk_mib": "disk_gib"}
-"""Names of requirements by the provider's field, where they differ."""
+_NEED_OF_PROVIDER_FIELD = {"cpus": "cpu", "disk_mib": "disk_gib"}
+"""Provider's field to the requirement of :class:`.SandboxNeeds`, where the names differ."""
 
 
 class TaskSandboxes:
@@ -162,7 +162,8 @@ class TaskSandboxes:
             )
         resources = SandboxResources(cpu=needs.cpu, memory_mib=needs.memory_mib, disk_gib=needs.disk_gib)
         # Shell and kernel start in "/", which no agent can remove.
-        return SandboxSpec(image=image, workdir="/", resources=resources, provider_options=options)
+        env = dict(needs.env or {})
+        return SandboxSpec(image=image, workdir="/", env=env, resources=resources, provider_options=options)
 
 
 def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
@@ -179,6 +180,6 @@ def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:
     if not isinstance(cause, CallerError) or cause.field is None:
         return None
     name = cause.field.rpartition(".")[2]
-    need = _NEEDS.get(name, name)
+    need = _NEED_OF_PROVIDER_FIELD.get(name, name)
     asked = {field.name for field in dataclasses.fields(needs) if getattr(needs, field.name) is not None}
     return CallerError(cause.complaint, field=needs.row_field(need)) if need in asked else None

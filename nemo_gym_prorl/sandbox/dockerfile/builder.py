@@ -24,7 +24,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
@@ -204,9 +204,7 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
             f"there is no stage {request.target!r}, only {', '.join(filter(None, named)) or 'unnamed ones'}",
             field="target",
         )
-    images = {stage.base for stage in stages} | {
-        value for stage in stages for one in stage.instructions for flag, value in one.flags if flag == "from"
-    }
+    images = _images_named(stages)
     if unused := sorted(request.replaced.keys() - images):
         raise CallerError(f"no FROM names {unused[0]!r}, only {', '.join(sorted(images))}", field="--replace")
     last = named.index(request.target.lower()) if request.target else len(stages) - 1
@@ -214,6 +212,39 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
     image = build.stage_image(last, request.format or store.default_format())
     store.name(request.name, image.parent.name)
     return image
+
+
+_UNKNOWN_FOLDER = "/.of-the-base"
+
+
+def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
+    """Return the images that a Dockerfile builds on or copies from, and the user and working folder that it sets
+    whatever its bases say. Nothing is pulled or built.
+
+    Raises:
+        CallerError: the Dockerfile is wrong, or an instruction has no support; names the line.
+    """
+    try:
+        stages = split_stages(parse(path.read_text()), {}, machine())
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallerError(f"cannot be read: {error}", field="Dockerfile") from error
+    configs: list[OciConfig] = []
+    for number, stage in enumerate(stages):
+        parent = find_stage(stages[:number], stage.base)
+        base = OciConfig({}, _UNKNOWN_FOLDER) if parent is None else configs[parent]
+        configs.append(plan(stage, base, {}, machine())[1])
+    workdir = configs[-1].workdir
+    known = replace(configs[-1], workdir="" if workdir.startswith(_UNKNOWN_FOLDER) else workdir)
+    return frozenset(_images_named(stages)), known
+
+
+def _images_named(stages: Sequence[Stage]) -> set[str]:
+    """Return the images, not stages, that ``FROM`` and ``--from`` name."""
+    named = [(number, stage.base) for number, stage in enumerate(stages)]
+    for number, stage in enumerate(stages):
+        flags = [flag for one in stage.instructions for flag in one.flags]
+        named += [(number, value) for name, value in flags if name == "from" and not value.isdecimal()]
+    return {name for number, name in named if find_stage(stages[:number], name) is None}
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ class CreateRequest:
         host_gid: group id of the sandbox on the host.
         capabilities: numbers of the capabilities that root inside has beyond the default set.
         snapshot: path of the archive that the writable layer is restored from; empty for none.
+        snapshot_paths: paths inside that are restored; all if empty.
 
     The other fields are those of :class:`..spec.ContainerSpec`.
     """
@@ -69,10 +70,11 @@ class CreateRequest:
     ttl_s: float | None
     start_timeout_s: float
     snapshot: str
+    snapshot_paths: list[str]
 
     @property
     def limits(self) -> dict[int, int]:
-        """Hard limits of every program in the sandbox, by ``resource.RLIMIT_*``."""
+        """Soft and hard limits of every program in the sandbox, by ``resource.RLIMIT_*``."""
         return rlimits.program_limits(self.processes, self.disk_mib)
 
 
@@ -255,7 +257,7 @@ _TYPES = {
 
 
 Resource = Literal["disk", "memory", "processes", "terminals"]
-"""The limits of a sandbox that an agent can reach."""
+"""Resources whose exhaustion is reported to the agent by name."""
 
 SHORTAGES = {
     errno.EAGAIN: "no further process can be started on this machine for this user (ulimit -u, pids.max, pid_max)",
