@@ -200,7 +200,7 @@ def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> 
 def _check(one: RequirementSet, target: Path) -> None:
     """Install a set from the folder alone, as a verifier does."""
     with tempfile.TemporaryDirectory() as scratch:
-        environ = verifier_environment(str(target.resolve()), scratch, os.defpath) | {"HOME": scratch}
+        environ = verifier_environment(str(target.resolve()), scratch) | {"HOME": scratch, "PATH": os.defpath}
         python = ["--python", one.python] if one.python else []
         options = [word for package in one.packages for word in ("--with", package)]
         command = [target / BIN / "uv", "tool", "run", "--isolated", *python, *options, "python", "-c", ""]

@@ -13,6 +13,7 @@ from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.harbor.task import HarborTasks
 from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
+from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, PYTHON, WHEELS
 
 
 class ProRLHarborConfig(TaskServerConfig):
@@ -28,9 +29,11 @@ class ProRLHarborConfig(TaskServerConfig):
     @model_validator(mode="after")
     def _tools_are_complete(self) -> Self:
         if self.verifier_tools is not None:
-            for name in ("bin", "cache"):
+            for name in (BIN, PYTHON, WHEELS):
                 if not (self.verifier_tools / name).is_dir():
-                    raise ValueError(f"verifier_tools: there is no folder {self.verifier_tools / name}")
+                    raise ValueError(
+                        f"verifier_tools: there is no folder {self.verifier_tools / name}: prorl image tools"
+                    )
         return self
 
 

@@ -6,8 +6,8 @@ A sandbox gets these mounts, which nothing that the agent left can redirect: see
 
 - ``/tests``: a copy of the tests, read-only.
 - ``/logs/verifier``: an empty folder of the host, from which the reward is read after the sandbox has ended.
-- with verifier tools: their folder, read-only and first on ``PATH``, a writable copy of their cache, and ``env``,
-  ``uv`` and ``uvx`` in ``~/.local/bin``, where test scripts look for an installed ``uv``.
+- with verifier tools: their folder, read-only and first on ``PATH``, and ``env``, ``uv`` and ``uvx`` in
+  ``~/.local/bin``, where test scripts look for an installed ``uv``.
 
 Which of the agent's files the sandbox has depends on the mode:
 
@@ -47,6 +47,7 @@ from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.rewards import STDOUT, Outcome, read_outcome
 from nemo_gym_prorl.tasks.harbor.task_folder import tree
+from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, verifier_environment
 from nemo_gym_prorl.tasks.sandbox import HasContainer
 from nemo_gym_prorl.tasks.task import OpenSandbox
 
@@ -56,7 +57,6 @@ logger = logging.getLogger(__name__)
 TESTS = "/tests"
 LOGS = "/logs/verifier"
 TOOLS = "/opt/prorl-verifier"
-CACHE = "/opt/prorl-verifier-cache"
 ARTIFACTS = "/opt/prorl-artifacts"
 
 TRIES = 2
@@ -86,7 +86,7 @@ class VerifierSettings:
     """Settings of verification.
 
     Attributes:
-        tools: folder with ``bin`` and ``cache`` for test scripts without a network; ``None`` for none.
+        tools: folder for test scripts without a network; see :mod:`.verifier_tools`. ``None`` for none.
         output_kib: end of the tests' output that is kept.
         logs_mib: maximum size of the verifier's folder.
         reward_key: key of the reward that the policy is trained on.
@@ -294,23 +294,18 @@ class _Mounts:
         tools = self.settings.tools
         if tools is None:
             return []
-        cache, env = folder / "cache", folder / "env"
-        shutil.copytree(tools / "cache", cache, symlinks=True)
-        for path in [cache, *cache.rglob("*")]:
-            if not path.is_symlink():
-                path.chmod(0o777 if path.is_dir() else path.stat().st_mode | 0o666)
-        self.exports = f"export PATH={TOOLS}/bin:$PATH; "
-        self.env = {"UV_OFFLINE": "1", "UV_CACHE_DIR": CACHE, "UV_NO_CONFIG": "1", "UV_LINK_MODE": "copy"}
+        env = folder / "env"
+        self.exports = f"export PATH={TOOLS}/{BIN}:$PATH; "
+        self.env = verifier_environment(TOOLS, f"/tmp/prorl-{secrets.token_hex(16)}")
         env.write_text(self.exports)
         user = self._task.verifier_user(self._step)
         home = f"/home/{user}" if isinstance(user, str) and user not in ("", "root", "0") else "/root"
         installed = f"{home}/.local/bin"
-        programs = [name for name in _TOOL_PROGRAMS if (tools / "bin" / name).is_file()]
+        programs = [name for name in _TOOL_PROGRAMS if (tools / BIN / name).is_file()]
         return [
             f"{tools}:{TOOLS}:ro",
-            f"{cache}:{CACHE}",
             f"{env}:{installed}/env:ro",
-            *(f"{tools}/bin/{name}:{installed}/{name}:ro" for name in programs),
+            *(f"{tools}/{BIN}/{name}:{installed}/{name}:ro" for name in programs),
         ]
 
 

@@ -10,8 +10,8 @@ A tools folder, which ``prorl image tools`` makes, holds::
     apt.conf  lets apt fail at once, instead of retrying for seconds
 
 The folder is mounted read-only, and ``bin`` stands first on ``PATH``. It holds no ``python3``, so tests that start the
-image's Python still find it. uv installs into a scratch folder that is empty before each verification, since a cache
-that the agent could write to would let it choose the packages.
+image's Python still find it. uv installs into a new scratch folder, since a cache that the agent could write to would
+let it choose the packages.
 """
 
 from __future__ import annotations
@@ -84,17 +84,15 @@ class VerifierNeeds:
     urls: tuple[str, ...] = ()
 
 
-def verifier_environment(tools: str, scratch: str, path: str) -> dict[str, str]:
-    """Return the variables with which a verifier finds the tools.
+def verifier_environment(tools: str, scratch: str) -> dict[str, str]:
+    """Return the variables with which a verifier finds the tools; ``bin`` has to be the first folder of its ``PATH``.
 
     Args:
         tools: the tools folder, as the verifier sees it.
-        scratch: writable folder that the agent could not write to.
-        path: ``PATH`` of the verifier without the tools.
+        scratch: folder that uv makes, of a name that the agent could not know.
     """
     wheels = f"{tools}/{WHEELS}"
     return {
-        "PATH": f"{tools}/{BIN}:{path}",
         "UV_OFFLINE": "1",
         "UV_FIND_LINKS": wheels,
         "UV_PYTHON_INSTALL_DIR": f"{tools}/{PYTHON}",

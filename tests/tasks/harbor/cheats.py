@@ -123,7 +123,8 @@ PAY_IN_SHARED = frozenset(
 def make_tools(folder: Path) -> Path:
     """Make a folder of verifier tools."""
     (folder / "bin").mkdir(parents=True)
-    (folder / "cache").mkdir()
+    for name in ("python", "wheels"):
+        (folder / name).mkdir()
     for name in ("uv", "uvx"):
         (folder / "bin" / name).write_text(UVX.encode().decode("unicode_escape"))
         (folder / "bin" / name).chmod(0o755)

@@ -101,7 +101,8 @@ def test_a_verifier_installs_from_the_folder_alone(tools: Path, tmp_path: Path) 
     for name in (".config/uv/uv.toml", ".config/pip/pip.conf"):  # of an agent
         (home / name).parent.mkdir(parents=True)
         (home / name).write_text("broken")
-    environ = verifier_environment(str(tools), str(tmp_path / "scratch"), "/usr/bin:/bin") | {"HOME": str(home)}
+    environ = verifier_environment(str(tools), str(tmp_path / "scratch"))
+    environ |= {"HOME": str(home), "PATH": f"{tools}/bin:/usr/bin:/bin"}
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     script = f"uvx -p {version} -w checker==1 checker; command -v python3 pip"
     for path in (tools, *tools.rglob("*")):
