@@ -25,6 +25,7 @@ from tests.prorl_code.conftest import task_server
 
 TOOLS = {
     "prorl_code": {"bash", "python", "str_replace_editor", "submit"},
+    "prorl_harbor": {"bash", "str_replace_editor", "submit"},
     "prorl_math": {"python"},
     "prorl_stem": {"search", "python"},
     "prorl_swe": {"bash", "str_replace_editor", "submit"},
@@ -89,6 +90,7 @@ LIGHT = row_for("How fast is light in vacuum?", "3.00e8 m/s")
         ("prorl_code", {}, "verifier_metadata"),
         ("prorl_math", {"question": "?"}, "expected_answer"),
         ("prorl_math", {"question": "?", "expected_answer": "A", "options": [{"A": "x"}, {"B": "y"}]}, "options"),
+        ("prorl_harbor", {"instance_id": "a", "image": "x", "harbor": {"folder": "/a"}}, "harbor.digest"),
         ("prorl_swe", {}, "instance_id"),
         ("prorl_swe", {"instance_id": "a__b-1", "image": "x"}, "swe"),
         *(

@@ -105,8 +105,16 @@ def doctor(
         Literal["vllm", "vllm_chat", "nemo_rl", "sglang"] | None,
         typer.Option(help="Protocol of the endpoint. Default: vllm, or vllm_chat without a tokenizer."),
     ] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, exists=True, help="Check whether the tests of these Harbor tasks run offline."),
+    ] = None,
+    verifier_tools: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, exists=True, help="With --tasks: folder that `prorl image tools` made."),
+    ] = None,
 ) -> None:
-    """Check this machine, or an inference endpoint, and print how to fix each problem.
+    """Check this machine, an inference endpoint or a folder of tasks, and print how to fix each problem.
 
     Exit code 1 if rollouts cannot run.
     """
@@ -119,7 +127,12 @@ def doctor(
         policy = {"base_url": [policy_url], "model": policy_model or tokenizer or "", "api_key": policy_key}
         policy |= {"tokenizer": tokenizer, "chat_template": chat_template, "engine": engine}
         policy["tool_call_parser"] = tool_call_parser
-    if not command.show(Console(highlight=False), policy):
+    checks = None
+    if tasks is not None:
+        from nemo_gym_prorl.cli.verifier_tools import check_tasks
+
+        checks = check_tasks(tasks, verifier_tools)
+    if not command.show(Console(highlight=False), policy, checks):
         raise typer.Exit(1)
 
 

@@ -145,6 +145,49 @@ def swe(
     _convert(file, output, row_of, data_source, dry_run)
 
 
+@data_app.command("harbor")
+def harbor(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A task's folder, a folder of such folders, a registry .json, a .parquet of packed tasks, or "
+            "GIT-URL@REF[#FOLDER].",
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="NAME or NAME@VERSION of the data set in a registry. Default: the only one.")
+    ] = None,
+    replace: Annotated[
+        list[str] | None,
+        typer.Option(help="IMAGE=BASE: build on BASE where a Dockerfile says FROM IMAGE; repeatable."),
+    ] = None,
+    force_build: Annotated[
+        bool, typer.Option("--force-build", help="Build a task's Dockerfile although it names a docker_image.")
+    ] = False,
+    output: Output = None,
+    data_source: DataSource = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Convert folders of Harbor tasks: `task.toml`, `instruction.md`, `environment/`, `tests/`.
+
+    `prorl image build-all ROWS` makes the rows' images. Exit code 1 if a task is refused. docs/harbor.md lists the
+    features without support.
+    """
+    from nemo_gym_prorl.cli.data import convert_harbor
+
+    if not convert_harbor(
+        source,
+        output,
+        name=name,
+        replaced=_pairs("--replace", replace),
+        force_build=force_build,
+        data_source=data_source,
+        dry_run=dry_run,
+    ):
+        raise typer.Exit(1)
+
+
 def _convert(
     file: Path,
     output: Path | None,
@@ -287,7 +330,83 @@ def pull_images(
 
     images = commands.images_to_pull(names or [], rows, field)
     puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
-    if commands.pull(puller, images, jobs, Console(highlight=False)):
+    if not commands.pull(puller, images, jobs, Console(highlight=False)):
+        raise typer.Exit(1)
+
+
+@image_app.command("build-all")
+def build_all_images(
+    rows: Annotated[Path, typer.Argument(metavar="ROWS", exists=True, dir_okay=False, help="JSONL file of rows.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Number of images that are made at a time.")] = 2,
+    max_gb: Annotated[
+        float | None, typer.Option(min=0, help="Limit in GiB for all images; no further image is begun above it.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="JSONL file for the outcome of each image.")
+    ] = None,
+    tries: Annotated[int, typer.Option(min=1, help="Number of attempts per pull.")] = 4,
+) -> None:
+    """Build or pull the missing images of all rows. Exit code 1 if an image failed; run the command again to continue.
+
+    Rows of `prorl data harbor` have Dockerfiles, whose commands have your rights. Stages are shared between tasks.
+    """
+    from rich.console import Console
+
+    from nemo_gym_prorl.cli import images as commands
+    from nemo_gym_prorl.sandbox.images.pull import Puller
+    from nemo_gym_prorl.sandbox.images.store import ImageStore
+    from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+
+    console = Console(highlight=False)
+    outcomes = commands.build_all(rows, Puller(ImageStore(), require_runtime(), tries=tries), jobs, max_gb, console)
+    if report:
+        commands.write_report(outcomes, report)
+    if not commands.print_outcomes(outcomes, console):
+        raise typer.Exit(1)
+
+
+@image_app.command("tools")
+def make_tools(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False, help="Folder to make or complete.")],
+    tasks: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True, file_okay=False, help="Folder of Harbor tasks: hold what their tests install; repeatable."
+        ),
+    ] = None,
+    packages: Annotated[
+        list[str] | None,
+        typer.Option("--packages", help="'NAME==VERSION NAME…': Python packages installed together; repeatable."),
+    ] = None,
+    pythons: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python", help="Version that uv installs, or folder of a relocatable Python that is copied; repeatable."
+        ),
+    ] = None,
+    build: Annotated[
+        bool, typer.Option("--build", help="Build packages that have no wheel, which runs their code.")
+    ] = False,
+) -> None:
+    """Make a folder of tools for verifiers without a network: uv, Python and wheels (setting `verifier_tools`).
+
+    Exit code 1 if some packages can't be held.
+    """
+    from rich.console import Console
+
+    from nemo_gym_prorl.cli import verifier_tools
+    from nemo_gym_prorl.cli.images import progress_step
+    from nemo_gym_prorl.tasks.harbor.verifier_tools import RequirementSet
+
+    sets = [one for path in tasks or () for one in verifier_tools.sets_of_tasks(path)]
+    sets += [RequirementSet("", tuple(sorted(words.split()))) for words in packages or ()]
+    console = Console(highlight=False)
+    with progress_step(console, "tools") as say:
+        problems = verifier_tools.make_tools(folder, list(dict.fromkeys(sets)), pythons or (), say, build=build)
+        say(str(folder))
+    for problem in problems:
+        console.print(problem, markup=False, soft_wrap=True)
+    if problems:
         raise typer.Exit(1)
 
 

@@ -14,17 +14,16 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 from rich.console import Console
 
 from nemo_gym_prorl.cli.show import json_lines, json_value, visible
-from nemo_gym_prorl.cli.submit_report import RefusedRow
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
@@ -49,13 +48,20 @@ _SOURCE_FIELDS = ("source", "url", "id")
 RowOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
+class Refusal(NamedTuple):
+    """A record that is no row: its line, number or folder, and the reason with the invalid field."""
+
+    place: int | str
+    reason: str
+
+
 @dataclass(slots=True)
 class Summary:
     """Outcome of a conversion: records kept, dropped and refused."""
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    refused: list[RefusedRow] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
     samples: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
@@ -90,17 +96,44 @@ def convert(
     if output is not None and (target := output.resolve()).exists() and target.samefile(file):
         raise CallerError("is the dataset itself; choose another file", field="--output")
     unit = "line" if {".jsonl", ".csv"} & {*file.suffixes} else "record"
+    return convert_records(records(file), str(file), unit, output, row_of, data_source, dry_run=dry_run)
+
+
+def convert_records(
+    numbered: Iterable[tuple[int | str, Any]],
+    title: str,
+    unit: str,
+    output: Path | None,
+    row_of: RowOf,
+    data_source: str | None,
+    *,
+    dry_run: bool,
+) -> bool:
+    """Convert records as :func:`convert` does.
+
+    Args:
+        numbered: place and value of each record; a :class:`CallerError` as a value is a refused record.
+        title: name of the dataset, for errors.
+        unit: name of a record, for the summary.
+        output, row_of, data_source, dry_run: as in :func:`convert`.
+    """
     with nullcontext() if dry_run else _atomic_output(output) as lines:
-        summary = _convert(file, row_of, data_source, lines)
+        summary = _convert(numbered, title, row_of, data_source, lines)
         _print(summary, unit)
         if not summary.kept:
-            raise CallerError(_no_row_reason(summary, unit), field=str(file))
+            raise CallerError(_no_row_reason(summary, unit), field=title)
     return not summary.refused
 
 
-def _convert(file: Path, row_of: RowOf, data_source: str | None, lines: IO[bytes] | None) -> Summary:
+def _convert(
+    numbered: Iterable[tuple[int | str, Any]],
+    title: str,
+    row_of: RowOf,
+    data_source: str | None,
+    lines: IO[bytes] | None,
+) -> Summary:
     summary, seen = Summary(), set[bytes]()
-    for number, record in records(file):
+    for place, record in numbered:
         try:
             if isinstance(record, CallerError):
                 raise record
@@ -113,12 +146,12 @@ def _convert(file: Path, row_of: RowOf, data_source: str | None, lines: IO[bytes
             line = orjson.dumps(row if data_source is None else {**row, "data_source": data_source})
         except (UnusableRecord, UnsupportedSet) as error:
             if isinstance(error, UnsupportedSet) and not summary.kept:
-                raise UnsupportedSet(error.complaint, field=str(file)) from error
+                raise UnsupportedSet(error.complaint, field=title) from error
             summary.dropped[error.reason] += 1
         except CallerError as error:
-            summary.refused.append(RefusedRow(number, error.reason))
+            summary.refused.append(Refusal(place, error.reason))
         except orjson.JSONEncodeError as error:
-            summary.refused.append(RefusedRow(number, f"cannot be written as JSON: {error}"))
+            summary.refused.append(Refusal(place, f"cannot be written as JSON: {error}"))
         else:
             if (digest := hashlib.sha256(line).digest()) in seen:
                 summary.dropped["makes the same row as an earlier one"] += 1
@@ -139,7 +172,7 @@ def _print(summary: Summary, unit: str) -> None:
         console.print(visible(text), markup=False, soft_wrap=True)
 
     for refusal in summary.refused[:MAX_MESSAGES]:
-        say(f"{unit} {refusal.line}: {refusal.reason}")
+        say(f"{unit} {refusal.place}: {refusal.reason}")
     for reason, count in summary.dropped.most_common(MAX_MESSAGES):
         say(f"dropped {count}: {reason}")
     for number, row in enumerate(summary.samples, 1):
@@ -221,6 +254,92 @@ def _parquet(file: Path) -> Iterator[Any]:
                 yield from batch.to_pylist()
     except ArrowInvalid as error:
         raise CallerError(f"is not a valid Parquet file: {error}", field=str(file)) from error
+
+
+def convert_harbor(
+    source: str,
+    output: Path | None,
+    *,
+    name: str | None = None,
+    replaced: Mapping[str, str],
+    force_build: bool = False,
+    data_source: str | None = None,
+    dry_run: bool = False,
+) -> bool:
+    """Convert Harbor tasks as :func:`convert` converts records.
+
+    Args:
+        source: a task's folder, a folder of such folders, a registry, a file of packed tasks, or ``URL@REF[#FOLDER]``.
+        output: as in :func:`convert`.
+        name: data set of a registry.
+        replaced: image that a Dockerfile names to the base used in its place.
+        force_build: whether Dockerfiles are built although tasks name a ``docker_image``.
+        data_source: as in :func:`convert`; ``harbor`` if ``None``.
+        dry_run: as in :func:`convert`.
+
+    Raises:
+        CallerError: as :func:`convert`, or no task names an image of ``replaced``.
+        InfrastructureError: a repository cannot be fetched.
+    """
+    from nemo_gym_prorl.sandbox.dockerfile.builder import inspect_dockerfile
+    from nemo_gym_prorl.sandbox.images.reference import parse_registry
+    from nemo_gym_prorl.tasks.harbor.task_folder import DockerfileFacts, make_row
+
+    taken: dict[str, Path] = {}
+    unused = set(replaced)
+
+    def facts_of(dockerfile: Path) -> DockerfileFacts:
+        images, config = inspect_dockerfile(dockerfile)
+        return DockerfileFacts(images, config.user, config.workdir)
+
+    def row_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        folder = record["folder"]
+        row = make_row(folder, replaced=replaced, force_build=force_build, facts_of=facts_of)
+        for image in (row["image"], *(one["image"] for one in row["harbor"].get("verifier_images", {}).values())):
+            parse_registry(image, "docker_image")
+        if (other := taken.setdefault(row["instance_id"], folder)) != folder:
+            raise CallerError(f"{row['instance_id']!r} is the name of {other}, too", field="name")
+        unused.difference_update(row["harbor"].get("replaced", ()))
+        return row
+
+    def tasks() -> Iterator[tuple[str, Any]]:
+        yield from _harbor_tasks(source, name)
+        if unused:
+            raise CallerError(
+                f"no Dockerfile that is built names {min(unused)!r}; see --force-build", field="--replace"
+            )
+
+    return convert_records(tasks(), source, "task", output, row_of, data_source, dry_run=dry_run)
+
+
+def _harbor_tasks(source: str, name: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield the place of each task and its folder; a task that cannot be had is a :class:`CallerError`."""
+    from nemo_gym_prorl.sandbox.images.entries import cache_dir
+    from nemo_gym_prorl.tasks.harbor import sources
+
+    def say(text: str) -> None:
+        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+    cache, path = cache_dir() / "harbor", Path(source).expanduser()
+    if name is not None and path.suffix != ".json":
+        raise CallerError("is for a registry, a .json file", field="--name")
+    if sources.is_git_url(source):
+        yield from ((str(folder), {"folder": folder}) for folder in sources.tasks_of_url(source, cache, say))
+    elif path.suffix == ".json":
+        for place, found in sources.tasks_of_registry(path, name, cache, say):
+            yield place, found if isinstance(found, CallerError) else {"folder": found}
+    elif path.suffix == ".parquet":
+        for number, record in records(path):
+            place = f"{number} ({record.get('path')})"
+            try:
+                folder = sources.unpacked(record, cache)
+            except CallerError as error:
+                yield place, error
+            else:
+                yield place, {"folder": folder}
+    else:
+        for folder in sources.task_folders(path):
+            yield str(folder.relative_to(path) if folder != path else folder), {"folder": folder}
 
 
 def make_index(files: Sequence[Path], folder: Path) -> None:

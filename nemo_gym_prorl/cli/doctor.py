@@ -17,7 +17,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -375,19 +375,22 @@ def _last_line(text: str) -> str:
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 
 
-def show(console: Console, policy: Mapping[str, Any] | None = None) -> bool:
+def show(console: Console, policy: Mapping[str, Any] | None = None, checks: Iterable[Check] | None = None) -> bool:
     """Print the findings and their fixes; return whether rollouts can run.
 
     Args:
         console: console for the table.
         policy: settings of a :class:`PolicyConfig`; if given, its engine and tokenizer are checked, not the machine.
+        checks: if given, these are shown, and the machine is not checked.
     """
     # The start of a sandbox logs warnings about limits, which are findings of a check.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with console.status("checking"):
-            checks = list(examine()) if policy is None else asyncio.run(_examine_policy(policy))
+            if policy is not None:
+                checks = asyncio.run(_examine_policy(policy))
+            checks = list(examine() if checks is None else checks)
     finally:
         logging.disable(before)
     # Fixes are printed below findings, so that both fit a terminal of 80 columns.

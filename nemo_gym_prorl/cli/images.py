@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,11 +19,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from nemo_gym_prorl.cli.show import json_lines
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
+from nemo_gym_prorl.sandbox.images.batch import ImageJob, ImageOutcome, ImageState, make_images, pull_job
 from nemo_gym_prorl.sandbox.images.builder import BUILTIN_IMAGES, image_path
-from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_in_rows, pull_all
-from nemo_gym_prorl.sandbox.images.reference import RegistryImage, parse_registry
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
+from nemo_gym_prorl.sandbox.images.pull import Puller, images_in_rows
+from nemo_gym_prorl.sandbox.images.reference import RegistryImage, parse, parse_registry
 from nemo_gym_prorl.sandbox.images.store import Image, ImageStore
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.tasks.harbor.task_folder import HarborTask, built_image, parse_row
 
 
 GIB = 1 << 30
@@ -60,24 +71,160 @@ def images_to_pull(names: Sequence[str], rows: Path | None, field: str) -> list[
     return list(dict.fromkeys(images))
 
 
-def pull(puller: Puller, images: Sequence[RegistryImage], jobs: int, console: Console) -> list[PullOutcome]:
-    """Pull images with a progress bar, and return the failed pulls."""
-    failed: list[PullOutcome] = []
-    pulled = 0
+def pull(puller: Puller, images: Sequence[RegistryImage], jobs: int, console: Console) -> bool:
+    """Pull images with a progress bar; returns whether all are present."""
+    return print_outcomes(_run([pull_job(puller, one) for one in images], puller.store, jobs, None, console), console)
+
+
+def _run(
+    jobs: Sequence[ImageJob], store: ImageStore, parallel: int, max_gb: float | None, console: Console
+) -> list[ImageOutcome]:
+    """Make images with a progress bar; returns the outcomes."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar, closing(pull_all(puller, images, jobs)) as outcomes:
-        task = bar.add_task("pulling", total=len(images))
+    found: list[ImageOutcome] = []
+    if not jobs:
+        return found
+    max_bytes = None if max_gb is None else int(max_gb * GIB)
+    with (
+        Progress(*columns, console=console) as bar,
+        closing(make_images(jobs, store, parallel, max_bytes)) as outcomes,
+    ):
+        task = bar.add_task("images", total=len(jobs))
         for outcome in outcomes:
-            bar.advance(task)
-            pulled += outcome.new
-            if outcome.reason:
-                failed.append(outcome)
-                bar.update(task, description=f"pulling, {len(failed)} failed")
-    present = len(images) - pulled - len(failed)
-    console.print(f"{pulled} pulled, {present} already present, {len(failed)} failed")
-    for outcome in failed:
-        console.print(f"[red]{escape(outcome.uri)}[/]: {escape(outcome.reason)}", soft_wrap=True)
-    return failed
+            found.append(outcome)
+            failed = sum(bool(one.reason) for one in found)
+            bar.update(task, advance=1, description=f"images, {failed} failed" if failed else "images")
+    return found
+
+
+def print_outcomes(outcomes: Sequence[ImageOutcome], console: Console) -> bool:
+    """Print counts and the reasons of failures; returns whether all images are present."""
+    counts = Counter(outcome.state for outcome in outcomes)
+    size, seconds = sum(one.bytes for one in outcomes), sum(one.seconds for one in outcomes)
+    left = f", {counts[ImageState.NO_ROOM]} left out for lack of room" if counts[ImageState.NO_ROOM] else ""
+    console.print(
+        f"{counts[ImageState.MADE]} made ({size >> 20} MiB, {seconds:.0f} s of work), "
+        f"{counts[ImageState.PRESENT]} already present, {counts[ImageState.FAILED]} failed{left}"
+    )
+    for outcome in outcomes:
+        if outcome.reason:
+            console.print(f"[red]{escape(outcome.name)}[/]: {escape(outcome.reason)}", soft_wrap=True)
+    return not any(outcome.reason for outcome in outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class _HarborBuild:
+    """An image that is built from a Dockerfile of a Harbor task.
+
+    Attributes:
+        name: name of the image.
+        task: the task of the first row that has the image.
+        replaced: bases that replace those of this Dockerfile.
+        bases: images of registries that the Dockerfile needs.
+    """
+
+    name: str
+    task: HarborTask
+    replaced: Mapping[str, str]
+    bases: Sequence[RegistryImage]
+
+    @classmethod
+    def of(cls, name: str, task: HarborTask) -> _HarborBuild:
+        """Read the Dockerfile.
+
+        Raises:
+            CallerError: the folder has changed since the row was made, or the Dockerfile cannot be built.
+        """
+        folder = Path(task.folder, task.builds[name])
+        images = sorted(inspect_dockerfile(folder / "Dockerfile")[0])
+        replaced = {image: task.replaced[image] for image in images if image in task.replaced}
+        if built_image(Path(task.folder), task.builds[name], replaced) != name:
+            raise CallerError(f"{folder} has changed; make the rows again with `prorl data harbor`")
+        return cls(name, task, replaced, [parse_registry(image, "FROM") for image in images if image not in replaced])
+
+    def make(self, store: ImageStore, runtime: Runtime) -> Path:
+        """Build the image."""
+        folder = Path(self.task.folder, self.task.builds[self.name])
+        return build_dockerfile(
+            DockerfileRequest(folder, self.name, replaced=self.replaced), store, runtime, ignore_progress
+        )
+
+
+def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, console: Console) -> list[ImageOutcome]:
+    """Pull or build the images of all rows, with a progress bar; returns one outcome for each.
+
+    Bases of Dockerfiles are pulled first, each once. The builds on a base that cannot be had fail by its name.
+
+    Raises:
+        CallerError: a row names no image, or is no valid row of a Harbor task; names the line.
+    """
+    store = puller.store
+    outcomes: list[ImageOutcome] = []
+    pulls: dict[RegistryImage, None] = {}
+    builds: list[_HarborBuild] = []
+    for name, task in _images_of_rows(rows).items():
+        try:
+            if task is None and isinstance(wanted := parse(name), RegistryImage):
+                pulls[wanted] = None
+            elif task is None or ((entry := store.entry_named(name)) and store.payload(entry)):
+                store.find(name)
+                outcomes.append(ImageOutcome(name, ImageState.PRESENT))
+            else:
+                builds.append(_HarborBuild.of(name, task))
+        except CallerError as error:
+            outcomes.append(ImageOutcome(name, ImageState.FAILED, error.reason))
+    bases = [base for build in builds for base in build.bases]
+    wanted_first = [pull_job(puller, one) for one in dict.fromkeys([*pulls, *bases])]
+    outcomes += _run(wanted_first, store, jobs, max_gb, console)
+    missing = {outcome.name for outcome in outcomes if outcome.reason}
+    todo = []
+    for build in builds:
+        if lost := [base.uri for base in build.bases if base.uri in missing]:
+            hint = "rows made by `prorl data harbor --replace` name another base"
+            outcomes.append(ImageOutcome(build.name, ImageState.FAILED, f"its base {lost[0]} is missing; {hint}"))
+        else:
+            todo.append(ImageJob(build.name, lambda: None, partial(build.make, store, puller.runtime)))
+    return outcomes + _run(todo, store, jobs, max_gb, console)
+
+
+def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
+    """Return the images that rows name, in order; of an image to build the task that has its Dockerfile."""
+    found: dict[str, HarborTask | None] = {}
+    for number, row in json_lines(rows):
+        try:
+            if isinstance(row, CallerError):
+                raise row
+            if not isinstance(row, dict) or not isinstance(row.get("image"), str):
+                raise CallerError("names no image", field="image")
+            if "harbor" not in row:
+                found.setdefault(row["image"])
+                continue
+            task = (harbor := parse_row(row)).harbor
+            for name in (harbor.image, *(used.image for used in task.verifier_images.values())):
+                found.setdefault(name, task if name in task.builds else None)
+        except CallerError as error:
+            raise CallerError(error.reason, field=f"{rows}:{number}") from error
+    if not found:
+        raise CallerError("has no rows", field=str(rows))
+    return found
+
+
+def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
+    """Write outcomes as JSON lines, with the line of the Dockerfile that failed.
+
+    Raises:
+        CallerError: the file cannot be written.
+    """
+    lines = []
+    for one in outcomes:
+        line = re.search(r"\bDockerfile: line (\d+)\b", one.reason)
+        facts = {"image": one.name, "state": one.state, "seconds": round(one.seconds, 1), "mib": one.bytes >> 20}
+        failure = {"line": int(line[1]) if line else None, "reason": one.reason} if one.reason else {}
+        lines.append(json.dumps({**facts, **failure}) + "\n")
+    try:
+        file.write_text("".join(lines))
+    except OSError as error:
+        raise CallerError(f"cannot be written: {error.strerror}", field="--report") from error
 
 
 def show(store: ImageStore, console: Console) -> None:

@@ -152,7 +152,9 @@ def _sample(row: Mapping[str, Any], task: str, epoch: int) -> EvalSample:
     score = None
     if error is None and isinstance(reward := row.get(_REWARD), int | float):
         why = about.get("finish_reason")
-        score = Score(value=float(reward), explanation=f"the rollout ended with {why}" if why else None)
+        verdict = ": ".join(str(text) for name in ("verdict", "verdict_detail") if (text := row.get(name)))
+        said = [f"the rollout ended with {why}" if why else "", verdict, str(row.get("verifier_output") or "")]
+        score = Score(value=float(reward), explanation="\n\n".join(filter(None, said)) or None)
         transcript.events.append(ScoreEvent(score=score, scorer=_REWARD, timestamp=transcript.now, working_start=0.0))
     eval_error = None
     if error is not None:

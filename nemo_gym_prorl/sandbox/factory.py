@@ -33,10 +33,18 @@ class StartedSandbox:
         return str(self._handle.sandbox_id)
 
     async def exec(
-        self, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: int | float | None = None,
+        user: str | int | None = None,
     ) -> SandboxExecResult:
         """Run a command."""
-        return await self._provider.exec(self._handle, command, cwd=cwd, timeout_s=timeout_s)
+        options: dict[str, Any] = {"env": env, "user": user}
+        given = {name: value for name, value in options.items() if value is not None}
+        return await self._provider.exec(self._handle, command, cwd=cwd, timeout_s=timeout_s, **given)
 
     async def upload(self, local_path: Path | str, remote_path: str) -> None:
         """Copy a file into the sandbox."""
@@ -54,10 +62,20 @@ class StartedSandbox:
 class SandboxWithSessions(StartedSandbox):
     """A sandbox whose provider has shells, kernels, file access and :meth:`check`, as ``singularity`` has."""
 
-    async def shell(self, *, env: Mapping[str, str] | None = None) -> Shell:
+    @property
+    def published(self) -> tuple[str, str]:
+        """Working folder and user that the image was published with; empty if it has none."""
+        published: tuple[str, str] = self._provider.published(self._handle)
+        return published
+
+    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> Shell:
         """Start a persistent shell, which the caller closes."""
-        shell: Shell = await self._provider.shell(self._handle, env=env)
+        shell: Shell = await self._provider.shell(self._handle, env=env, user=user)
         return shell
+
+    async def download(self, remote_path: str, local_path: Path) -> None:
+        """Copy a regular file out of the sandbox."""
+        await self._provider.download_file(self._handle, remote_path, local_path)
 
     async def kernel(self) -> Kernel:
         """Start an IPython kernel, which the caller closes."""
@@ -103,7 +121,7 @@ class SandboxFactory:
 
     def __init__(self, provider: Mapping[str, Any]) -> None:
         self._provider = create_provider(provider)
-        wanted = ("shell", "kernel", "read_file", "write_file", "check", "has_room")
+        wanted = ("shell", "kernel", "read_file", "write_file", "check", "has_room", "published")
         has_all = all(hasattr(self._provider, name) for name in wanted)
         self._kind = SandboxWithSessions if has_all else StartedSandbox
 

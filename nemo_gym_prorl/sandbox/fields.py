@@ -78,7 +78,8 @@ def _has_program(argv: Sequence[str]) -> Sequence[str]:
     return argv
 
 
-def _listed(value: object) -> object:
+def listed(value: object) -> object:
+    """Return a list of OmegaConf's as a list of Python's."""
     # OmegaConf's lists are no Sequence.
     return list(value) if type(value).__module__.startswith("omegaconf") else value  # type: ignore[call-overload]
 
@@ -110,7 +111,7 @@ AnyText = Annotated[str, Strict(), AfterValidator(kernel_text)]
 Text = Annotated[AnyText, AfterValidator(_filled)]
 Command = Annotated[AnyText, AfterValidator(_command)]
 SandboxPath = Annotated[AnyText, AfterValidator(_absolute)]
-Texts = Annotated[Sequence[Text], BeforeValidator(_listed)]
+Texts = Annotated[Sequence[Text], BeforeValidator(listed)]
 Argv = Annotated[Sequence[AnyText], AfterValidator(_has_program)]
 Variables = Annotated[Mapping[Annotated[str, Strict()], Annotated[str, Strict()]], AfterValidator(_variables)]
 Mib = Annotated[Whole, Field(ge=0, le=MAX_MIB)]

@@ -161,6 +161,11 @@ class SingularityProvider(SnapshotSupport):
         # Gym 0.4 has no such state.
         return getattr(SandboxStatus, "PAUSED", SandboxStatus.UNKNOWN) if container.paused else SandboxStatus.RUNNING
 
+    def published(self, handle: SandboxHandle) -> tuple[str, str]:
+        """Return working folder and user that the image was published with; empty if it has none."""
+        container = container_of(handle)
+        return container.published_workdir, container.published_user
+
     async def check(self, handle: SandboxHandle) -> None:
         """Attribute the end of the sandbox, or of a process in it; see :meth:`.container.Container.check`.
 
@@ -189,13 +194,15 @@ class SingularityProvider(SnapshotSupport):
     async def aclose(self) -> None:
         """Do nothing: the supervisor belongs to the process, not to the provider, and ends with the process."""
 
-    async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
+    async def shell(
+        self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None, user: str | int | None = None
+    ) -> Shell:
         """Start a persistent shell in the sandbox's working folder, which the caller closes; see :class:`.Shell`.
 
         Raises:
             InfrastructureError: the image has no bash, or bash does not answer.
         """
-        return await Shell.start(container_of(handle), env=env)
+        return await Shell.start(container_of(handle), env=env, user=user)
 
     async def kernel(self, handle: SandboxHandle) -> Kernel:
         """Start an IPython kernel in the sandbox's working folder, which the caller closes; see :class:`.Kernel`.

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 from pydantic import dataclasses as pydantic_dataclasses
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
@@ -35,6 +35,7 @@ from nemo_gym_prorl.sandbox.fields import (
     Variables,
     Whole,
     checked,
+    listed,
 )
 from nemo_gym_prorl.sandbox.images import oci_config
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
@@ -62,6 +63,9 @@ MAX_START_TIMEOUT_S = 86400.0  # a day; a start takes seconds
 
 SNAPSHOT = "snapshot_id"
 """The option of a specification that names a snapshot, by Gym's name for checkpoints."""
+
+SNAPSHOT_PATHS = "snapshot_paths"
+"""The option of a specification that limits a restored snapshot to paths inside."""
 
 
 @pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class ContainerSpec(SandboxOptions):
             ``/root``, or ``/tmp`` without root.
         ttl_s: seconds after which the sandbox is ended, also while commands run.
         start_timeout_s: seconds in which the sandbox has to be up.
+        snapshot_paths: paths inside that are restored from a snapshot; all if empty.
     """
 
     image: Annotated[Path, Strict()]
@@ -118,6 +123,7 @@ class ContainerSpec(SandboxOptions):
     workdir: SandboxPath | None = None
     ttl_s: Seconds | None = None
     start_timeout_s: Annotated[Number, Field(gt=0, le=MAX_START_TIMEOUT_S)] = 60.0
+    snapshot_paths: Annotated[Sequence[SandboxPath], BeforeValidator(listed)] = ()
 
 
 @pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +172,7 @@ def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpe
         raise CallerError(
             f"must be a mapping of options; this is a {type(options).__name__}", field="provider_options"
         )
-    _refuse_unknown(options, [*SPEC_OPTIONS, SNAPSHOT], "provider_options.")
+    _refuse_unknown(options, [*SPEC_OPTIONS, SNAPSHOT, SNAPSHOT_PATHS], "provider_options.")
     for value, kind, name in (
         (spec.image, Text | None, "image"),
         (spec.entrypoint, Argv | None, "entrypoint"),
@@ -298,6 +304,7 @@ def create_request(
         ttl_s=spec.ttl_s,
         start_timeout_s=spec.start_timeout_s,
         snapshot=str(snapshot or ""),
+        snapshot_paths=list(spec.snapshot_paths),
     )
     return request, defaults
 

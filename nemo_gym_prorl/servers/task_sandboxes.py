@@ -33,7 +33,7 @@ OWN_PROVIDER = "singularity"
 LOCAL_PROVIDERS = frozenset({"apptainer", OWN_PROVIDER})
 """Providers that run Apptainer locally and can use the images that set-up builds."""
 
-_OPTIONS = ("network", "processes")
+_OPTIONS = ("network", "processes", "binds", "snapshot_paths")
 """Requirements without a field in Gym's specification, which the own provider accepts as options."""
 
 _NEED_OF_PROVIDER_FIELD = {"cpus": "cpu", "disk_mib": "disk_gib"}
@@ -162,7 +162,8 @@ class TaskSandboxes:
             )
         resources = SandboxResources(cpu=needs.cpu, memory_mib=needs.memory_mib, disk_gib=needs.disk_gib)
         # Shell and kernel start in "/", which no agent can remove.
-        return SandboxSpec(image=image, workdir="/", resources=resources, provider_options=options)
+        env = dict(needs.env or {})
+        return SandboxSpec(image=image, workdir="/", env=env, resources=resources, provider_options=options)
 
 
 def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:

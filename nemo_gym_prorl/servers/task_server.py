@@ -168,8 +168,10 @@ class TaskServer(SimpleResourcesServer):
             )
         self._task = self.make_task()
         limits = SessionLimits(max_sandbox_starts=config.max_sandbox_starts, session_ttl_s=config.session_ttl_s)
-        fetch_image = self._sandboxes.fetch_image if self._sandboxes is not None else None
-        self._sessions = Sessions(self._task, self._start_sandbox, limits, fetch_image)
+        fetch_image, delete_snapshot = None, None
+        if self._sandboxes is not None:
+            fetch_image, delete_snapshot = self._sandboxes.fetch_image, self._sandboxes.delete_snapshot
+        self._sessions = Sessions(self._task, self._start_sandbox, limits, fetch_image, delete_snapshot)
 
     @classmethod
     def run_webserver(cls) -> Any:
@@ -218,7 +220,7 @@ class TaskServer(SimpleResourcesServer):
 
     async def checkpoint_session(self, request: Request) -> dict[str, Any]:
         """Save the session between two tool calls; the reply is the checkpoint for ``/resume``."""
-        return await self._sessions.checkpoint(_key(request), self._snapshot_prefix)
+        return await self._sessions.checkpoint(_key(request), self.snapshot_prefix)
 
     async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, str]:
         """Start a session from a checkpoint."""
@@ -237,14 +239,14 @@ class TaskServer(SimpleResourcesServer):
     async def forget_checkpoints(self, body: SnapshotsRequest) -> dict[str, int]:
         """Delete snapshots of checkpoints."""
         for name in body.snapshots:
-            if self._sandboxes is not None and is_named(name, self._snapshot_prefix):
+            if self._sandboxes is not None and is_named(name, self.snapshot_prefix):
                 await self._sandboxes.delete_snapshot(name)
         return {"forgotten": len(body.snapshots)}
 
     async def renew_checkpoints(self, body: SnapshotsRequest) -> dict[str, int]:
         """Renew snapshots of checkpoints in use."""
         for name in body.snapshots:
-            if self._sandboxes is not None and is_named(name, self._snapshot_prefix):
+            if self._sandboxes is not None and is_named(name, self.snapshot_prefix):
                 await self._sandboxes.renew_snapshot(name)
         return {"renewed": len(body.snapshots)}
 
@@ -277,7 +279,7 @@ class TaskServer(SimpleResourcesServer):
         return ours and self._sessions.resumes
 
     @property
-    def _snapshot_prefix(self) -> str:
+    def snapshot_prefix(self) -> str:
         """Name prefix of this server's snapshots; only those are deleted."""
         return re.sub(r"[^A-Za-z0-9_.-]", "-", f"checkpoint-{self.config.name}")[:80]
 
@@ -349,7 +351,9 @@ class TaskServer(SimpleResourcesServer):
 
     async def _sweep_snapshots(self) -> float:
         assert self._sandboxes is not None
-        await self._sandboxes.delete_old_snapshots(self._snapshot_prefix, ORPHAN_S)
+        for name in self._sessions.snapshots:
+            await self._sandboxes.renew_snapshot(name)
+        await self._sandboxes.delete_old_snapshots(self.snapshot_prefix, ORPHAN_S)
         return SNAPSHOT_SWEEP_S
 
 

@@ -145,6 +145,44 @@ class HasCheckpoints(Protocol):
 
 
 @runtime_checkable
+class HasContainer(HasSessions, HasCheckpoints, Protocol):
+    """Sandbox with all that a container of the field's has: users, variables and an image's settings."""
+
+    @property
+    def published(self) -> tuple[str, str]:
+        """Working folder and user that the image was published with; empty if it has none."""
+        ...
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: int | float | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult: ...
+
+    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> ShellSession: ...
+
+    async def upload(self, local_path: Path | str, remote_path: str) -> None: ...
+
+    async def download(self, remote_path: str, local_path: Path) -> None: ...
+
+    async def read_file(self, path: str, *, limit: int) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes) -> bool: ...
+
+    async def has_room(self) -> bool: ...
+
+    async def check(self) -> None: ...
+
+    async def status(self) -> Enum: ...
+
+    async def stop(self) -> None: ...
+
+
+@runtime_checkable
 class HasFiles(Protocol):
     """Sandbox with direct file access. Paths are resolved inside the sandbox, with its own user's rights.
 

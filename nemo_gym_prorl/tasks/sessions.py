@@ -9,6 +9,7 @@ Invariants:
 - Release, verify and close are idempotent, and may come concurrently and in any order.
 - A session whose seeding is abandoned is not prepared further, and its sandbox is stopped.
 - Closing a session cancels extraction and grading, and returns after the grading sandboxes are gone.
+- Snapshots that tools and artefacts hold are deleted after grading, or when the session closes.
 - A policy that exceeds its sandbox's limits gets the reward 0 and never a lost session.
 - An unexpected exception of a task is an infrastructure failure and never a reward.
 - A session is closed when its caller vanishes: one with a lease after :data:`LEASE_SWEEPS` sweeps without renewal, any
@@ -42,6 +43,7 @@ from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
     CountsToolCalls,
     Grade,
+    HoldsSnapshots,
     OpenTools,
     ResumableTask,
     ResumableTools,
@@ -98,6 +100,12 @@ class _Session[Opened: OpenTools, Artefacts]:
     lease: str | None = None
     sweeps: int = 0  # since the last renewal of the lease
 
+    @property
+    def snapshots(self) -> set[str]:
+        """Return the snapshots that tools and artefacts hold."""
+        holders = (holder for holder in (self.tools, self.artefacts) if isinstance(holder, HoldsSnapshots))
+        return {name for holder in holders for name in holder.snapshots}
+
 
 @dataclass(slots=True)
 class _Seeding:
@@ -115,6 +123,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         start_sandbox: starts a sandbox; see :class:`.SandboxLifecycle`.
         limits: limits of the sessions.
         fetch_image: fetches a sandbox's image; see :class:`.SandboxLifecycle`.
+        delete_snapshot: deletes a snapshot; idempotent.
     """
 
     def __init__(
@@ -123,8 +132,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
         start_sandbox: Callable[[SandboxNeeds, str | None], Awaitable[Sandbox]],
         limits: SessionLimits,
         fetch_image: Callable[[SandboxNeeds], Awaitable[None]] | None = None,
+        delete_snapshot: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._task = task
+        self._delete_snapshot = delete_snapshot
         self._limits = limits
         self._work = ShieldedTasks()
         self._sandboxes = SandboxLifecycle(
@@ -143,6 +154,11 @@ class Sessions[Opened: OpenTools, Artefacts]:
     def resumes(self) -> bool:
         """Return whether sessions can be checkpointed and resumed elsewhere."""
         return isinstance(self._task, ResumableTask) and self._task.resumes
+
+    @property
+    def snapshots(self) -> list[str]:
+        """Return the snapshots that live sessions hold."""
+        return [name for session in self._sessions.values() for name in session.snapshots]
 
     async def seed(
         self,
@@ -370,6 +386,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         if session.work is not None:
             session.work.cancel()
         await self._release(session, keep=False)
+        await self._delete_snapshots(session)
         self._sessions.pop(key, None)
 
     async def _verify(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
@@ -379,6 +396,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             async with session.lock:
                 if session.grade is None:
                     session.grade = await self._until_closed(session, self._grade(session, response))
+                    await self._delete_snapshots(session)
                     session.artefacts = None
                 return session.grade
         finally:
@@ -459,8 +477,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
             raise session.lost
 
         @asynccontextmanager
-        async def open_sandbox(needs: SandboxNeeds | None = None) -> AsyncIterator[Sandbox]:
-            sandbox = await self._sandboxes.start(needs or session.needs or SandboxNeeds())
+        async def open_sandbox(
+            needs: SandboxNeeds | None = None, snapshot: str | None = None
+        ) -> AsyncIterator[Sandbox]:
+            sandbox = await self._sandboxes.start(needs or session.needs or SandboxNeeds(), snapshot)
             try:
                 yield sandbox
             finally:
@@ -472,6 +492,16 @@ class Sessions[Opened: OpenTools, Artefacts]:
             if not isinstance(grade, Grade):
                 raise TypeError(f"grade() must return a Grade, not {type(grade).__name__}")
             return grade
+
+    async def _delete_snapshots(self, session: _Session[Opened, Artefacts]) -> None:
+        delete = self._delete_snapshot
+        if delete is None:
+            return
+        for name in session.snapshots:
+            try:
+                await delete(name)
+            except Exception:
+                logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 
     async def _close_quietly(self, key: str) -> None:
         try:

@@ -54,6 +54,9 @@ class SandboxNeeds:
         memory_mib: memory limit in MiB.
         disk_gib: disk limit in GiB.
         processes: limit on processes and threads.
+        env: variables of all commands.
+        binds: files of the host, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``. Only of a task's own making.
+        snapshot_paths: paths inside that are restored from a snapshot; all if not given.
         fields: requirement to the row's field that sets it, where the names differ, for example ``{"image":
             "image_name"}``. Error messages name the row's field.
     """
@@ -64,6 +67,9 @@ class SandboxNeeds:
     memory_mib: int | None = None
     disk_gib: int | None = None
     processes: int | None = None
+    env: Mapping[str, str] | None = None
+    binds: Sequence[str] | None = None
+    snapshot_paths: Sequence[str] | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def row_field(self, need: str) -> str:
@@ -184,11 +190,18 @@ class ToolSet[Opened: OpenTools](Protocol):
 class OpenSandbox(Protocol):
     """Context manager of a fresh sandbox, which is stopped at the end of the block."""
 
-    def __call__(self, needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
+    def __call__(
+        self, needs: SandboxNeeds | None = None, snapshot: str | None = None
+    ) -> AbstractAsyncContextManager[Sandbox]:
         """Start a sandbox with these requirements; by default the row's own.
 
+        Args:
+            needs: the requirements. The image is the snapshot's, if there is one.
+            snapshot: snapshot whose files the sandbox has.
+
         Raises:
-            CallerError: the provider cannot meet a requirement; names the row's field.
+            CallerError: the provider cannot meet a requirement; names the row's field. ``checkpoint.snapshot``: the
+                snapshot cannot be restored.
             InfrastructureError: the sandbox could not be started.
         """
         ...
@@ -262,6 +275,17 @@ class ResumableTask(Protocol):
     """
 
     resumes: bool
+
+
+@runtime_checkable
+class HoldsSnapshots(Protocol):
+    """Tools or artefacts that own snapshots. The session deletes them after grading, or when it closes.
+
+    Attributes:
+        snapshots: names of the snapshots, which may grow while a task grades.
+    """
+
+    snapshots: Sequence[str]
 
 
 @runtime_checkable

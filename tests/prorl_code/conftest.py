@@ -20,7 +20,13 @@ from tests.rollout.serving import serve
 from tests.tasks import containers
 
 
-SERVERS = {"prorl_code": "ProRLCode", "prorl_math": "ProRLMath", "prorl_stem": "ProRLStem", "prorl_swe": "ProRLSwe"}
+SERVERS = {
+    "prorl_code": "ProRLCode",
+    "prorl_harbor": "ProRLHarbor",
+    "prorl_math": "ProRLMath",
+    "prorl_stem": "ProRLStem",
+    "prorl_swe": "ProRLSwe",
+}
 
 
 def task_server[S: TaskServer](kind: type[S], config: TaskServerConfig, global_config: Any = None) -> S:

@@ -40,6 +40,7 @@ def request_for(image: Path = Path("/image"), **changes: Any) -> CreateRequest:
         host_gid=host_id,
         binds=[],
         capabilities=[],
+        snapshot_paths=[],
         snapshot="",
         **{name: getattr(spec, name) for name in same},
     )

@@ -99,6 +99,20 @@ def test_variables_are_expanded_as_buildkit_does(lines: str, env: dict[str, str]
     assert config.env == {"PATH": DEFAULT_PATH, **env}
 
 
+@pytest.mark.parametrize(
+    ("lines", "env"),
+    [
+        ("ENV A=a\\b C=\\$V", {"A": "a\\b", "C": "\\given"}),
+        ("ENV A=`$V B=c` d", {"A": "$V", "B": "c d"}),
+        ('ENV A="`$V \\" B="`"`a"', {"A": "$V \\", "B": '"`a'}),
+        ("ENV A=1 `\n B=2", {"A": "1", "B": "2"}),
+    ],
+)
+def test_the_escape_character_can_be_another(lines: str, env: dict[str, str]) -> None:
+    _steps, config = planned(f"# escape=`\nFROM x\nARG V=given\n{lines}")
+    assert config.env == {"PATH": DEFAULT_PATH, **env}
+
+
 def test_arguments_reach_commands_and_the_stages_on_their_stage() -> None:
     text = "ARG V=1\nFROM x AS a\nARG V\nARG W=2\nENV W=3\nRUN one\nFROM A\nRUN two\nFROM x\nRUN three"
     stages = split_stages(parse(text), {}, "x86_64")
@@ -137,17 +151,21 @@ def test_the_shell_of_a_base_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "entrypoint"),
+    ("lines", "entrypoint", "command"),
     [
-        ("", ("base",)),
-        ('CMD ["a"]', ("a",)),
-        ('ENTRYPOINT ["e"]\nCMD ["a"]', ("e", "a")),
-        ('CMD ["a"]\nENTRYPOINT ["e"]', ("e", "a")),
-        ("ENTRYPOINT e f", ("/bin/sh", "-c", "e f")),
+        ("", ("base",), ("b",)),
+        ('CMD ["a"]', ("base",), ("a",)),
+        ("CMD []", ("base",), ()),
+        ('ENTRYPOINT ["e"]', ("e",), ()),
+        ('ENTRYPOINT ["e"]\nCMD ["a"]', ("e",), ("a",)),
+        ('CMD ["a"]\nENTRYPOINT ["e"]', ("e",), ("a",)),
+        ("ENTRYPOINT e f", ("/bin/sh", "-c", "e f"), ()),
     ],
 )
-def test_the_program_of_the_image(lines: str, entrypoint: tuple[str, ...]) -> None:
-    assert planned(f"FROM x\n{lines}", OciConfig({}, entrypoint=("base",)))[1].entrypoint == entrypoint
+def test_the_program_of_the_image(lines: str, entrypoint: tuple[str, ...], command: tuple[str, ...]) -> None:
+    _steps, config = planned(f"FROM x\n{lines}", OciConfig({}, entrypoint=("base",), command=("b",)))
+    config = OciConfig.parse(config.to_json())
+    assert (config.entrypoint, config.command) == (entrypoint, command)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +205,9 @@ def test_what_has_no_support_is_refused_with_its_line(line: str, reason: str) ->
     assert reason in refused.value.reason
 
 
-@pytest.mark.parametrize("text", ["", "# nothing", "RUN x\nFROM y", "# syntax=my/frontend\nFROM x"])
+@pytest.mark.parametrize(
+    "text", ["", "# nothing", "RUN x\nFROM y", "# syntax=my/frontend\nFROM x", "# escape=|\nFROM x"]
+)
 def test_what_is_no_dockerfile_is_refused(text: str) -> None:
     with pytest.raises(CallerError):
         split_stages(parse(text), {}, "x86_64")

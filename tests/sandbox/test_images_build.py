@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,22 @@ async def test_a_template_becomes_an_image_that_starts_by_its_name(
         assert done.stdout == "hello\nlocked\nhello\n"
     finally:
         await provider.close(handle)
+
+
+def test_commands_of_a_template_find_the_images_temporary_folders(
+    order: BuildRequest, store: ImageStore, runtime: Runtime, tmp_path: Path
+) -> None:
+    template = Path(order.template)
+    ours = [Path(tempfile.mkdtemp(dir=folder)) for folder in ("/tmp", "/var/tmp")]
+    hidden = " && ".join(f"test ! -e {path}" for path in ours)
+    script = f"    {hidden} && : > /tmp/a && : > /var/tmp/b\n"
+    template.write_text(f"{{{{ base }}}}\n\n%setup\n    mkdir $APPTAINER_ROOTFS/own\n\n%post\n{script}")
+    try:
+        built = build(replace(order, locks=(), variables={}), store, runtime, ignore_progress)
+    finally:
+        for path in ours:
+            path.rmdir()
+    assert [(built / name).exists() for name in ("own", "tmp/a", "var/tmp/b")] == [True, True, True]
 
 
 def test_the_same_recipe_is_built_once_and_a_changed_one_again(

@@ -101,7 +101,7 @@ async def test_a_sandbox_finds_what_the_dockerfile_says(
     assert dict(zip(looked, await said(built, *looked), strict=True)) == looked
     config = config_of(built)
     assert config is not None
-    assert config.entrypoint == ("tool",)
+    assert config.command == ("tool",)
 
 
 def test_an_unchanged_stage_is_built_once(order: DockerfileRequest, store: ImageStore, runtime: Runtime) -> None:
@@ -132,6 +132,10 @@ def test_an_unchanged_stage_is_built_once(order: DockerfileRequest, store: Image
         ("RUN no-such-program", "line 2 failed with exit code 127"),
         ("COPY nothing /x", "line 2: nothing: no such file in the context"),
         ("COPY --from=3 /x /y", "--from=3: there is no such stage"),
+        (
+            "RUN rm $(command -v chroot)\nUSER 1234\nRUN true",
+            "USER 1234: needs coreutils .* line 4 failed with exit code 1",
+        ),
     ],
 )
 def test_a_step_that_fails_is_named_by_its_line_and_leaves_no_image(
@@ -158,7 +162,7 @@ async def test_a_command_after_user_runs_as_that_user(
 ) -> None:
     runtime.activate()
     order.dockerfile.write_text(
-        "FROM python:3.13-slim\nRUN echo app:x:1000:1000::/home/app:/bin/sh >> /etc/passwd && mkdir -m 777 /home/app\n"
+        "FROM python:3.13-slim\nRUN echo app:*:1000:1000::/home/app:/bin/sh >> /etc/passwd && mkdir -m 777 /home/app\n"
         "USER app\nRUN echo $HOME $(id -u) > ~/who\n"
     )
     built = build_dockerfile(order, store, runtime, ignore_progress)
@@ -170,7 +174,7 @@ async def test_a_command_after_user_runs_as_that_user(
 
 
 USERS = """\
-RUN printf '%s\\n' app:x:1000:1000::/home/app:/bin/sh 'last:x:77:77::/l:/bin/sh' | head -c -1 >> /etc/passwd
+RUN printf '%s\\n' app:*:1000:1000::/home/app:/bin/sh 'last:*:77:77::/l:/bin/sh' | head -c -1 >> /etc/passwd
 RUN printf '%s\\n' app:x:1000: us:x:55:app >> /etc/group
 RUN mkdir -m 770 /of-root /of-us && { chgrp us /of-us || true; }
 """
@@ -205,6 +209,12 @@ AS_DOCKER = {
         ("RUN touch /of-us/1\nUSER 9:us\nRUN touch /of-us/2", "ls /of-us", "1\n2\n"),
         ("USER 77\nRUN echo $HOME > /tmp/1", "cat /tmp/1", "/l\n"),
         ("USER 1234\nRUN touch /of-root/1", "ls /of-root", "1\n"),
+    ],
+    "users need no coreutils": [
+        (f"{USERS}RUN rm $(command -v chroot)\nUSER app\nRUN echo \"$HOME it's\" > /of-us/3", "cat /of-us/3",
+         "/home/app it's\n"),
+        ("USER 1000:1000\nRUN env | grep -c -e ^USER= -e ^LOGNAME= > /tmp/4 || true", "cat /tmp/4", "0\n"),
+        ("USER root\nRUN test $(id -u) = 0 && touch /5", "ls /5", "/5\n"),
     ],
 }  # fmt: skip
 

@@ -186,10 +186,11 @@ def test_the_command_line_pulls_lists_and_removes(
     pulling = prorl(tmp_path, runtime, "pull", "--from", str(rows), "--jobs", "2", "--tries", "1")
     output = pulling.communicate(timeout=60)[0]
     assert pulling.returncode == 1
-    assert "2 pulled, 0 already present, 1 failed" in output
+    assert "2 made (8 MiB, " in output
+    assert "0 already present, 1 failed" in output
     assert missing in output
     again = prorl(tmp_path, runtime, "pull", *names)
-    assert "0 pulled, 2 already present, 0 failed" in again.communicate(timeout=60)[0]
+    assert "2 already present, 0 failed" in again.communicate(timeout=60)[0]
     assert again.returncode == 0
     listing = prorl(tmp_path, runtime, "list").communicate(timeout=60)[0]
     assert listing.count("pulled") == 2

@@ -10,7 +10,7 @@ A stage's key is a hash of its base, its steps and the files that it copies, so 
 shared by all Dockerfiles that have it. Differences from Docker:
 
 - Where the builder has one user id, every file belongs to that user, and ``RUN`` after ``USER`` runs as that user.
-- Elsewhere ``RUN`` after ``USER`` needs the ``setpriv`` of util-linux in the image.
+- Elsewhere ``RUN`` after ``USER`` needs the ``chroot`` of coreutils in the image, or a ``su`` that knows the user.
 - A folder of an archive that ``ADD`` unpacks keeps a link to a folder in the image, as ``bin`` is in many.
 - ``apt`` is told to keep its user (``APT::Sandbox::User``), which an image for sandboxes with one user needs as well.
 """
@@ -24,7 +24,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
@@ -98,15 +98,24 @@ as_user() {{
     shift
     unset OLDPWD
     home=$(home_of "${{user:-0}}")
-    if [ -n "$user" ] && [ "$owners" = -p ]; then
-        groups=--clear-groups
-        if [ -z "$group" ]; then
-            group=$(id -g "$user" 2> /dev/null || echo 0)
-            if id -u "$user" > /dev/null 2>&1; then groups=--init-groups; fi
-        fi
-        exec setpriv --reuid="$user" --regid="$group" "$groups" env HOME="$home" "$@" < /dev/null
+    if [ -z "$user" ] || [ "$owners" != -p ]; then exec env HOME="$home" "$@" < /dev/null; fi
+    own_group=$(id -g "$user" 2> /dev/null || echo 0)
+    case $(chroot --help 2>&1) in *--userspec*)
+        others=
+        if [ -n "$group" ] || ! id -u "$user" > /dev/null 2>&1; then others=--groups=; fi
+        exec chroot $others --userspec="$user:${{group:-$own_group}}" / \
+            /bin/sh -c 'cd "$0" && exec env "$@"' "$PWD" HOME="$home" "$@" < /dev/null
+    esac
+    # Alpine's chroot knows no users, and its su no groups and no numbers.
+    name=$(id -nu "$user" 2> /dev/null)
+    if [ -n "$name" ] && [ "${{group:-$own_group}}" = "$own_group" ] && command -v su > /dev/null; then
+        exec su -m -s /bin/sh "$name" -c "exec $(quoted env HOME="$home" "$@")" < /dev/null
     fi
-    exec env HOME="$home" "$@" < /dev/null
+    echo "USER $user${{group:+:$group}}: needs coreutils in the image, or su and an entry in /etc/passwd" >&2
+    return 1
+}}
+quoted() {{
+    for word; do printf "'" && printf %s "$word" | sed "s/'/'\\"'\\"'/g" && printf "' "; done
 }}
 processes=$(cd /proc && echo [0-9]*)
 # Processes that a command leaves behind end with it, as those of a container would.
@@ -132,22 +141,6 @@ unpack_one() {{
     unpack "$1" {_WORK}/single "" 755 && make_folder "$(dirname "$2")" "$3" "$4" || return
     mv "single/$5" "$(readlink -f "$2" || echo "$2")"
 }}
-"""
-
-
-_SETUP = """\
-    # The runtime shows this machine's /tmp and /var/tmp to commands. Folders of the image are bound over them, through
-    # links to where the image lies during the build. A link of the image could lead to a folder of this machine.
-    cd "$APPTAINER_ROOTFS"
-    if [ -L tmp ]; then rm tmp; fi
-    mkdir -p -m 1777 tmp
-    ln -s "$PWD/tmp" {work}/tmp
-    if [ -L var ] || [ -L var/tmp ]; then
-        ln -s "$PWD/tmp" {work}/var-tmp
-    else
-        mkdir -p -m 1777 var/tmp
-        ln -s "$PWD/var/tmp" {work}/var-tmp
-    fi
 """
 
 
@@ -211,9 +204,7 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
             f"there is no stage {request.target!r}, only {', '.join(filter(None, named)) or 'unnamed ones'}",
             field="target",
         )
-    images = {stage.base for stage in stages} | {
-        value for stage in stages for one in stage.instructions for flag, value in one.flags if flag == "from"
-    }
+    images = _images_named(stages)
     if unused := sorted(request.replaced.keys() - images):
         raise CallerError(f"no FROM names {unused[0]!r}, only {', '.join(sorted(images))}", field="--replace")
     last = named.index(request.target.lower()) if request.target else len(stages) - 1
@@ -221,6 +212,39 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
     image = build.stage_image(last, request.format or store.default_format())
     store.name(request.name, image.parent.name)
     return image
+
+
+_UNKNOWN_FOLDER = "/.of-the-base"
+
+
+def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
+    """Return the images that a Dockerfile builds on or copies from, and the user and working folder that it sets
+    whatever its bases say. Nothing is pulled or built.
+
+    Raises:
+        CallerError: the Dockerfile is wrong, or an instruction has no support; names the line.
+    """
+    try:
+        stages = split_stages(parse(path.read_text()), {}, machine())
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallerError(f"cannot be read: {error}", field="Dockerfile") from error
+    configs: list[OciConfig] = []
+    for number, stage in enumerate(stages):
+        parent = find_stage(stages[:number], stage.base)
+        base = OciConfig({}, _UNKNOWN_FOLDER) if parent is None else configs[parent]
+        configs.append(plan(stage, base, {}, machine())[1])
+    workdir = configs[-1].workdir
+    known = replace(configs[-1], workdir="" if workdir.startswith(_UNKNOWN_FOLDER) else workdir)
+    return frozenset(_images_named(stages)), known
+
+
+def _images_named(stages: Sequence[Stage]) -> set[str]:
+    """Return the images, not stages, that ``FROM`` and ``--from`` name."""
+    named = [(number, stage.base) for number, stage in enumerate(stages)]
+    for number, stage in enumerate(stages):
+        flags = [flag for one in stage.instructions for flag in one.flags]
+        named += [(number, value) for name, value in flags if name == "from" and not value.isdecimal()]
+    return {name for number, name in named if find_stage(stages[:number], name) is None}
 
 
 @dataclass(slots=True)
@@ -302,13 +326,12 @@ class _Build:
         (given / "steps.sh").write_text("".join([*script, f"cd /\nrm -rf {_WORK}\n"]))
         definition = work / "image.def"
         definition.write_text(
-            f"Bootstrap: localimage\nFrom: {base}\n\n%setup\n{_SETUP.format(work=shlex.quote(str(work)))}\n"
+            f"Bootstrap: localimage\nFrom: {base}\n\n"
             f"%files\n    {given.name} {_WORK}\n\n%post\n    /bin/sh {_WORK}/steps.sh\n"
         )
         unpacked = kind == "folder"
-        binds = {work / "tmp": "/tmp", work / "var-tmp": "/var/tmp"}
         made = build_tools.build(
-            self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=base, binds=binds
+            self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=base
         )
         shutil.rmtree(given)
         if unpacked:
@@ -338,5 +361,5 @@ def _key(base: str, steps: Sequence[Step], copies: Mapping[int, CopyPlan], confi
     """Return a hash of everything that a stage's image depends on; line numbers are left out."""
     contents = [copies[number].digest() if number in copies else "" for number in range(len(steps))]
     parts = [[type(step).__name__, *astuple(step)[1:]] for step in steps]
-    text = json.dumps([base, machine(), kind, _PRELUDE, _SETUP, parts, contents, config.to_json()], default=dict)
+    text = json.dumps([base, machine(), kind, _PRELUDE, parts, contents, config.to_json()], default=dict)
     return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]

@@ -51,6 +51,7 @@ class Instruction:
         flags: ``--name=value`` options in order; the value of a bare ``--name`` is ``"true"``.
         text: what follows the flags, with continued lines joined.
         heredocs: in order.
+        escape: character that continues lines and, in words, takes the meaning of the next one (``# escape``).
     """
 
     line: int
@@ -58,6 +59,7 @@ class Instruction:
     flags: tuple[tuple[str, str], ...]
     text: str
     heredocs: tuple[Heredoc, ...] = ()
+    escape: str = "\\"
 
     def error(self, reason: str) -> CallerError:
         """Return an error that names this instruction's line."""
@@ -96,7 +98,7 @@ def parse(text: str) -> list[Instruction]:
         if not joined:
             continue
         name, _, rest = joined.partition(" ") if " " in joined else (joined, "", "")
-        instruction = Instruction(first + 1, name.upper(), (), "")
+        instruction = Instruction(first + 1, name.upper(), (), "", escape=escape)
         if instruction.name not in _KNOWN:
             raise instruction.error("has no support here" if name.isalpha() else "is no instruction")
         flags, rest = _split_flags(rest.strip())
@@ -113,7 +115,7 @@ def _escape_character(lines: Sequence[str]) -> str:
     """Return the line continuation character, by the directives at the top.
 
     Raises:
-        CallerError: another frontend than Docker's is asked for.
+        CallerError: another frontend than Docker's is asked for, or another character than Docker allows.
     """
     escape = "\\"
     for number, line in enumerate(lines, 1):
@@ -122,6 +124,8 @@ def _escape_character(lines: Sequence[str]) -> str:
             break
         name, value = match[1].lower(), match[2]
         if name == "escape":
+            if value not in ("\\", "`"):
+                raise CallerError(f"line {number}: escape must be \\ or `, not {value}", field="Dockerfile")
             escape = value
         elif name == "syntax" and not re.match(r"(docker\.io/)?docker/dockerfile(:|$)", value):
             raise CallerError(f"line {number}: the frontend {value} has no support here", field="Dockerfile")
@@ -177,7 +181,9 @@ def _unquoted(text: str) -> str:
 
 def split_words(one: Instruction, text: str) -> list[str]:
     """Return the words of a text, split at blanks outside quotes; quotes and escapes stay."""
-    words, pattern = [], re.compile(r"(?:\\.|\"(?:\\.|[^\"\\])*\"|'[^']*'|[^\s\"'\\]|\\$)+")
+    escape = re.escape(one.escape)
+    quoted = rf"\"(?:{escape}.|[^\"{escape}])*\"|'[^']*'"
+    words, pattern = [], re.compile(rf"(?:{escape}.|{quoted}|[^\s\"'{escape}]|{escape}$)+")
     position = 0
     while position < len(text):
         if text[position].isspace():
@@ -200,7 +206,7 @@ def expand_word(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
 
 
 def expand_text(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
-    """Return a here-document's text with its variables expanded; quotes stay, a backslash escapes any character."""
+    """Return a here-document's text with its variables expanded; quotes stay, the escape character escapes any."""
     return _Expansion(one, text, scope, quotes=False).up_to("")
 
 
@@ -227,7 +233,7 @@ class _Expansion:
                 return "".join(found)
             if character == "$":
                 found.append(self._variable())
-            elif character == "\\":
+            elif character == self.one.escape:
                 found.append(self._next())
             elif character == "'" and self.quotes:
                 found.append(self._single_quoted())
@@ -261,8 +267,8 @@ class _Expansion:
                 return "".join(found)
             if character == "$":
                 character = self._variable()
-            elif character == "\\":
-                character = self._match(r'["$\\]') or character
+            elif character == self.one.escape:
+                character = self._match(f'["${re.escape(character)}]') or character
             found.append(character)
         raise self.one.error(f"{self.text}: a quote has no end")
 

@@ -147,9 +147,10 @@ class _State:
     workdir: str
     user: str
     shell: tuple[str, ...]
+    entrypoint: tuple[str, ...]
+    command: tuple[str, ...]
     args: dict[str, str] = field(default_factory=dict)
-    entrypoint: tuple[str, ...] | None = None
-    command: tuple[str, ...] | None = None
+    command_is_own: bool = False
 
     def scope(self) -> dict[str, str]:
         return {**self.args, **self.env}
@@ -167,7 +168,8 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
     Raises:
         CallerError: an instruction is wrong or has no support; names its line.
     """
-    state = _State({"PATH": DEFAULT_PATH, **base.env}, base.workdir or "/", base.user, base.shell or DEFAULT_SHELL)
+    env = {"PATH": DEFAULT_PATH, **base.env}
+    state = _State(env, base.workdir or "/", base.user, base.shell or DEFAULT_SHELL, base.entrypoint, base.command)
     steps: list[Step] = []
     for one in stage.instructions:
         if one.name in _WITHOUT_FLAGS and one.flags:
@@ -196,16 +198,16 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
             case "COPY" | "ADD":
                 steps.append(_copy_step(one, state))
             case "CMD":
-                state.command = _program(one, state)
+                state.command, state.command_is_own = _program(one, state), True
             case "ENTRYPOINT":
                 state.entrypoint = _program(one, state)
+                if not state.command_is_own:
+                    state.command = ()  # a base's arguments are for the base's program
             case _:
                 pass  # of _NO_EFFECT
-    # A base's entrypoint holds its arguments already, so a CMD of the stage replaces both.
-    own = (*(state.entrypoint or ()), *(state.command or ()))
-    entrypoint = base.entrypoint if state.entrypoint is None and state.command is None else own
     user = _owner_of(state.user).partition(":")[0]
-    return steps, OciConfig(state.env, state.workdir, user, entrypoint, shell=state.shell)
+    config = OciConfig(state.env, state.workdir, user, state.entrypoint, state.command, shell=state.shell)
+    return steps, config
 
 
 def _owner_of(user: str) -> str:

@@ -24,6 +24,7 @@ import contextlib
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import stat
@@ -234,6 +235,26 @@ _PASSED = re.compile(
 )
 
 
+_TEMPORARY = {"tmp": "/tmp", "var-tmp": "/var/tmp"}
+
+_SETUP = """
+
+%setup
+    # The runtime shows this machine's /tmp and /var/tmp to commands. Folders of the image are bound over them, through
+    # links to where the image lies during the build. A link of the image could lead to a folder of this machine.
+    cd "$APPTAINER_ROOTFS"
+    if [ -L tmp ]; then rm tmp; fi
+    mkdir -p -m 1777 tmp
+    ln -sfn "$PWD/tmp" {work}/tmp
+    if [ -L var ] || [ -L var/tmp ]; then
+        ln -sfn "$PWD/tmp" {work}/var-tmp
+    else
+        mkdir -p -m 1777 var/tmp
+        ln -sfn "$PWD/var/tmp" {work}/var-tmp
+    fi
+"""
+
+
 def build(
     runtime: Runtime,
     work: Path,
@@ -243,7 +264,6 @@ def build(
     unpacked: bool,
     credentials: bool = False,
     base: Path | None = None,
-    binds: Mapping[Path, str] | None = None,
 ) -> Path:
     """Have the runtime build an image in ``work``; returns the root folder or SIF, which belongs to the caller.
 
@@ -254,8 +274,7 @@ def build(
         timeout_s: time limit.
         unpacked: whether to make a root folder instead of a SIF.
         credentials: whether to send the user's stored registry logins.
-        base: root folder that the definition file names.
-        binds: path in ``work`` to the folder of the image where ``%post`` finds it; ``%setup`` may make the path.
+        base: root folder on which the definition file builds; ``%post`` finds its ``/tmp``, not the machine's.
 
     Raises:
         InfrastructureError: the build failed; quotes the runtime.
@@ -264,8 +283,11 @@ def build(
     _clear(target)
     environ = build_environ(runtime, work, credentials)
     options = ["--sandbox"] if unpacked else []
-    for path, inside in (binds or {}).items():
-        options += ["--bind", f"{path}:{inside}"]
+    if base:
+        with Path(source).open("a") as definition:
+            definition.write(_SETUP.format(work=shlex.quote(str(work))))  # the runtime joins sections of one name
+        for name, inside in _TEMPORARY.items():
+            options += ["--bind", f"{work / name}:{inside}"]
     if not credentials:
         # Apptainer looks below the home folder for its own logins, Docker's and Podman's.
         (work / "no-logins.json").write_text('{"auths": {}}')

@@ -48,7 +48,8 @@ class OciConfig:
         env: variables of the image.
         workdir: absolute working folder of commands; empty if not set.
         user: name or number of its user, without the group; empty for root.
-        entrypoint: entrypoint and default arguments of the image; started only on request.
+        entrypoint: program of the image (``ENTRYPOINT``); started only on request.
+        command: its default arguments, or the program where ``entrypoint`` is empty (``CMD``).
         shell: shell of a Dockerfile's commands in images built on this one (``SHELL``); empty if not set.
         extended: whether the image was built on the published one, so that its own scripts may set more variables.
     """
@@ -57,6 +58,7 @@ class OciConfig:
     workdir: str = ""
     user: str = ""
     entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
     extended: bool = False
     shell: tuple[str, ...] = ()
 
@@ -82,7 +84,8 @@ class OciConfig:
             env,
             posixpath.normpath(f"/{workdir.lstrip('/')}") if workdir else "",
             _text(config, "User").partition(":")[0],
-            (*_texts(config, "Entrypoint"), *_texts(config, "Cmd")),
+            tuple(_texts(config, "Entrypoint")),
+            tuple(_texts(config, "Cmd")),
             config.get("extended") is True,
             tuple(_texts(config, "Shell")),
         )
@@ -94,6 +97,7 @@ class OciConfig:
             "WorkingDir": self.workdir,
             "User": self.user,
             "Entrypoint": list(self.entrypoint),
+            "Cmd": list(self.command),
             "extended": self.extended,
             "Shell": list(self.shell),
         }

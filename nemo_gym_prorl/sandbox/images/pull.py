@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pull images from registries: one image, or all images that a dataset names.
+"""Pull an image from a registry, and find the images that a dataset names.
 
 Pulls are anonymous unless asked otherwise: no stored login is sent. Existing images are not pulled again, so an
 interrupted run continues image by image. Network and registry errors are retried after a growing pause; refusals of a
@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,41 +107,6 @@ class Puller:
             unpacked=unpacked,
             credentials=self.credentials,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PullOutcome:
-    """Result for one image of many: ``reason`` is empty on success, ``new`` says whether it was missing before."""
-
-    uri: str
-    reason: str = ""
-    new: bool = False
-
-
-def pull_all(puller: Puller, wanted: Iterable[RegistryImage], jobs: int) -> Generator[PullOutcome]:
-    """Pull images, ``jobs`` at a time; yields one outcome for each, in order of completion. Closing the generator ends
-    all pulls."""
-
-    def one(reference: RegistryImage) -> PullOutcome:
-        if puller.store.locate(reference):
-            return PullOutcome(reference.uri)
-        try:
-            puller.pull(reference)
-        except RolloutError as error:
-            return PullOutcome(reference.uri, error.reason)
-        except OSError as error:
-            return PullOutcome(reference.uri, str(error))
-        return PullOutcome(reference.uri, new=True)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(one, reference) for reference in dict.fromkeys(wanted)]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            build_tools.stop_all()
-            raise
 
 
 def images_in_rows(rows: Path, field: str) -> list[RegistryImage]:

@@ -10,6 +10,9 @@ layer is mounted.
 Archives are untrusted. tar runs as root of a user namespace with the sandbox's ids and without rights on the host, so
 an archive can do no more than a program in the sandbox. tar follows no link that the archive makes, and writes to no
 folder above. The sandbox's limits bound time, memory and bytes.
+
+A restored layer has nothing at the paths of the sandbox's binds, and no link, file or closed folder on the way there.
+So an archive can neither redirect a bind nor prevent the mount.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import errno
 import os
 import resource
 import signal
+import stat
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
 
@@ -90,11 +96,52 @@ def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, An
             raise OSError(errno.EBADMSG, "it was cut off")
         user_ids.become_root_of_sandbox(order.host_uid, order.host_gid, several=order.users)
         _tar(list(_EXTRACT), limit, stdin=file.fileno())
+    if order.snapshot_paths:
+        _keep_only([_parts(path) for path in order.snapshot_paths])
+    for bind in order.binds:
+        _clear(_parts(Bind.parse(bind).target))
     found = DiskUsage()
     for _ in scan(["."], [], found):
         if limit and found.disk > limit:
             raise _too_large(limit)
     return {}, []
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(part for part in os.path.normpath(path).split("/") if part)
+
+
+def _keep_only(paths: Sequence[tuple[str, ...]], folder: str = ".") -> None:
+    """Delete all but these paths below a folder; a link on the way to a path is deleted, not followed."""
+    if () in paths:
+        return
+    for entry in list(os.scandir(folder)):
+        below = [path[1:] for path in paths if path[0] == entry.name]
+        if () in below:
+            continue
+        if below and entry.is_dir(follow_symlinks=False):
+            _keep_only(below, entry.path)
+        else:
+            _delete(entry.path)
+
+
+def _clear(path: tuple[str, ...]) -> None:
+    """Delete a path, and open the folders above to all users; what is no folder there is deleted."""
+    place = "."
+    for name in path:
+        os.chmod(place, stat.S_IMODE(os.stat(place).st_mode) | 0o755)
+        place = f"{place}/{name}"
+        if not os.path.isdir(place) or os.path.islink(place):
+            break
+    if os.path.lexists(place):
+        _delete(place)
+
+
+def _delete(path: str) -> None:
+    # Not shutil.rmtree, which recurses: an archive may hold folders of any depth.
+    done = subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise OSError(errno.EBADMSG, done.stderr.strip()[:500])
 
 
 def _tar(

@@ -74,8 +74,11 @@ class ShellBusy(CallerError):
 class Shell:
     """One bash session. Belongs to one event loop; one command at a time."""
 
-    def __init__(self, container: Container, env: Mapping[str, str], cwd: str | None) -> None:
+    def __init__(
+        self, container: Container, env: Mapping[str, str], cwd: str | None, user: str | int | None = None
+    ) -> None:
         self._container = container
+        self._user = user
         self._env = env
         self._start_cwd = cwd
         self._loop = asyncio.get_running_loop()
@@ -92,7 +95,12 @@ class Shell:
 
     @classmethod
     async def start(
-        cls, container: Container, *, cwd: str | None = None, env: Mapping[str, str] | None = None
+        cls,
+        container: Container,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | int | None = None,
     ) -> Shell:
         """Start bash in a sandbox.
 
@@ -100,7 +108,7 @@ class Shell:
             InfrastructureError: the image has no bash, or bash does not answer.
             SandboxBroken: the image has bash, and programs in the sandbox broke it.
         """
-        shell = cls(container, {**VARIABLES, **(env or {})}, cwd)
+        shell = cls(container, {**VARIABLES, **(env or {})}, cwd, user)
         await shell.restart()
         return shell
 
@@ -123,6 +131,7 @@ class Shell:
                     cwd=self._start_cwd,
                     env=self._env,
                     terminal=(ROWS, COLUMNS),
+                    user=self._user,
                 )
             trouble = await self._prepare(self._bash, self._channel)
         except TimeoutError as error:

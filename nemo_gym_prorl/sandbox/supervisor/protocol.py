@@ -44,6 +44,7 @@ class CreateRequest:
         host_gid: group id of the sandbox on the host.
         capabilities: numbers of the capabilities that root inside has beyond the default set.
         snapshot: path of the archive that the writable layer is restored from; empty for none.
+        snapshot_paths: paths inside that are restored; all if empty.
 
     The other fields are those of :class:`..spec.ContainerSpec`.
     """
@@ -69,6 +70,7 @@ class CreateRequest:
     ttl_s: float | None
     start_timeout_s: float
     snapshot: str
+    snapshot_paths: list[str]
 
     @property
     def limits(self) -> dict[int, int]:

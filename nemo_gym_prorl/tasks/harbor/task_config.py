@@ -2,22 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a Harbor task: the tables of ``task.toml``, schema versions 1.0 to 1.4. Pure.
 
-Field names and defaults are those of the format. Unknown keys are ignored, as the format asks. A feature that changes
-the task and is not supported here (GPU, TPU, Compose, another operating system) is refused by name.
+Field names, defaults and checks are those of the format. Unknown keys are ignored, as the format asks. A feature that
+changes the task and has no support here is refused by name: GPU, TPU, MCP servers, Compose, another operating system.
 
-Durations are in seconds, memory and storage in MiB. ``${NAME}`` and ``${NAME:-default}`` in ``env`` tables stand for
-variables of the machine that runs the environment server.
+Durations are in seconds, memory and storage in MiB. A value ``${NAME}`` or ``${NAME:-default}`` of an ``env`` table
+stands for a variable of the machine that runs the environment server.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import posixpath
 import re
 import tomllib
+import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nemo_gym_prorl.failures import CallerError
 
@@ -29,7 +31,38 @@ NetworkMode = Literal["public", "no-network", "allowlist"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", re.IGNORECASE)
 _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
+_BRANCH = re.compile(r"str|int|float|(?:dict|literal|tuple)\[.*", re.DOTALL)
+"""What pydantic adds to the path of an error in a union: the type that was tried."""
+_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
+
+
+def _host(text: str) -> str:
+    """Return an entry of ``allowed_hosts`` in lower case: a host name, ``*.NAME``, an IP address or a CIDR range."""
+    host = text.strip().lower().rstrip(".")
+    try:
+        if "/" in host:
+            return ipaddress.ip_network(host).compressed
+        if ":" in host:
+            return ipaddress.ip_address(host).compressed
+    except ValueError:
+        pass
+    else:
+        if all(map(_LABEL.fullmatch, host.removeprefix("*.").split("."))):
+            return host
+    raise ValueError(f"{text!r} is no host name, '*.NAME', IP address or CIDR range; URLs and ports are not allowed")
+
+
+def _main_service(name: str) -> str:
+    if name != "main":
+        raise ValueError(f"{name!r} is a service of Compose, which is not supported")
+    return name
+
+
+Service = Annotated[str, AfterValidator(_main_service)]
+Hosts = tuple[Annotated[str, AfterValidator(_host)], ...]
 
 
 class _Table(BaseModel):
@@ -40,11 +73,11 @@ class NetworkOverride(_Table):
     """Network of one phase; ``None`` keeps the network of the environment."""
 
     network_mode: NetworkMode | None = None
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: Hosts = ()
 
     @model_validator(mode="after")
     def _hosts_need_an_allowlist(self) -> Self:
-        if self.allowed_hosts and self.network_mode not in ("allowlist", None):
+        if self.allowed_hosts and self.network_mode != "allowlist":
             raise ValueError("allowed_hosts: needs network_mode 'allowlist'")
         return self
 
@@ -73,7 +106,7 @@ class Artifact(_Table):
     source: str = Field(min_length=1)
     destination: str | None = None
     exclude: tuple[str, ...] = ()
-    service: Literal["main"] = "main"
+    service: Service = "main"
 
     @model_validator(mode="before")
     @classmethod
@@ -87,6 +120,13 @@ class Artifact(_Table):
             raise ValueError("must not contain '..'")
         return value
 
+    @field_validator("destination")
+    @classmethod
+    def _is_relative(cls, value: str | None) -> str | None:
+        if value and (value.startswith("/") or "\\" in value or posixpath.normpath(value) in (".", "manifest.json")):
+            raise ValueError("must be a relative path with '/', and not 'manifest.json'")
+        return value or None
+
 
 class CollectHook(_Table):
     """Command that runs after the agent and before artifacts are collected."""
@@ -94,7 +134,7 @@ class CollectHook(_Table):
     command: str = Field(min_length=1)
     timeout_sec: Seconds = 60.0
     user: str | int | None = None
-    service: Literal["main"] = "main"
+    service: Service = "main"
 
 
 class AgentConfig(NetworkOverride):
@@ -110,12 +150,13 @@ class EnvironmentConfig(NetworkOverride):
     network_mode: NetworkMode = "public"
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
-    os: Literal["linux"] = "linux"
-    cpus: float | None = Field(default=None, gt=0)
+    os: str = "linux"
+    cpus: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     memory_mb: int | None = Field(default=None, gt=0)
     storage_mb: int | None = Field(default=None, gt=0)
-    gpus: Literal[0] | None = None
-    tpu: Literal[None] = None
+    gpus: int | None = None
+    tpu: Any = None
+    mcp_servers: tuple[Any, ...] = ()
     env: Mapping[str, str] = Field(default_factory=dict)
     healthcheck: Healthcheck | None = None
     workdir: str | None = Field(default=None, pattern=r"^/")
@@ -135,15 +176,31 @@ class EnvironmentConfig(NetworkOverride):
             mib = round(float(parts[1]) * _MIB[parts[2].upper()])
             if table.setdefault(new, mib) != mib:
                 raise ValueError(f"{old}: contradicts {new}; remove one")
-        if (internet := table.pop("allow_internet", None)) is not None:
-            mode = "public" if internet else "no-network"
-            if table.setdefault("network_mode", mode) != mode:
-                raise ValueError("allow_internet: contradicts network_mode; remove one")
+        internet = table.pop("allow_internet", None)
+        if internet is not None and table.get("allowed_hosts") is None:
+            table.setdefault("network_mode", "public" if internet else "no-network")
         return table
+
+    @field_validator("gpus", "tpu", "mcp_servers")
+    @classmethod
+    def _not_supported(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("is not supported; only tasks without it can run")
+        return value
+
+    @field_validator("os")
+    @classmethod
+    def _is_linux(cls, value: str) -> str:
+        if value.lower() != "linux":
+            raise ValueError(f"{value!r} is not supported; only 'linux' is")
+        return value.lower()
 
 
 class VerifierConfig(NetworkOverride):
-    """Table ``[verifier]``; ``environment_mode`` ``None`` is ``separate`` if there is an ``environment``."""
+    """Table ``[verifier]``; ``environment_mode`` ``None`` is ``separate`` if there is an ``environment``.
+
+    A step's verifier without either has the mode of the task's: :meth:`TaskConfig.is_separate`.
+    """
 
     timeout_sec: Seconds = 600.0
     env: Mapping[str, str] = Field(default_factory=dict)
@@ -151,6 +208,12 @@ class VerifierConfig(NetworkOverride):
     environment_mode: Literal["shared", "separate"] | None = None
     environment: EnvironmentConfig | None = None
     collect: tuple[CollectHook, ...] = ()
+
+    @model_validator(mode="after")
+    def _shared_has_no_environment(self) -> Self:
+        if self.environment_mode == "shared" and self.environment is not None:
+            raise ValueError("environment_mode: 'shared' contradicts the table verifier.environment; remove one")
+        return self
 
     @property
     def separate(self) -> bool:
@@ -172,25 +235,50 @@ class StepConfig(_Table):
         min_reward: reward below which the later steps do not count: of ``reward``, or per key.
     """
 
-    name: str = Field(pattern=r"^[\w][\w.-]*$")
+    name: str = Field(min_length=1, max_length=255)
     agent: AgentConfig = AgentConfig()
     verifier: VerifierConfig = VerifierConfig()
     min_reward: float | Mapping[str, float] | None = None
     healthcheck: Healthcheck | None = None
     artifacts: tuple[Artifact, ...] = ()
 
+    @field_validator("name")
+    @classmethod
+    def _is_folder_name(cls, value: str) -> str:
+        if _NOT_PORTABLE.search(value) or not value.strip(". ") or value.endswith((".", " ")):
+            raise ValueError(f"{value!r} is no name of a folder")
+        return value
+
+
+class Package(_Table):
+    """Table ``[task]``.
+
+    Attributes:
+        name: ``ORGANISATION/NAME``.
+    """
+
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _is_package(cls, value: str) -> str:
+        if not _PACKAGE.fullmatch(value) or ".." in value:
+            raise ValueError(f"must be ORGANISATION/NAME of letters, digits, '.', '_' and '-', not {value!r}")
+        return value
+
 
 class TaskConfig(_Table):
     """All tables of ``task.toml`` that decide how a task runs."""
 
     schema_version: str = "1.4"
+    task: Package | None = None
     agent: AgentConfig = AgentConfig()
     verifier: VerifierConfig = VerifierConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     solution: SolutionConfig = SolutionConfig()
     artifacts: tuple[Artifact, ...] = ()
     steps: tuple[StepConfig, ...] = ()
-    multi_step_reward_strategy: Literal["mean", "final"] = "mean"
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -209,10 +297,30 @@ class TaskConfig(_Table):
     @field_validator("steps")
     @classmethod
     def _unique_steps(cls, value: tuple[StepConfig, ...]) -> tuple[StepConfig, ...]:
-        names = [step.name.lower() for step in value]
+        names = [unicodedata.normalize("NFC", step.name).casefold() for step in value]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two steps are named {min(twice)!r}")
         return value
+
+    @model_validator(mode="after")
+    def _steps_share_a_network(self) -> Self:
+        if len({self.agent_network(step) for step in self.steps}) > 1:
+            raise ValueError("steps: the steps' agents have different networks, but share one sandbox")
+        return self
+
+    def agent_network(self, step: StepConfig | None = None) -> NetworkOverride:
+        """Return the network of the agent's phase: the step's, else the agent's, else the environment's."""
+        for table in (step.agent if step else None, self.agent):
+            if table is not None and table.network_mode is not None:
+                return NetworkOverride(network_mode=table.network_mode, allowed_hosts=table.allowed_hosts)
+        found = self.environment
+        return NetworkOverride(network_mode=found.network_mode, allowed_hosts=found.allowed_hosts)
+
+    def is_separate(self, step: StepConfig | None = None) -> bool:
+        """Return whether the verifier of a step, or of a task without steps, gets a fresh sandbox."""
+        own = step.verifier if step else self.verifier
+        inherits = own.environment_mode is None and own.environment is None
+        return self.verifier.separate if inherits else own.separate
 
 
 def parse_task_config(text: str) -> TaskConfig:
@@ -232,7 +340,8 @@ def parse_task_config(text: str) -> TaskConfig:
 def validation_refusal(error: ValidationError) -> CallerError:
     """Return the first error of a validation as a refusal that names the key."""
     fault = error.errors(include_url=False, include_context=False)[0]
-    path, message = [str(part) for part in fault["loc"]], fault["msg"].removeprefix("Value error, ")
+    path = [str(part) for part in fault["loc"] if not _BRANCH.fullmatch(str(part))]
+    message = fault["msg"].removeprefix("Value error, ")
     if named := re.fullmatch(r"(\w+): (.*)", message, re.DOTALL):
         path.append(named[1])
         message = named[2]
@@ -241,18 +350,18 @@ def validation_refusal(error: ValidationError) -> CallerError:
 
 
 def resolve_variables(env: Mapping[str, str], variables: Mapping[str, str], table: str) -> dict[str, str]:
-    """Replace ``${NAME}`` and ``${NAME:-default}`` by variables of the machine.
+    """Replace the values ``${NAME}`` and ``${NAME:-default}`` by variables of the machine; other text stays.
 
     Raises:
         CallerError: a variable without a default is not set; names the key below ``table``.
     """
-
-    resolved = {}
+    resolved = dict(env)
     for key, value in env.items():
-        for match in _VARIABLE.finditer(value):
-            if match[2] is None and match[1] not in variables:
+        if match := _VARIABLE.fullmatch(value):
+            found = variables.get(match[1], match[2])
+            if found is None:
                 raise CallerError(f"the variable {match[1]} is not set on this machine", field=f"{table}.{key}")
-        resolved[key] = _VARIABLE.sub(lambda match: variables.get(match[1], match[2] or ""), value)
+            resolved[key] = found
     return resolved
 
 

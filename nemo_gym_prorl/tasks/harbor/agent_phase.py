@@ -1,0 +1,333 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's phase of a Harbor task: set-up of the sandbox, its steps, and the state that each step leaves.
+
+The tests are never in this sandbox, and the reference solution only if :meth:`AgentPhase.solve` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import posixpath
+import shlex
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.harbor.artifacts import collect
+from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
+from nemo_gym_prorl.tasks.harbor.task_config import Healthcheck
+from nemo_gym_prorl.tasks.harbor.task_folder import is_uploaded, tree
+from nemo_gym_prorl.tasks.sandbox import ExecResult, HasContainer, KernelSession, SandboxCheckpoint, ShellSession
+
+
+logger = logging.getLogger(__name__)
+
+SETUP_TIMEOUT_S = 600.0  # setup.sh of a step, which has no limit in the format
+
+FILES_TIMEOUT_S = 60.0  # making folders
+
+SOLUTION_TIMEOUT_S = 3600.0  # a solution of a task whose agent has no limit
+
+_MAKE_FOLDERS = """\
+mkdir -p -- {folder} /logs/agent /logs/verifier /logs/artifacts && \
+chmod 0777 /logs/agent /logs/verifier /logs/artifacts"""
+
+_EXCERPT_CHARS = 600
+
+
+class SetupFailed(InfrastructureError):
+    """The sandbox could not be set up for a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """Result of a step, for grading.
+
+    Attributes:
+        snapshot: snapshot of the sandbox; ``None`` if the verifier is separate.
+        artifacts: folder on the host with the archive of the artifacts; ``None`` if the verifier is shared.
+    """
+
+    snapshot: str | None = None
+    artifacts: tempfile.TemporaryDirectory[str] | None = None
+
+
+class UserSandbox:
+    """A sandbox whose commands run as one user, who also owns new files.
+
+    Attributes:
+        inner: the sandbox.
+        user: the user; ``None`` for the sandbox's own.
+    """
+
+    def __init__(self, inner: HasContainer) -> None:
+        self.inner = inner
+        self.user: str | int | None = None
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        timeout_s: int | float | None = None,
+    ) -> ExecResult:
+        """Run a command."""
+        return await self.inner.exec(command, cwd=cwd, timeout_s=timeout_s, user=self.user)
+
+    async def shell(self, *, env: Mapping[str, str] | None = None) -> ShellSession:
+        """Start a shell."""
+        return await self.inner.shell(env=env, user=self.user)
+
+    async def kernel(self) -> KernelSession:
+        """Start a kernel."""
+        return await self.inner.kernel()
+
+    async def upload(self, local_path: Path | str, remote_path: str) -> None:
+        """Copy a file into the sandbox."""
+        await self.inner.upload(local_path, remote_path)
+
+    async def read_file(self, path: str, *, limit: int) -> bytes:
+        """Return a file's contents."""
+        return await self.inner.read_file(path, limit=limit)
+
+    async def write_file(self, path: str, data: bytes) -> bool:
+        """Write a file."""
+        existed = await self.inner.write_file(path, data)
+        if self.user is not None and not existed:
+            await self.inner.exec(f"chown -h -- {shlex.quote(str(self.user))} {shlex.quote(path)}")
+        return existed
+
+    async def checkpoint(self, name: str) -> SandboxCheckpoint:
+        """Take a snapshot."""
+        return await self.inner.checkpoint(name)
+
+    async def has_room(self) -> bool:
+        """Return whether the host's disk has space left."""
+        return await self.inner.has_room()
+
+    async def check(self) -> None:
+        """Attribute the end of the sandbox."""
+        await self.inner.check()
+
+    async def status(self) -> Enum:
+        """Return the sandbox's status."""
+        return await self.inner.status()
+
+    async def stop(self) -> None:
+        """End the sandbox."""
+        await self.inner.stop()
+
+
+class AgentPhase:
+    """The agent's sandbox of one session.
+
+    Args:
+        task: the task.
+        sandbox: the sandbox, fresh.
+        snapshot_name: name of snapshots.
+
+    Attributes:
+        folder: working folder of the agent.
+        user: user of the agent; ``None`` for the sandbox's own.
+        number: index of the current step.
+        states: results of the steps that have ended.
+        snapshots: snapshots of these results.
+    """
+
+    def __init__(self, task: LocatedTask, sandbox: HasContainer, snapshot_name: str) -> None:
+        self.task = task
+        self.folder = "/"
+        self.user: str | int | None = None
+        self.number = 0
+        self.states: list[StepState] = []
+        self.snapshots: list[str] = []
+        self._sandbox = sandbox
+        self._snapshot_name = snapshot_name
+
+    @property
+    def step(self) -> Step:
+        """The current step."""
+        return self.task.steps[self.number]
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether no step follows."""
+        return self.number == len(self.task.steps) - 1
+
+    async def set_up(self) -> None:
+        """Prepare the sandbox for the first step.
+
+        Raises:
+            CallerError: the row's image lacks the agent's user; names the field.
+            SetupFailed: a file could not be uploaded, or a health check or ``setup.sh`` failed.
+        """
+        self.folder = self.task.working_folder(self._sandbox.published[0])
+        await self._require(_MAKE_FOLDERS.format(folder=shlex.quote(self.folder)), FILES_TIMEOUT_S)
+        await upload_environment(self._sandbox, self.task, self.folder)
+        await self._begin()
+
+    async def begin_next(self) -> str:
+        """Prepare the next step and return its instruction.
+
+        Raises:
+            SetupFailed: as :meth:`set_up`.
+            AgentError: the agent exceeded a limit of its sandbox.
+        """
+        self.number += 1
+        await self._begin()
+        return self.task.row.harbor.instructions[self.number]
+
+    async def finish(self) -> None:
+        """Save the result of the current step.
+
+        Raises:
+            AgentError: the agent wrote files that cannot be saved.
+            InfrastructureError: the sandbox has ended.
+        """
+        for hook in self.task.hooks(self.step):
+            done = await self._bash(hook.command, hook.timeout_sec, user=hook.user)
+            if done.return_code:
+                logger.warning("%s: a collect hook failed: %s", self.task.row.instance_id, excerpt(done))
+        if self.task.config.is_separate(self.step):
+            self.states.append(
+                StepState(artifacts=await collect(self._sandbox, self.task.artifacts(self.step), self.folder))
+            )
+            return
+        taken = await self._sandbox.checkpoint(self._snapshot_name)
+        self.snapshots.append(taken.name)
+        self.states.append(StepState(snapshot=taken.name))
+
+    async def solve(self) -> None:
+        """Run the reference solution of the current step. A solution that fails is graded as it is.
+
+        Raises:
+            SetupFailed: the solution could not be uploaded.
+        """
+        source = self.task.solution(self.step)
+        assert source is not None
+        await self._upload(source, "/solution")
+        await self._require("chmod +x /solution/solve.sh", FILES_TIMEOUT_S)
+        timeout_s = self.task.agent_timeout_s(self.step) or SOLUTION_TIMEOUT_S
+        command = "(/solution/solve.sh) > /logs/agent/oracle.txt 2>&1"
+        await self._bash(command, timeout_s, user=self.user, env=self.task.solution_env())
+
+    async def _begin(self) -> None:
+        step, image_user = self.step, self.task.row.harbor.image_user or self._sandbox.published[1]
+        wanted = self.task.agent_user(step)
+        self.user = await usable_user(self._sandbox, image_user if wanted is None else wanted)
+        if self.number == 0:
+            await check_health(self._sandbox, self.task.config.environment.healthcheck, self.folder)
+        if step is None:
+            return
+        workdir = self.task.step_folder(step) / "workdir"
+        if workdir.is_dir():
+            await self._upload(workdir, self.folder)
+            if (workdir / "setup.sh").is_file():
+                await self._require(f"bash {shlex.quote(self.folder.rstrip('/') + '/setup.sh')}", SETUP_TIMEOUT_S)
+        await check_health(self._sandbox, step.healthcheck, self.folder)
+
+    async def _bash(
+        self, command: str, timeout_s: float, *, user: str | int | None = None, env: dict[str, str] | None = None
+    ) -> ExecResult:
+        return await bash(self._sandbox, command, cwd=self.folder, timeout_s=timeout_s, user=user, env=env)
+
+    async def _require(self, command: str, timeout_s: float) -> None:
+        # The folder may not exist yet.
+        done = await bash(
+            self._sandbox, f"cd {shlex.quote(self.folder)} 2> /dev/null; {command}", cwd="/", timeout_s=timeout_s
+        )
+        if done.return_code or done.error_type:
+            raise SetupFailed(f"the sandbox could not be set up: {command[:200]}: {excerpt(done)}")
+
+    async def _upload(self, source: Path, target: str) -> None:
+        await upload_tree(self._sandbox, source, target, self.task.folder)
+
+
+async def bash(
+    sandbox: HasContainer,
+    command: str,
+    *,
+    cwd: str,
+    timeout_s: float,
+    user: str | int | None = None,
+    env: dict[str, str] | None = None,
+) -> ExecResult:
+    """Run a command with bash, which also runs scripts whose first line names no interpreter."""
+    return await sandbox.exec(f"exec bash -c {shlex.quote(command)}", cwd=cwd, timeout_s=timeout_s, user=user, env=env)
+
+
+async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Path) -> None:
+    """Copy the files of a task's folder ``root`` into a folder of the sandbox.
+
+    Raises:
+        SetupFailed: a path inside cannot be written.
+        InfrastructureError: the sandbox failed.
+    """
+    try:
+        for name, path in await asyncio.to_thread(lambda: list(tree(source, root))):
+            await sandbox.upload(path, posixpath.join(target, name))
+    except CallerError as error:
+        # The folder was checked, so the target is at fault.
+        raise SetupFailed(f"the files of {source.name} could not be uploaded: {error.reason}") from error
+
+
+async def upload_environment(sandbox: HasContainer, task: LocatedTask, folder: str) -> None:
+    """Copy the files of ``environment`` into the working folder, if no image is built from them.
+
+    Raises:
+        SetupFailed: as :func:`upload_tree`.
+    """
+    source = task.folder / "environment"
+    if is_uploaded(task.folder) and source.is_dir():
+        await upload_tree(sandbox, source, folder, task.folder)
+
+
+async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | int | None:
+    """Return a user if the sandbox has it; ``None`` for root, and where the sandbox has one user only.
+
+    Raises:
+        SetupFailed: the image has no such user.
+    """
+    if user in (None, "", "root", "0", 0):
+        return None
+    done = await sandbox.exec("true", cwd="/", timeout_s=FILES_TIMEOUT_S, user=user)
+    if done.error_type is None:
+        return user
+    if "has one user" in (done.stderr or ""):
+        logger.warning("commands of user %r run as the sandbox's own user: set users: true", user)
+        return None
+    raise SetupFailed(f"commands cannot run as the task's user: {excerpt(done)}")
+
+
+async def check_health(sandbox: HasContainer, check: Healthcheck | None, folder: str) -> None:
+    """Run a health check until it succeeds.
+
+    Raises:
+        SetupFailed: the check failed too often.
+    """
+    if check is None:
+        return
+    begin, failures = time.monotonic(), 0
+    while True:
+        is_starting = time.monotonic() < begin + check.start_period_sec
+        done = await bash(sandbox, check.command, cwd=folder, timeout_s=check.timeout_sec)
+        if not done.return_code:
+            return
+        if not is_starting:
+            failures += 1
+            if failures >= check.retries:
+                raise SetupFailed(f"the health check failed {failures} times: {check.command[:200]}: {excerpt(done)}")
+        await asyncio.sleep(check.start_interval_sec if is_starting else check.interval_sec)
+
+
+def excerpt(done: ExecResult) -> str:
+    """Return the end of a command's output, for messages."""
+    text = "\n".join(filter(None, [done.stdout, done.stderr])).strip()
+    status = "timed out" if done.error_type == "timeout" else f"exit code {done.return_code}"
+    return f"{status}: {text[-_EXCERPT_CHARS:]}" if text else status

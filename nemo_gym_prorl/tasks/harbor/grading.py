@@ -1,0 +1,250 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Grade a Harbor rollout: verify its steps in order, and attribute a missing verdict.
+
+No verdict is never a reward. Whether the agent prevented the verdict is decided by a control run: the task's own
+solution is played and verified on the same set-up, once per image, digest, tools and mode. If that gives a verdict,
+the agent is to blame and gets 0. Otherwise, and without a solution, the task cannot be graded here, which is a
+:class:`TaskError`.
+
+``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
+solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
+from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed, StepState
+from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
+from nemo_gym_prorl.tasks.harbor.rewards import Outcome, below_minimum, scalar, total
+from nemo_gym_prorl.tasks.harbor.verification import GradingMode, VerifierSettings, modes_of, step_name, verify
+from nemo_gym_prorl.tasks.sandbox import HasContainer
+from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
+
+
+logger = logging.getLogger(__name__)
+
+Strict = Literal["auto"] | bool
+
+RETRY_CONTROL_S = 600.0
+"""Seconds after which a control run that gave no verdict is repeated: the machine may have been at fault."""
+
+MAX_REMEMBERED_CONTROLS = 10_000  # bounds memory
+
+DETAIL_CHARS = 1000
+
+
+class HarborVerdict(StrEnum):
+    """Verdicts on Harbor tasks."""
+
+    PASSED = "passed"
+    """The reward is at least 1."""
+    PARTIAL = "partial"
+    FAILED = "failed"
+    """The reward is at most 0."""
+    TAMPERED = "tampered"
+    """The tests gave no verdict on the agent's work, but give one on the task's own solution."""
+    EXHAUSTED = EXHAUSTED
+
+
+@dataclass(slots=True)
+class HarborWork:
+    """Result of the agent's phase.
+
+    Attributes:
+        folder: working folder of the agent.
+        states: results of the steps that have ended, in order.
+        snapshots: snapshots of these results, and of control runs.
+        failed: why the next step could not be set up; empty otherwise.
+    """
+
+    folder: str
+    states: Sequence[StepState]
+    snapshots: list[str]
+    failed: str = ""
+
+
+@dataclass(slots=True)
+class _Control:
+    """Result of a control run.
+
+    Attributes:
+        problem: why a step got no verdict; empty if all did.
+        reward: reward of the solution.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    at: float | None = None
+    problem: str = ""
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """Result of verifying the steps.
+
+    Attributes:
+        rewards: reward by key, of each step that counts.
+        outcomes: outcome of each step that was verified.
+        note: why later steps do not count, or why there is no verdict.
+        no_verdict: whether a step got no verdict.
+    """
+
+    rewards: Sequence[Mapping[str, float]]
+    outcomes: Sequence[Outcome]
+    note: str = ""
+    no_verdict: bool = False
+
+
+class Grader:
+    """Grades rollouts; see the module.
+
+    Args:
+        settings: settings of verification.
+        strict: whether only the working folder and declared artifacts reach the tests of a shared verifier.
+        snapshot_name: name of snapshots.
+    """
+
+    def __init__(self, settings: VerifierSettings, strict: Strict, snapshot_name: str) -> None:
+        self._settings = settings
+        self._strict = strict
+        self._snapshot_name = snapshot_name
+        self._controls: OrderedDict[tuple[str, ...], _Control] = OrderedDict()
+
+    async def grade(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> Grade:
+        """Grade a rollout.
+
+        Raises:
+            TaskError: no policy could be graded on this row here.
+            InfrastructureError: grading failed.
+        """
+        strict = self._strict is True
+        verified = await self._verify_steps(task, work, strict, open_sandbox)
+        is_open = self._strict == "auto" and not verified.no_verdict and self._scalar(task, verified) > 0
+        if is_open and await self._strict_works(task, work, open_sandbox):
+            strict = True
+            verified = await self._verify_steps(task, work, strict, open_sandbox)
+        modes = modes_of(task, strict)
+        fields = self._fields(task, verified, modes)
+        if verified.no_verdict:
+            control = await self._control(task, work, strict, open_sandbox)
+            if control.problem:
+                output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
+                raise TaskError(
+                    f"{task.row.instance_id}: the tests gave no verdict ({verified.note}); "
+                    f"{control.problem}; the tests' output ended with: {output}"
+                )
+            return Grade(0.0, HarborVerdict.TAMPERED, verified.note[:DETAIL_CHARS], fields)
+        reward = self._scalar(task, verified)
+        verdict = HarborVerdict.FAILED if reward <= 0 else HarborVerdict.PARTIAL
+        return Grade(reward, HarborVerdict.PASSED if reward >= 1 else verdict, verified.note[:DETAIL_CHARS], fields)
+
+    def _fields(self, task: LocatedTask, verified: _Verified, modes: Sequence[GradingMode]) -> dict[str, Any]:
+        steps = [
+            {"name": step_name(step), "rewards": dict(rewards)}
+            for step, rewards in zip(task.steps, verified.rewards, strict=False)
+        ]
+        strategy = task.config.multi_step_reward_strategy
+        return {
+            "rewards": {} if verified.no_verdict else total(verified.rewards, strategy),
+            "steps": steps,
+            "grading_mode": modes[0].value,
+            "verifier_output": verified.outcomes[-1].output if verified.outcomes else "",
+        }
+
+    def _scalar(self, task: LocatedTask, verified: _Verified) -> float:
+        """Return the reward that the policy is trained on.
+
+        Raises:
+            TaskError: there are several rewards, and none has the configured key.
+        """
+        rewards = total(verified.rewards, task.config.multi_step_reward_strategy)
+        if (reward := scalar(rewards, self._settings.reward_key)) is None:
+            raise TaskError(
+                f"{task.row.instance_id}: no reward {self._settings.reward_key!r}; set reward_key to one of "
+                f"{', '.join(rewards)}"
+            )
+        return reward
+
+    async def _verify_steps(
+        self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
+    ) -> _Verified:
+        rewards: list[Mapping[str, float]] = []
+        outcomes: list[Outcome] = []
+        for step, mode, state in zip(task.steps, modes_of(task, strict), work.states, strict=False):
+            outcome = await verify(task, step, state, mode, work.folder, open_sandbox, self._settings)
+            outcomes.append(outcome)
+            if outcome.rewards is None:
+                return _Verified(rewards, outcomes, outcome.problem, no_verdict=True)
+            rewards.append(outcome.rewards)
+            if note := below_minimum(outcome.rewards, step.min_reward if step else None):
+                return _Verified(rewards, outcomes, f"step {step_name(step)}: {note}")
+        if work.failed:
+            return _Verified(rewards, outcomes, work.failed, no_verdict=True)
+        # A step that the agent did not begin counts as 0, so that ending early does not pay.
+        missing = len(task.steps) - len(work.states)
+        note = f"{missing} of {len(task.steps)} steps were not begun" if missing else ""
+        return _Verified([*rewards, *([{}] * missing)], outcomes, note)
+
+    async def _strict_works(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> bool:
+        """Return whether the mode ``strict`` can grade the task: its own solution earns all that it can."""
+        if GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
+            return False
+        strict = await self._control(task, work, True, open_sandbox)
+        if strict.problem or strict.reward <= 0 or strict.reward >= 1:
+            return not strict.problem and strict.reward > 0
+        return strict.reward >= (await self._control(task, work, False, open_sandbox)).reward
+
+    async def _control(self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox) -> _Control:
+        """Return the result of the control run, which is played once for all rollouts of the task."""
+        harbor = task.row.harbor
+        key = (task.row.image, harbor.digest, str(self._settings.tools), str(strict))
+        control = self._controls.setdefault(key, _Control())
+        while len(self._controls) > MAX_REMEMBERED_CONTROLS:
+            self._controls.popitem(last=False)
+        async with control.lock:
+            is_stale = control.at is None or (control.problem and time.monotonic() > control.at + RETRY_CONTROL_S)
+            if is_stale:
+                await self._play_solution(control, task, work, strict, open_sandbox)
+                control.at = time.monotonic()
+        return control
+
+    async def _play_solution(
+        self, control: _Control, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
+    ) -> None:
+        control.problem, control.reward = "", 0.0
+        if any(task.solution(step) is None for step in task.steps):
+            control.problem = "the task has no solution to compare with"
+            return
+        try:
+            async with open_sandbox(task.needs()) as sandbox:
+                assert isinstance(sandbox, HasContainer)
+                phase = AgentPhase(task, sandbox, self._snapshot_name)
+                try:
+                    await phase.set_up()
+                    await phase.solve()
+                    await phase.finish()
+                    while not phase.is_last:
+                        await phase.begin_next()
+                        await phase.solve()
+                        await phase.finish()
+                finally:
+                    work.snapshots += phase.snapshots
+        except (AgentError, CallerError, SetupFailed) as error:
+            control.problem = f"nor could the task's own solution be played: {error.reason}"
+            return
+        played = HarborWork(phase.folder, phase.states, [])
+        verified = await self._verify_steps(task, played, strict, open_sandbox)
+        if verified.no_verdict:
+            control.problem = f"nor on the task's own solution ({verified.note})"
+        else:
+            control.reward = self._scalar(task, verified)

@@ -1,0 +1,204 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""A Harbor task on this machine: its row, its folder, and the settings of its steps.
+
+A task without ``[[steps]]`` has one step, ``None``. A step's setting overrides the task's.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.harbor.task_config import (
+    Artifact,
+    CollectHook,
+    EnvironmentConfig,
+    NetworkOverride,
+    StepConfig,
+    TaskConfig,
+    resolve_variables,
+)
+from nemo_gym_prorl.tasks.harbor.task_folder import HarborRow, VerifierImage, folder_digest, parse_row
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+
+
+ARTIFACTS_FOLDER = "/logs/artifacts"
+"""Folder inside that is always an artifact."""
+
+Step = StepConfig | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedTask:
+    """A task on this machine.
+
+    Attributes:
+        row: the task's row.
+        folder: the task's folder.
+        variables: variables of the machine that ``env`` tables may use.
+    """
+
+    row: HarborRow
+    folder: Path
+    variables: Mapping[str, str]
+
+    @classmethod
+    def of(cls, row: Mapping[str, object], root: Path, variables: Mapping[str, str]) -> LocatedTask:
+        """Validate a row.
+
+        Args:
+            row: the row.
+            root: folder that relative folders of rows start from.
+            variables: variables of the machine that ``env`` tables may use.
+
+        Raises:
+            CallerError: the row is invalid, or names a variable that is not given; names the field.
+        """
+        parsed = parse_row(row)
+        task = cls(parsed, root / parsed.harbor.folder, variables)
+        for step in task.steps:
+            task.verifier_env(step)
+            task.verifier_needs(step)
+        task.solution_env()
+        return task
+
+    def check_folder(self) -> None:
+        """Check that the folder exists and has not changed since the row was made.
+
+        Raises:
+            CallerError: names the field.
+        """
+        if not self.folder.is_dir():
+            raise CallerError(f"there is no folder {self.folder} on this machine", field="harbor.folder")
+        if folder_digest(self.folder) != self.row.harbor.digest:
+            reason = "the folder's files changed since the row was made; make the row again"
+            raise CallerError(reason, field="harbor.digest")
+
+    @property
+    def config(self) -> TaskConfig:
+        """All tables of ``task.toml``."""
+        return self.row.harbor.config
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, at least one."""
+        return self.config.steps or (None,)
+
+    def needs(self) -> SandboxNeeds:
+        """Return the requirements of the agent's sandbox."""
+        row = self.row
+        return SandboxNeeds(
+            image=row.image,
+            network=_network(row.network),
+            cpu=row.cpu,
+            memory_mib=row.memory_mib,
+            disk_gib=row.disk_gib,
+            processes=row.processes,
+            env=self.env(self.config.environment),
+        )
+
+    def verifier_needs(self, step: Step) -> SandboxNeeds:
+        """Return the requirements of the verifier's sandbox."""
+        needs = self.needs()
+        for table in (step.verifier if step else None, self.config.verifier):
+            if table is not None and table.network_mode is not None:
+                needs = replace(needs, network=_network(_mode(table)))
+                break
+        if not self.config.is_separate(step):
+            return needs
+        own = self.separate_environment(step)
+        return replace(
+            needs,
+            image=self.separate_image(step).image,
+            env=self.env(own),
+            network=_network(_mode(own)) if "network_mode" in own.model_fields_set else needs.network,
+            cpu=own.cpus or needs.cpu,
+            memory_mib=own.memory_mb or needs.memory_mib,
+            disk_gib=math.ceil(own.storage_mb / 1024) if own.storage_mb else needs.disk_gib,
+        )
+
+    def separate_environment(self, step: Step) -> EnvironmentConfig:
+        """Return the table ``environment`` of a separate verifier: the step's, the verifier's, else the task's."""
+        own = step.verifier.environment if step else None
+        return own or self.config.verifier.environment or self.config.environment
+
+    def separate_image(self, step: Step) -> VerifierImage:
+        """Return the image of a separate verifier."""
+        return self.row.harbor.verifier_images.get(step.name if step else "") or VerifierImage(image=self.row.image)
+
+    def working_folder(self, published: str) -> str:
+        """Return the working folder of the agent, given that of the image."""
+        return posixpath.normpath(self.config.environment.workdir or self.row.harbor.image_workdir or published or "/")
+
+    def env(self, table: EnvironmentConfig) -> dict[str, str]:
+        """Return the variables of all commands of a sandbox."""
+        return resolve_variables(table.env, self.variables, "harbor.config.environment.env")
+
+    def verifier_env(self, step: Step) -> dict[str, str]:
+        """Return the variables of the tests."""
+        own = {**self.config.verifier.env, **(step.verifier.env if step else {})}
+        return resolve_variables(own, self.variables, "harbor.config.verifier.env")
+
+    def solution_env(self) -> dict[str, str]:
+        """Return the variables of the reference solution."""
+        own = resolve_variables(self.config.solution.env, self.variables, "harbor.config.solution.env")
+        return {"DEBIAN_FRONTEND": "noninteractive", **own}
+
+    def agent_user(self, step: Step) -> str | int | None:
+        """Return the user of the agent; ``None`` for the image's."""
+        own = step.agent.user if step else None
+        return self.config.agent.user if own is None else own
+
+    def verifier_user(self, step: Step) -> str | int | None:
+        """Return the user of the tests; ``None`` for the image's."""
+        own = step.verifier.user if step else None
+        return self.config.verifier.user if own is None else own
+
+    def agent_timeout_s(self, step: Step) -> float | None:
+        """Return the time limit of the agent."""
+        return (step.agent.timeout_sec if step else None) or self.config.agent.timeout_sec
+
+    def verifier_timeout_s(self, step: Step) -> float:
+        """Return the time limit of the tests."""
+        own = step.verifier if step and "timeout_sec" in step.verifier.model_fields_set else self.config.verifier
+        return own.timeout_sec
+
+    def hooks(self, step: Step) -> tuple[CollectHook, ...]:
+        """Return the commands after the agent."""
+        return (*self.config.verifier.collect, *(step.verifier.collect if step else ()))
+
+    def artifacts(self, step: Step) -> tuple[Artifact, ...]:
+        """Return the artifacts."""
+        own = step.artifacts if step else ()
+        return (Artifact(source=ARTIFACTS_FOLDER), *self.config.artifacts, *own)
+
+    def step_folder(self, step: StepConfig) -> Path:
+        """Return the folder of a step."""
+        return self.folder / "steps" / step.name
+
+    def tests(self, step: Step) -> list[Path]:
+        """Return the folders of the tests; a file of a later one replaces that of an earlier one."""
+        folders = [self.folder / "tests", *([self.step_folder(step) / "tests"] if step else [])]
+        return [folder for folder in folders if folder.is_dir()]
+
+    def solution(self, step: Step) -> Path | None:
+        """Return the folder of the reference solution; ``None`` if there is none."""
+        folders = [*([self.step_folder(step) / "solution"] if step else []), self.folder / "solution"]
+        return next((folder for folder in folders if (folder / "solve.sh").is_file()), None)
+
+
+def _mode(table: NetworkOverride) -> str | tuple[str, ...] | None:
+    """Return the network of a table in a row's notation."""
+    if table.network_mode == "allowlist":
+        return table.allowed_hosts
+    return "none" if table.network_mode == "no-network" else "public"
+
+
+def _network(mode: str | tuple[str, ...] | None) -> bool | None:
+    """Return the requirement of a row's ``network``; ``None`` for the server's value."""
+    return None if mode is None else mode != "none"

@@ -1,0 +1,197 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Read what a Harbor verifier left on the host, by the rules of the format, and total the steps.
+
+The folder is untrusted: code of the agent may have written to it. Only regular files of limited size are read, no link
+is followed, and no read blocks. It is read after all processes of the sandbox have ended.
+
+A verdict is a finite number by key. ``reward.json`` counts before ``reward.txt``. The exit code of the tests means
+nothing. There is no verdict without a reward file, with an empty, damaged or non-finite one, or without a test report
+that the test script asks for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+MAX_REWARD_BYTES = 64 << 10
+MAX_REPORT_BYTES = 16 << 20
+
+STDOUT = "test-stdout.txt"
+REWARD_KEY = "reward"
+
+_REPORT_OPTION = re.compile(
+    r"""--(?:ctrf|junit-?xml|json-report-file)(?:=|\s+)(?P<quote>["']?)/logs/verifier/(?P<name>[\w./-]+)(?P=quote)"""
+)
+"""A report of pytest in the folder of the verifier's logs."""
+
+_SUITE = re.compile(r"<testsuite\s[^>]*>")
+_COUNT = re.compile(r'\b(tests|failures|errors|skipped)="(\d{1,9})"')
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of one verification.
+
+    Attributes:
+        rewards: reward by key; ``None`` without a verdict.
+        problem: why there is no verdict, or why it is suspect.
+        output: end of the tests' output.
+    """
+
+    rewards: Mapping[str, float] | None = None
+    problem: str = ""
+    output: str = ""
+
+
+class Unreadable(Exception):
+    """A file is missing, no regular file, or too long; the message says which."""
+
+
+def read_outcome(folder: Path, script: str, output_bytes: int, key: str) -> Outcome:
+    """Return the outcome of a verification.
+
+    Args:
+        folder: the host's folder that the sandbox saw as ``/logs/verifier``.
+        script: the text of the test script, which names its reports.
+        output_bytes: maximum bytes of ``output``.
+        key: key of the reward that the policy is trained on.
+    """
+    output = _tail(folder / STDOUT, output_bytes)
+    try:
+        rewards = _read_rewards(folder)
+        for report in reports_of(script):
+            passed = _passed(report, read_file(folder, report, MAX_REPORT_BYTES))
+            if passed == 0 and rewards.get(key, 0.0) >= 1.0:
+                return Outcome(None, f"the reward is {rewards[key]:g}, but in {report} no test passed", output)
+    except Unreadable as error:
+        return Outcome(None, str(error), output)
+    return Outcome(rewards, "", output)
+
+
+def reports_of(script: str) -> list[str]:
+    """Return the reports that a test script asks for, relative to the folder of the verifier's logs."""
+    lines = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
+    found = _REPORT_OPTION.finditer("\n".join(lines).replace("\\\n", " "))
+    return [name for match in found if ".." not in (name := match["name"]).split("/")]
+
+
+def read_file(folder: Path, name: str, limit: int) -> bytes:
+    """Return a regular file below a folder without following links.
+
+    Raises:
+        Unreadable: the file is missing, no regular file, or longer than ``limit``.
+    """
+    opened = []
+    try:
+        opened.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        *parents, last = [part for part in name.split("/") if part not in ("", ".")]
+        for part in parents:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            opened.append(os.open(part, flags, dir_fd=opened[-1]))
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        opened.append(os.open(last, flags, dir_fd=opened[-1]))
+        found = os.fstat(opened[-1])
+        if not stat.S_ISREG(found.st_mode):
+            raise Unreadable(f"{name} is no regular file")
+        if found.st_size > limit:
+            raise Unreadable(f"{name} has {found.st_size} bytes; at most {limit} are read")
+        return os.pread(opened[-1], limit, 0)
+    except FileNotFoundError as error:
+        raise Unreadable(f"the tests wrote no {name}") from error
+    except OSError as error:
+        raise Unreadable(f"{name} cannot be read: {error.strerror}") from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _read_rewards(folder: Path) -> dict[str, float]:
+    name = "reward.json" if os.path.lexists(folder / "reward.json") else "reward.txt"
+    try:
+        text = read_file(folder, name, MAX_REWARD_BYTES).decode()
+        if not text:
+            raise Unreadable(f"{name} is empty")
+        found: Any = float(text) if name == "reward.txt" else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{name} cannot be parsed: {str(error)[:200]}") from error
+    rewards = found if isinstance(found, dict) else {REWARD_KEY: found}
+    for value in rewards.values():
+        if not isinstance(value, int | float):
+            raise Unreadable(f"{name} has {value!r:.100}, which is no number")
+        if not _is_finite(value):
+            raise Unreadable(f"{name} has {value!r:.100}, which is not finite")
+    if not rewards:
+        raise Unreadable(f"{name} has no reward")
+    return {key: float(value) for key, value in rewards.items()}
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
+
+
+def _passed(name: str, content: bytes) -> int | None:
+    """Return the number of passed tests of a report; ``None`` if its format is unknown."""
+    text = content.decode("utf-8", "replace")
+    if suites := _SUITE.findall(text):
+        counts = [{count: int(value) for count, value in _COUNT.findall(suite)} for suite in suites]
+        return sum(2 * one.get("tests", 0) - sum(one.values()) for one in counts)
+    try:
+        report = json.loads(text)
+        summary = report.get("results", report)["summary"]
+        return int(summary.get("passed", 0))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Unreadable(f"{name} is no test report") from error
+
+
+def _tail(path: Path, limit: int) -> str:
+    """Return the end of a file that is untrusted; empty if it is no regular file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            return ""
+        return os.pread(descriptor, limit, max(0, found.st_size - limit)).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def below_minimum(rewards: Mapping[str, float], minimum: float | Mapping[str, float] | None) -> str:
+    """Return why a step's rewards are below its ``min_reward``; empty if they are not. A missing key is below any."""
+    if minimum is None:
+        return ""
+    thresholds = minimum if isinstance(minimum, Mapping) else {REWARD_KEY: minimum}
+    for key, threshold in thresholds.items():
+        if (found := rewards.get(key, -math.inf)) < threshold:
+            return f"{key} is {found:g}, below min_reward {threshold:g}"
+    return ""
+
+
+def total(steps: Sequence[Mapping[str, float]], strategy: Literal["mean", "final"] | None) -> dict[str, float]:
+    """Return the rewards of a task: by key the mean of its steps, where a missing key is 0, or those of the last."""
+    keys = sorted({key for rewards in steps for key in rewards})
+    if strategy == "final":
+        return {key: steps[-1].get(key, 0.0) for key in keys}
+    return {key: sum(rewards.get(key, 0.0) for rewards in steps) / len(steps) for key in keys}
+
+
+def scalar(rewards: Mapping[str, float], key: str) -> float | None:
+    """Return the reward of a key, or the only one; ``None`` if there are several others."""
+    if key in rewards:
+        return rewards[key]
+    return next(iter(rewards.values())) if len(rewards) == 1 else None

@@ -1,0 +1,247 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Places of Harbor tasks: folders, registry files, git repositories and packed tasks.
+
+Repositories and packed tasks are unpacked below a cache folder, each version into a folder of its own that stays as it
+is: rows name paths in it. They are untrusted: nothing of them is executed, and nothing is written outside that folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.harbor.task_config import validation_refusal
+from nemo_gym_prorl.tasks.harbor.task_folder import CONFIG_FILE, MAX_FILES
+
+
+GIT_TIMEOUT_S = 1800.0  # large repositories over slow connections
+
+MAX_TASK_BYTES = 2 << 30
+"""Bytes of an unpacked task; protects the disk from a packed task that is a decompression bomb."""
+
+_GIT_URL = re.compile(
+    r"(?P<url>(?:(?:https?|ssh|git|file)://[^/#\s]*/|[\w.-]+@[\w.-]+:)[^#\s]+?)"
+    r"(?:@(?P<ref>\w[\w./+-]*))?(?:#(?P<path>[^#]+))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Progress = Callable[[str], None]
+
+
+class RegistryTask(BaseModel):
+    """A task of a registry: a folder of a repository, or without ``git_url`` a folder on this machine."""
+
+    name: str
+    path: str
+    git_url: str | None = None
+    git_commit_id: str | None = None
+
+
+class RegistryDataset(BaseModel):
+    """A data set of a registry."""
+
+    name: str
+    version: str = ""
+    tasks: list[RegistryTask] = Field(default_factory=list)
+
+
+def task_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders with a ``task.toml``, sorted: the folder itself, or those at any depth below it.
+
+    Links to folders are not followed, and hidden folders are left out.
+
+    Raises:
+        CallerError: the folder does not exist or has no task.
+    """
+    if not folder.is_dir():
+        raise CallerError("is no folder", field=str(folder))
+    found = False
+    for name, folders, files in os.walk(folder):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        if CONFIG_FILE in files:
+            folders.clear()
+            found = True
+            yield Path(name)
+    if not found:
+        raise CallerError(f"has no folder with a {CONFIG_FILE}", field=str(folder))
+
+
+def is_git_url(source: str) -> bool:
+    """Return whether a source is the address of a repository."""
+    return _GIT_URL.fullmatch(source) is not None and not Path(source).exists()
+
+
+def tasks_of_url(source: str, cache: Path, progress: Progress) -> Iterator[Path]:
+    """Yield the folders of the tasks of ``URL@REF`` or ``URL@REF#FOLDER``.
+
+    Raises:
+        CallerError: the reference is missing, or the folder has no task.
+        InfrastructureError: git failed.
+    """
+    parts = _GIT_URL.fullmatch(source)
+    assert parts is not None
+    if parts["ref"] is None:
+        raise CallerError("must end with @REF, a commit, tag or branch", field=source)
+    checkout = checked_out(parts["url"], parts["ref"], cache, progress)
+    yield from task_folders(inside(checkout, parts["path"] or "."))
+
+
+def tasks_of_registry(file: Path, wanted: str | None, cache: Path, progress: Progress) -> Iterator[tuple[str, Any]]:
+    """Yield (name, folder) of the tasks of a data set; a task that cannot be had is a :class:`CallerError`.
+
+    Args:
+        file: registry: a JSON list of data sets.
+        wanted: ``NAME`` or ``NAME@VERSION``; not needed if there is one data set.
+        cache: folder for repositories.
+        progress: receives a line for each download.
+
+    Raises:
+        CallerError: the file is no registry, or not exactly one data set is meant.
+    """
+    try:
+        datasets = TypeAdapter(list[RegistryDataset]).validate_json(file.read_bytes())
+    except OSError as error:
+        raise CallerError(f"cannot be read: {error.strerror}", field=str(file)) from error
+    except ValidationError as error:
+        raise CallerError(f"is no registry: {validation_refusal(error).reason}", field=str(file)) from error
+    meant = [one for one in datasets if wanted in (None, one.name, f"{one.name}@{one.version}")]
+    if len(meant) != 1:
+        names = ", ".join(f"{one.name}@{one.version}" for one in datasets) or "none"
+        raise CallerError(f"must name one data set; there are: {names}", field="--name")
+    failed: dict[tuple[str, str], CallerError] = {}
+    for task in meant[0].tasks:
+        repository = (task.git_url or "", task.git_commit_id or "HEAD")
+        try:
+            if repository in failed:
+                raise failed[repository]
+            if task.git_url is None:
+                yield task.name, file.parent / Path(task.path).expanduser()
+                continue
+            try:
+                checkout = checked_out(*repository, cache, progress)
+            except InfrastructureError as error:
+                failed[repository] = CallerError(error.reason, field="git_url")
+                raise failed[repository] from error
+            yield task.name, inside(checkout, task.path)
+        except CallerError as error:
+            yield task.name, error
+
+
+def checked_out(url: str, ref: str, cache: Path, progress: Progress) -> Path:
+    """Return the folder of a repository at a commit, tag or branch; fetched unless the commit is there already.
+
+    Raises:
+        InfrastructureError: git failed; quotes it.
+    """
+    name = re.sub(r"[^\w.]+", "-", url.rstrip("/").removesuffix(".git"))[-50:].strip("-.")
+    key = f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    if _COMMIT.fullmatch(ref) and (cache / f"{key}-{ref}").is_dir():
+        return cache / f"{key}-{ref}"
+    if url.startswith("-") or ref.startswith("-"):
+        raise CallerError(f"{url}@{ref} is no address of a repository", field="git_url")
+    progress(f"fetching {url} at {ref}")
+    with _staging(cache) as work:
+        _git(work, "init", "--quiet")
+        _git(work, "fetch", "--quiet", "--depth=1", "--no-tags", "--no-recurse-submodules", "--", url, ref)
+        commit = _git(work, "rev-parse", "FETCH_HEAD").strip()
+        _git(work, "checkout", "--quiet", "--detach", commit)
+        return _publish(work, cache / f"{key}-{commit}")
+
+
+def _git(folder: Path, *words: str) -> str:
+    # Hooks and helpers that the user has set for other repositories must not see this one.
+    options = ["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never"]
+    environ = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    command = ["git", *options, *words]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S
+        )
+    except FileNotFoundError as error:
+        raise InfrastructureError("git is not installed") from error
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"git {words[0]} did not finish within {GIT_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        raise InfrastructureError(f"git {words[0]} failed: {' / '.join(done.stderr.split('\n'))[-500:].strip(' /')}")
+    return done.stdout
+
+
+def inside(folder: Path, path: str) -> Path:
+    """Return a path below a folder.
+
+    Raises:
+        CallerError: the path is absolute or leaves the folder.
+    """
+    found = (folder / path).resolve()
+    if not found.is_relative_to(folder.resolve()):
+        raise CallerError(f"{path!r} leaves the repository", field="path")
+    return found
+
+
+def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
+    """Return the folder of a packed task: a record with ``path`` and ``task_binary``, a tar archive, maybe compressed.
+
+    Raises:
+        CallerError: the record is no packed task, or the archive is unsafe: too large, with devices, or with a path or
+            a link that leads out of it.
+    """
+    packed = record.get("task_binary")
+    if not isinstance(packed, bytes):
+        raise CallerError("must be the bytes of a tar archive", field="task_binary")
+    name = Path(str(record.get("path"))).name.lstrip(".") or "task"
+    target = cache / f"packed-{hashlib.sha256(name.encode() + b'/' + packed).hexdigest()[:16]}"
+    if not target.is_dir():
+        with _staging(cache) as work:
+            try:
+                with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+                    _extract(archive, work / name)
+            except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+                raise CallerError(f"cannot be unpacked: {error}", field="task_binary") from error
+            _publish(work, target)
+    return next(task_folders(target))
+
+
+def _extract(archive: tarfile.TarFile, target: Path) -> None:
+    left = MAX_TASK_BYTES
+    for number, member in enumerate(archive):
+        left -= member.size
+        if left < 0 or number >= MAX_FILES:
+            raise ValueError(f"it has more than {MAX_FILES} files or {MAX_TASK_BYTES >> 30} GiB")
+        archive.extract(member, target, filter="data")
+
+
+@contextmanager
+def _staging(cache: Path) -> Iterator[Path]:
+    """Yield an empty folder in the cache, which is removed at the end unless :func:`_publish` renamed it."""
+    cache.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+    try:
+        yield work
+    finally:
+        rmtree(work, ignore_errors=True)
+
+
+def _publish(work: Path, target: Path) -> Path:
+    """Make a complete folder visible; one that another process has made meanwhile stays."""
+    if not target.is_dir():
+        try:
+            work.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    return target

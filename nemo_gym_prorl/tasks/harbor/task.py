@@ -1,0 +1,186 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Harbor task folders as a :class:`~nemo_gym_prorl.tasks.task.Task`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed, UserSandbox
+from nemo_gym_prorl.tasks.harbor.grading import Grader, HarborWork, Strict
+from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
+from nemo_gym_prorl.tasks.harbor.task_folder import SUBMIT_DESCRIPTION, TOOLS
+from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
+from nemo_gym_prorl.tasks.sandbox import HasContainer, Sandbox
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
+
+
+NEXT_STEP = "Submitted. Step {number} of {count} follows.\n\n{instruction}"
+SETUP_FAILED = "Submitted. The next step could not be set up, so the task is over: answer without calling a tool."
+
+
+class HarborTools:
+    """Shell, editor and ``submit`` of one session; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
+
+    ``submit`` ends a step, saves its state and begins the next one.
+
+    Attributes:
+        sandbox: the agent's sandbox.
+        workspace: shell and editor.
+        phase: the agent's phase, once it is prepared.
+        failed: why the next step could not be set up; empty otherwise.
+    """
+
+    def __init__(self, sandbox: UserSandbox, workspace: Workspace) -> None:
+        self.sandbox = sandbox
+        self.workspace = workspace
+        self.phase: AgentPhase | None = None
+        self.failed = ""
+        self._submitting = asyncio.Lock()
+        self._submitted_steps = 0
+
+    @property
+    def over(self) -> bool:
+        """Return whether the policy has submitted the last step."""
+        return self.workspace.over
+
+    @property
+    def snapshots(self) -> Sequence[str]:
+        """Names of the steps' snapshots."""
+        return self.phase.snapshots if self.phase else ()
+
+    async def call(self, tool: str, arguments: object) -> str:
+        """Execute a tool call and return the observation."""
+        async with self._submitting:
+            if tool == "submit" and self.phase and not self.phase.is_last and not self.over:
+                return await self._end_step(self.phase)
+        return await self.workspace.call(tool, arguments)
+
+    def tool_use(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the call counts by tool."""
+        used = {tool: dict(counts) for tool, counts in self.workspace.tool_use().items()}
+        if self._submitted_steps:
+            submits = used.setdefault("submit", {"calls": 0, "errors": 0, "timeouts": 0, "cut": 0})
+            submits["calls"] += self._submitted_steps
+        return used
+
+    async def begin(self, phase: AgentPhase) -> None:
+        """Give the agent the sandbox of a prepared step."""
+        self.phase = phase
+        self.sandbox.user = phase.user
+        await self.workspace.close()
+        self.workspace.work_in(phase.folder)
+
+    async def close(self) -> None:
+        """Release the shell."""
+        await self.workspace.close()
+
+    async def _end_step(self, phase: AgentPhase) -> str:
+        self._submitted_steps += 1
+        await phase.finish()
+        user = phase.user
+        try:
+            instruction = await phase.begin_next()
+        except SetupFailed as error:
+            self.failed, self.workspace.over = error.reason, True
+            return SETUP_FAILED
+        if phase.user != user:
+            await self.begin(phase)
+        return NEXT_STEP.format(number=phase.number + 1, count=len(phase.task.steps), instruction=instruction)
+
+
+class HarborToolSet:
+    """Opens :class:`HarborTools`; a :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
+
+    Args:
+        limits: limits of tool calls.
+    """
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self._workbench = Workbench(TOOLS, "/", limits, submit_description=SUBMIT_DESCRIPTION)
+        self.schemas: Sequence[Mapping[str, Any]] = self._workbench.schemas
+
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> HarborTools:
+        """Open the tools of one session.
+
+        Raises:
+            CallerError: the row's image lacks bash.
+            InfrastructureError: the sandbox provider lacks users or snapshots.
+        """
+        if not isinstance(sandbox, HasContainer):
+            raise InfrastructureError("must be singularity: Harbor tasks need its snapshots", field="sandbox_provider")
+        inside = UserSandbox(sandbox)
+        return HarborTools(inside, await self._workbench.open(inside, needs))
+
+
+class HarborTasks:
+    """Harbor task folders.
+
+    Args:
+        tools: limits of tool calls.
+        verifier: settings of verification.
+        strict: see :class:`.grading.Grader`.
+        root: folder that relative task folders of rows start from.
+        variables: variables of the machine that ``env`` tables of tasks may use.
+        snapshot_name: name of snapshots.
+    """
+
+    def __init__(
+        self,
+        tools: ToolLimits,
+        verifier: VerifierSettings,
+        strict: Strict,
+        *,
+        root: Path,
+        variables: Mapping[str, str],
+        snapshot_name: str,
+    ) -> None:
+        self.tools = HarborToolSet(tools)
+        self._strict = strict
+        self._root = root
+        self._variables = variables
+        self._snapshot_name = snapshot_name
+        self._grader = Grader(verifier, strict, snapshot_name)
+
+    def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
+        """Return the row's sandbox requirements.
+
+        Raises:
+            CallerError: the row is invalid; names the field.
+        """
+        return self._located(row).needs()
+
+    async def prepare(self, row: Mapping[str, Any], tools: HarborTools) -> None:
+        """Set up the sandbox for the first step."""
+        task = self._located(row)
+        await asyncio.to_thread(task.check_folder)
+        phase = AgentPhase(task, tools.sandbox.inner, self._snapshot_name)
+        await phase.set_up()
+        if self._strict is True and phase.folder == "/":
+            raise CallerError(
+                "strict grading needs a working folder; set it, or the server's strict: auto",
+                field="harbor.config.environment.workdir",
+            )
+        await tools.begin(phase)
+
+    async def artefacts(self, row: Mapping[str, Any], tools: HarborTools) -> HarborWork:
+        """Save the state of the current step."""
+        assert tools.phase is not None
+        if not tools.failed:
+            await tools.phase.finish()
+        return HarborWork(tools.phase.folder, tools.phase.states, tools.phase.snapshots, tools.failed)
+
+    async def grade(
+        self, row: Mapping[str, Any], artefacts: HarborWork, response: Mapping[str, Any], open_sandbox: OpenSandbox
+    ) -> Grade:
+        """Verify the steps; see :mod:`.grading`."""
+        return await self._grader.grade(self._located(row), artefacts, open_sandbox)
+
+    def _located(self, row: Mapping[str, Any]) -> LocatedTask:
+        return LocatedTask.of(row, self._root, self._variables)

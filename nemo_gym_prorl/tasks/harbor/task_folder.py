@@ -1,0 +1,406 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of Harbor tasks: their checks, and the rows of ``prorl_harbor`` that are made of them.
+
+A row::
+
+    {"responses_create_params": {"input": [...], "tools": [...]},   # the instruction, of the first step if several
+     "data_source": "harbor", "instance_id": "org/name",
+     "image": "docker://…" or "harbor-<16 hex>",                    # see HarborRow
+     "network": "none", "cpu": 1, "memory_mib": 2048, "disk_gib": 10,   # only what the task sets
+     "harbor": {"folder": "/tasks/name", "digest": "…", "config": {...}, ...}}   # see HarborTask
+
+A folder is untrusted. Its links are followed inside the folder only, and nothing of it is executed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.harbor.task_config import (
+    EnvironmentConfig,
+    StepConfig,
+    TaskConfig,
+    parse_task_config,
+    validation_refusal,
+)
+from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+
+
+TOOLS = ("bash", "str_replace_editor", "submit")
+"""Tools of the policy."""
+
+SUBMIT_DESCRIPTION = "Hand in your work as it is now."
+"""Description of the tool ``submit``."""
+
+CONFIG_FILE = "task.toml"
+
+MAX_TEXT_BYTES = 1 << 20
+"""Bytes of a ``task.toml`` or an instruction; more is a mistake, and would bloat each row."""
+
+MAX_FILES = 100_000
+"""Files of a folder. Links can make a few folders look like millions."""
+
+_NOT_CONTENT = frozenset({".DS_Store", ".git", "__pycache__"})
+_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
+_COMPOSE_FILE = "docker-compose.yaml"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class VerifierImage(_Table):
+    """Image of a separate verifier.
+
+    Attributes:
+        image: as :attr:`HarborRow.image`.
+        has_tests: whether the image contains the tests, so that none are uploaded.
+    """
+
+    image: str = Field(min_length=1)
+    has_tests: bool = False
+
+
+class HarborTask(_Table):
+    """A task.
+
+    Attributes:
+        folder: path of the task's folder; a relative one starts from a folder of the server's.
+        digest: :func:`folder_digest` when the row was made.
+        config: ``task.toml``; the row has the keys that its author set.
+        instructions: instruction of each step; empty for a task without ``[[steps]]``.
+        image_user: user that the Dockerfile sets; empty if it sets none.
+        image_workdir: working folder that the Dockerfile sets; empty if it sets none.
+        verifier_images: step to image of its separate verifier; the key of a task without steps is ``""``.
+        builds: image to the folder of its Dockerfile, relative to the task's, for images that no registry has.
+        replaced: image that a Dockerfile names to the base that the user chose in its place.
+    """
+
+    folder: str = Field(min_length=1)
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    config: TaskConfig = TaskConfig()
+    instructions: tuple[str, ...] = ()
+    image_user: str = ""
+    image_workdir: str = ""
+    verifier_images: Mapping[str, VerifierImage] = Field(default_factory=dict)
+    builds: Mapping[str, str] = Field(default_factory=dict)
+    replaced: Mapping[str, str] = Field(default_factory=dict)
+
+
+class HarborRow(_Table):
+    """Fields of a row that the environment reads; other fields are ignored.
+
+    Attributes:
+        instance_id: name of the task.
+        image: registry address of ``docker_image``, or name in the store of the image that ``prorl image build-all``
+            builds from the Dockerfile.
+        harbor: the task.
+        network: network of the agent's phase: ``none``, ``public`` (any host), ``package-mirrors``, or the only hosts
+            allowed. ``None`` here and below means the server's value.
+        cpu: number of cores.
+        memory_mib: memory limit in MiB.
+        disk_gib: disk limit in GiB.
+        processes: limit on processes and threads.
+    """
+
+    instance_id: str = Field(min_length=1)
+    image: str = Field(min_length=1)
+    harbor: HarborTask
+    network: Literal["none", "public", "package-mirrors"] | tuple[str, ...] | None = None
+    cpu: float | None = Field(default=None, gt=0)
+    memory_mib: int | None = Field(default=None, gt=0)
+    disk_gib: int | None = Field(default=None, gt=0)
+    processes: int | None = Field(default=None, gt=0)
+
+
+def parse_row(row: Mapping[str, Any]) -> HarborRow:
+    """Validate a row.
+
+    Raises:
+        CallerError: the row is invalid; names the field, for example ``harbor.config.environment.gpus``.
+    """
+    try:
+        return HarborRow.model_validate(row)
+    except ValidationError as error:
+        raise validation_refusal(error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class DockerfileFacts:
+    """What conversion has to know of a Dockerfile.
+
+    Attributes:
+        images: all images that it names in ``FROM`` and ``--from``.
+        user: user that its last stage sets; empty if it sets none.
+        workdir: working folder that its last stage sets; empty if it sets none.
+    """
+
+    images: frozenset[str] = frozenset()
+    user: str = ""
+    workdir: str = ""
+
+
+def make_row(
+    folder: Path,
+    data_source: str = "harbor",
+    *,
+    replaced: Mapping[str, str] | None = None,
+    force_build: bool = False,
+    facts_of: Callable[[Path], DockerfileFacts] | None = None,
+) -> dict[str, Any]:
+    """Return the row of a task's folder.
+
+    Args:
+        folder: the folder with ``task.toml``.
+        data_source: name of the data set.
+        replaced: image that a Dockerfile names to the base used in its place. It is part of the image's name.
+        force_build: whether a Dockerfile is built although the task names a ``docker_image``.
+        facts_of: reads a Dockerfile, and raises :class:`CallerError` if it cannot be built. By default all of
+            ``replaced`` counts, and user and working folder are left to the image.
+
+    Raises:
+        CallerError: the folder is no task, or the task cannot run here; names the file or the key.
+    """
+    folder = folder.resolve()
+    config = parse_task_config(_text(folder, CONFIG_FILE))
+    instructions = [_instruction(folder, f"steps/{step.name}/") for step in config.steps]
+    images = _Images(folder, force_build, dict(replaced or {}), facts_of, {}, {})
+    environment = config.environment
+    image, facts = images.of("environment", environment.docker_image, "environment.docker_image")
+    task = HarborTask(
+        folder=str(folder),
+        digest=folder_digest(folder),
+        instructions=tuple(instructions),
+        image_user=facts.user,
+        image_workdir=facts.workdir,
+        verifier_images=_verifier_images(config, images, image),
+        builds=images.builds,
+        replaced=images.used,
+    )
+    return {
+        "responses_create_params": {
+            "input": [{"role": "user", "content": (instructions or [_instruction(folder)])[0]}],
+            "tools": workbench_schemas(TOOLS, SUBMIT_DESCRIPTION),
+            "parallel_tool_calls": False,
+        },
+        "data_source": data_source,
+        "instance_id": config.task.name if config.task else folder.name,
+        "image": image,
+        **_limits(config),
+        "harbor": {
+            **task.model_dump(mode="json", exclude_defaults=True),
+            # A value of a step overrides the task's even if it is the default.
+            "config": config.model_dump(mode="json", exclude_unset=True),
+        },
+    }
+
+
+def folder_digest(folder: Path) -> str:
+    """Return a hash of the files of a task that are used after its row is made: names, contents and whether they are
+    executable.
+
+    These are the files of ``tests``, ``solution`` and ``steps``, and those of ``environment`` if they are uploaded
+    rather than built. The instruction and ``task.toml`` are in the row.
+
+    Raises:
+        CallerError: a link leaves the folder or leads into itself, or a file is no plain file; names it.
+    """
+    folder = folder.resolve()
+    names = ["solution", "steps", "tests", *(["environment"] if is_uploaded(folder) else [])]
+    return _digest(folder, names).hexdigest()
+
+
+def is_uploaded(folder: Path) -> bool:
+    """Return whether the files of ``environment`` are uploaded into the sandbox, since no image is built from them."""
+    return not (folder / "environment" / "Dockerfile").exists()
+
+
+def built_image(folder: Path, context: str, replaced: Mapping[str, str]) -> str:
+    """Return the name of the image that is built from a folder of a task with a Dockerfile.
+
+    Args:
+        folder: the task's folder.
+        context: build context, relative to ``folder``.
+        replaced: the bases that replace those of the Dockerfile.
+
+    Raises:
+        CallerError: as :func:`folder_digest`.
+    """
+    summary = _digest(folder.resolve() / context, [""], root=folder.resolve())
+    for name, base in sorted(replaced.items()):
+        summary.update(f"\0{name}\0{base}".encode())
+    return f"harbor-{summary.hexdigest()[:16]}"
+
+
+def tree(top: Path, root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a folder, or a file itself, as (name relative to ``top``, path), sorted by name; links are
+    followed.
+
+    Raises:
+        CallerError: a link leaves ``root`` or leads into itself, a file is no plain file, or there are too many; names
+            the file.
+    """
+    found: dict[str, Path] = {}
+    left: list[tuple[Path, str, frozenset[Path]]] = [(top, "", frozenset())]
+    while left:
+        path, name, above = left.pop()
+        where = str(path.relative_to(root))
+        try:
+            real = path.resolve(strict=True)
+            mode = real.stat().st_mode
+        except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+            raise CallerError("is a link that leads nowhere; remove it", field=where) from error
+        if not real.is_relative_to(root):
+            raise CallerError("is a link that leaves the task's folder; replace it by the file", field=where)
+        if real in above:
+            raise CallerError("is a link to a folder that contains it; remove it", field=where)
+        if stat.S_ISREG(mode):
+            found[name] = path
+        elif stat.S_ISDIR(mode):
+            children = [child for child in path.iterdir() if child.name not in _NOT_CONTENT]
+            left += [(child, f"{name}/{child.name}".lstrip("/"), above | {real}) for child in children]
+        else:
+            raise CallerError("is no file, folder or link", field=where)
+        if len(found) + len(left) > MAX_FILES:
+            raise CallerError(f"more than {MAX_FILES} files", field=str(top.relative_to(root)))
+    yield from sorted(found.items())
+
+
+def _digest(folder: Path, names: list[str], root: Path | None = None) -> hashlib._Hash:
+    summary = hashlib.sha256()
+    for top in names:
+        if not (folder / top).exists() and not (folder / top).is_symlink():
+            continue
+        for name, path in tree(folder / top, root or folder):
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            is_executable = bool(path.stat().st_mode & stat.S_IXUSR)
+            # A name cannot contain the NUL character, so different trees have different texts.
+            summary.update(f"{top}/{name}\0{is_executable:d}{content}\0".encode("utf-8", "surrogateescape"))
+    return summary
+
+
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """The images of one task; ``builds`` and ``used`` collect what the row says of them."""
+
+    folder: Path
+    force_build: bool
+    replaced: dict[str, str]
+    facts_of: Callable[[Path], DockerfileFacts] | None
+    builds: dict[str, str]
+    used: dict[str, str]
+
+    def of(self, context: str, docker_image: str | None, field: str) -> tuple[str, DockerfileFacts]:
+        """Return the image of a folder with a Dockerfile, or of a table with ``docker_image``."""
+        dockerfile = self.folder / context / "Dockerfile"
+        if (self.folder / context / _COMPOSE_FILE).exists():
+            raise CallerError("Compose is not supported", field=f"{context}/{_COMPOSE_FILE}")
+        if docker_image is not None and not (self.force_build and dockerfile.exists()):
+            if not docker_image.strip():
+                raise CallerError("is empty", field=field)
+            return f"docker://{docker_image.strip().removeprefix('docker://')}", DockerfileFacts()
+        if not dockerfile.exists():
+            raise CallerError("missing, and there is no docker_image", field=f"{context}/Dockerfile")
+        used, facts = self.replaced, DockerfileFacts()
+        if self.facts_of is not None:
+            try:
+                facts = self.facts_of(dockerfile)
+            except CallerError as error:
+                raise CallerError(error.reason.removeprefix("Dockerfile: "), field=f"{context}/Dockerfile") from error
+            used = {name: base for name, base in used.items() if name in facts.images}
+        name = built_image(self.folder, context, used)
+        self.builds[name] = context
+        self.used.update(used)
+        return name, facts
+
+
+def _verifier_images(config: TaskConfig, images: _Images, image: str) -> dict[str, VerifierImage]:
+    """Return the images of separate verifiers: a step's own, else the task's verifier's, else the task's ``image``.
+
+    Raises:
+        CallerError: a step has neither a test script nor an image with one, or a feature without support.
+    """
+    folder, found = images.folder, {}
+    steps: tuple[StepConfig | None, ...] = config.steps or (None,)
+    for step in steps:
+        above = f"steps/{step.name}/" if step else ""
+        if (folder / f"{above}trajectory.json").exists():
+            raise CallerError("a trajectory before the task is not supported", field=f"{above}trajectory.json")
+        places = [(config.verifier.environment, "tests", "verifier.environment.docker_image")]
+        if step:
+            places.insert(0, (step.verifier.environment, f"{above}tests", f"steps.{places[0][2]}"))
+        own = next((one for one in places if _has_image(folder / one[1], one[0])), None)
+        if config.is_separate(step):
+            used = VerifierImage(image=image)
+            if own:
+                table, context, field = own
+                named = table.docker_image if table else None
+                used = VerifierImage(image=images.of(context, named, field)[0], has_tests=True)
+            found[step.name if step else ""] = used
+            if own:
+                continue
+        if not any((folder / place / "test.sh").is_file() for _table, place, _field in places):
+            raise CallerError("missing: there is nothing to grade with", field=f"{above}tests/test.sh")
+    return found
+
+
+def _has_image(folder: Path, table: EnvironmentConfig | None) -> bool:
+    named = bool(table and table.docker_image)
+    return named or any((folder / name).exists() for name in ("Dockerfile", _COMPOSE_FILE))
+
+
+def _limits(config: TaskConfig) -> dict[str, Any]:
+    """Return the row's fields for what the task sets."""
+    environment, step = config.environment, config.steps[0] if config.steps else None
+    limits: dict[str, Any] = {}
+    if (
+        "network_mode" in environment.model_fields_set
+        or config.agent.network_mode
+        or (step and step.agent.network_mode)
+    ):
+        network = config.agent_network(step)
+        names = {"no-network": "none", "allowlist": list(network.allowed_hosts)}
+        limits["network"] = names.get(network.network_mode or "", "public")
+    if environment.cpus is not None:
+        limits["cpu"] = environment.cpus
+    if environment.memory_mb is not None:
+        limits["memory_mib"] = environment.memory_mb
+    if environment.storage_mb is not None:
+        limits["disk_gib"] = math.ceil(environment.storage_mb / 1024)
+    return limits
+
+
+def _instruction(folder: Path, above: str = "") -> str:
+    """Return an instruction without the canary lines at its top, which mark published tasks in training data."""
+    name = f"{above}instruction.md"
+    lines = _text(folder, name).split("\n")
+    cut = next((number for number, line in enumerate(lines) if not _CANARY.fullmatch(line.strip())), len(lines))
+    text = "\n".join(dropwhile(lambda line: not line.strip(), lines[cut:]))
+    if not text:
+        raise CallerError("is empty", field=name)
+    return text
+
+
+def _text(folder: Path, name: str) -> str:
+    path = next((path for _, path in tree(folder / name, folder)), None) if (folder / name).exists() else None
+    if path is None:
+        raise CallerError("missing", field=name)
+    if path.stat().st_size > MAX_TEXT_BYTES:
+        raise CallerError(f"has more than {MAX_TEXT_BYTES >> 20} MiB", field=name)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallerError(f"cannot be read: {error}", field=name) from error

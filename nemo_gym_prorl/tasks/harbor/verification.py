@@ -1,0 +1,320 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Run the tests of a Harbor task once, in a fresh sandbox that the agent's processes never reached.
+
+A sandbox gets these mounts, which nothing that the agent left can redirect: see ``layer_archive`` of the sandboxes.
+
+- ``/tests``: a copy of the tests, read-only.
+- ``/logs/verifier``: an empty folder of the host, from which the reward is read after the sandbox has ended.
+- with verifier tools: their folder, read-only and first on ``PATH``, and ``env``, ``uv`` and ``uvx`` in
+  ``~/.local/bin``, where test scripts look for an installed ``uv``.
+
+Which of the agent's files the sandbox has depends on the mode:
+
+- ``shared``: all, from a snapshot.
+- ``strict``: the working folder and the declared artifacts, over the pristine image.
+- ``separate``: the declared artifacts, in the verifier's image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import posixpath
+import secrets
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.tasks.harbor.agent_phase import (
+    SetupFailed,
+    StepState,
+    bash,
+    check_health,
+    excerpt,
+    upload_environment,
+    usable_user,
+)
+from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE
+from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
+from nemo_gym_prorl.tasks.harbor.rewards import STDOUT, Outcome, read_outcome
+from nemo_gym_prorl.tasks.harbor.task_folder import tree
+from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, verifier_environment
+from nemo_gym_prorl.tasks.sandbox import HasContainer
+from nemo_gym_prorl.tasks.task import OpenSandbox
+
+
+logger = logging.getLogger(__name__)
+
+TESTS = "/tests"
+LOGS = "/logs/verifier"
+TOOLS = "/opt/prorl-verifier"
+ARTIFACTS = "/opt/prorl-artifacts"
+
+TRIES = 2
+"""Starts of a sandbox from the agent's files before the agent may be to blame."""
+
+LAY_TIMEOUT_S = 600.0  # unpacking the artifacts
+CHECK_LOGS_S = 2.0  # interval of measuring the verifier's folder, which no disk limit of the sandbox covers
+MAX_LOG_FILES = 10_000
+
+_LAY_OUT = f"""\
+mkdir -p -- {{folder}} /logs/agent /logs/artifacts && chmod 0777 /logs/agent /logs/artifacts && \
+tar -xf {ARTIFACTS}/{ARCHIVE} -C /"""
+
+_TOOL_PROGRAMS = ("uv", "uvx")
+
+
+class GradingMode(StrEnum):
+    """Which files of the agent the tests see; see the module."""
+
+    SHARED = "shared"
+    STRICT = "strict"
+    SEPARATE = "separate"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierSettings:
+    """Settings of verification.
+
+    Attributes:
+        tools: folder for test scripts without a network; see :mod:`.verifier_tools`. ``None`` for none.
+        output_kib: end of the tests' output that is kept.
+        logs_mib: maximum size of the verifier's folder.
+        reward_key: key of the reward that the policy is trained on.
+    """
+
+    tools: Path | None = None
+    output_kib: int = 32
+    logs_mib: int = 256
+    reward_key: str = "reward"
+
+
+async def verify(
+    task: LocatedTask,
+    step: Step,
+    state: StepState,
+    mode: GradingMode,
+    folder: str,
+    open_sandbox: OpenSandbox,
+    settings: VerifierSettings,
+) -> Outcome:
+    """Run the tests on the state of a step.
+
+    Args:
+        task: the task.
+        step: the step.
+        state: the state.
+        mode: which of the agent's files the sandbox has; ``SEPARATE`` exactly for separate verifiers.
+        folder: working folder of the agent.
+        open_sandbox: starts sandboxes.
+        settings: settings of verification.
+
+    Returns:
+        The outcome. It has no rewards if the tests did not run to their end, whoever caused that.
+
+    Raises:
+        InfrastructureError: the machine failed.
+    """
+    mounts = _Mounts(task, step, state, settings)
+    async with mounts.made() as binds:
+        paths = None
+        if mode is GradingMode.STRICT:
+            paths = [folder, *(posixpath.join(folder, artifact.source) for artifact in task.artifacts(step))]
+        needs = replace(task.verifier_needs(step), binds=binds, snapshot_paths=paths)
+        problem = ""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                sandbox = None
+                for tries_left in reversed(range(TRIES)):
+                    try:
+                        sandbox = await stack.enter_async_context(open_sandbox(needs, state.snapshot))
+                    except RolloutError as error:
+                        if not _may_be_by_files(error, state):
+                            raise
+                        if not tries_left:
+                            return Outcome(None, f"no sandbox starts from the agent's files: {error.reason}")
+                    else:
+                        break
+                assert isinstance(sandbox, HasContainer)
+                problem = await _run_tests(task, step, mode, sandbox, folder, mounts)
+        except AgentError as error:
+            problem = f"the sandbox of the tests ended: {error.reason}"
+        except SetupFailed as error:
+            problem = error.reason
+        outcome = await asyncio.to_thread(
+            read_outcome, mounts.logs, mounts.script, settings.output_kib << 10, settings.reward_key
+        )
+        return Outcome(None, problem, outcome.output) if problem else outcome
+
+
+def _may_be_by_files(error: RolloutError, state: StepState) -> bool:
+    """Return whether the agent's files may be why a sandbox does not start."""
+    if state.snapshot is None:
+        return False
+    if isinstance(error, CallerError):
+        return error.field == "checkpoint.snapshot"
+    return isinstance(error, InfrastructureError) and error.kind is FailureKind.PROVIDER_UNAVAILABLE
+
+
+async def _run_tests(
+    task: LocatedTask, step: Step, mode: GradingMode, sandbox: HasContainer, folder: str, mounts: _Mounts
+) -> str:
+    """Run the test script; return why it did not run to its end, else an empty text."""
+    if mode is GradingMode.SEPARATE:
+        own = task.separate_environment(step)
+        folder = posixpath.normpath(own.workdir or sandbox.published[0] or "/")
+        done = await sandbox.exec(_LAY_OUT.format(folder=shlex.quote(folder)), cwd="/", timeout_s=LAY_TIMEOUT_S)
+        if done.return_code:
+            return f"the artifacts could not be laid out: {excerpt(done)}"
+        if not task.separate_image(step).has_tests:
+            await upload_environment(sandbox, task, folder)
+        await check_health(sandbox, own.healthcheck, folder)
+    wanted = task.verifier_user(step)
+    image_user = sandbox.published[1] or ("" if mode is GradingMode.SEPARATE else task.row.harbor.image_user)
+    user = await usable_user(sandbox, image_user if wanted is None else wanted)
+    limit_s = task.verifier_timeout_s(step)
+    running = asyncio.ensure_future(
+        bash(
+            sandbox,
+            f"{mounts.exports}({TESTS}/test.sh) > {LOGS}/{STDOUT} 2>&1",
+            cwd=folder,
+            timeout_s=limit_s,
+            user=user,
+            env={**mounts.env, **task.verifier_env(step)},
+        )
+    )
+    watching = asyncio.ensure_future(_wait_until_full(mounts.logs, mounts.settings.logs_mib << 20))
+    try:
+        await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            return f"the tests wrote more than {mounts.settings.logs_mib} MiB to {LOGS}"
+        done = running.result()
+    finally:
+        for work in (running, watching):
+            work.cancel()
+        await asyncio.wait((running, watching))
+    if user is not None:
+        # Files of other users inside could not be deleted by this server.
+        await sandbox.exec(f"chmod -R a+rwX {LOGS}", cwd="/", timeout_s=LAY_TIMEOUT_S)
+    if done.error_type == "timeout":
+        return f"the tests did not end within {limit_s:g} s"
+    return "" if done.error_type is None else f"the tests could not run: {excerpt(done)}"
+
+
+async def _wait_until_full(folder: Path, limit: int) -> None:
+    """Return when a folder has more bytes than ``limit``, or more than :data:`MAX_LOG_FILES` files."""
+    while not await asyncio.to_thread(_is_full, folder, limit):  # noqa: ASYNC110  # only the disk knows
+        await asyncio.sleep(CHECK_LOGS_S)
+
+
+def _is_full(folder: Path, limit: int) -> bool:
+    size = files = 0
+    for path, folders, names in os.walk(folder):
+        files += len(folders) + len(names)
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += Path(path, name).lstat().st_blocks * 512
+        if size > limit or files > MAX_LOG_FILES:
+            return True
+    return False
+
+
+class _Mounts:
+    """Files of the host for one verification.
+
+    Attributes:
+        logs: the verifier's folder.
+        script: text of the test script; empty if the image has it.
+        env: variables of the tests for the tools.
+        exports: shell commands before the tests, for the tools.
+        settings: settings of verification.
+    """
+
+    def __init__(self, task: LocatedTask, step: Step, state: StepState, settings: VerifierSettings) -> None:
+        self._task = task
+        self._step = step
+        self._state = state
+        self.settings = settings
+        self.logs = Path()
+        self.script = ""
+        self.env: dict[str, str] = {}
+        self.exports = ""
+
+    @contextlib.asynccontextmanager
+    async def made(self) -> AsyncIterator[list[str]]:
+        """Make the files and yield their binds; delete the files afterwards."""
+        # Sandboxes of root's server enter the folder as other users. Nobody can list it, and the name below is random,
+        # so no other user of the machine reaches the files.
+        made = tempfile.mkdtemp(prefix="prorl-harbor-")
+        os.chmod(made, 0o711)  # noqa: PTH101
+        try:
+            yield await asyncio.to_thread(self._make, Path(made, secrets.token_hex(16)))
+        finally:
+            # Not shutil.rmtree, which recurses: the tests may leave folders of any depth.
+            await asyncio.to_thread(subprocess.run, ["rm", "-rf", "--", made], stderr=subprocess.DEVNULL, check=False)
+
+    def _make(self, folder: Path) -> list[str]:
+        folder.mkdir()
+        return [*self._add_logs(folder), *self._add_tests(folder), *self._add_artifacts(), *self._add_tools(folder)]
+
+    def _add_logs(self, folder: Path) -> list[str]:
+        self.logs = folder / "logs"
+        self.logs.mkdir()
+        self.logs.chmod(0o777)
+        return [f"{self.logs}:{LOGS}"]
+
+    def _add_tests(self, folder: Path) -> list[str]:
+        if self._task.config.is_separate(self._step) and self._task.separate_image(self._step).has_tests:
+            return []
+        tests = folder / "tests"
+        tests.mkdir()
+        for source in self._task.tests(self._step):
+            for name, path in tree(source, self._task.folder):
+                (tests / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, tests / name)
+                (tests / name).chmod(0o755 if os.access(path, os.X_OK) or name == "test.sh" else 0o644)
+        with contextlib.suppress(OSError):
+            self.script = (tests / "test.sh").read_text(errors="replace")
+        return [f"{tests}:{TESTS}:ro"]
+
+    def _add_artifacts(self) -> list[str]:
+        kept = self._state.artifacts
+        return [] if kept is None else [f"{kept.name}:{ARTIFACTS}:ro"]
+
+    def _add_tools(self, folder: Path) -> list[str]:
+        tools = self.settings.tools
+        if tools is None:
+            return []
+        env = folder / "env"
+        self.exports = f"export PATH={TOOLS}/{BIN}:$PATH; "
+        self.env = verifier_environment(TOOLS, f"/tmp/prorl-{secrets.token_hex(16)}")
+        env.write_text(self.exports)
+        user = self._task.verifier_user(self._step)
+        home = f"/home/{user}" if isinstance(user, str) and user not in ("", "root", "0") else "/root"
+        installed = f"{home}/.local/bin"
+        programs = [name for name in _TOOL_PROGRAMS if (tools / BIN / name).is_file()]
+        return [
+            f"{tools}:{TOOLS}:ro",
+            f"{env}:{installed}/env:ro",
+            *(f"{tools}/{BIN}/{name}:{installed}/{name}:ro" for name in programs),
+        ]
+
+
+def step_name(step: Step) -> str:
+    """Return the name of a step; empty for a task without steps."""
+    return step.name if step else ""
+
+
+def modes_of(task: LocatedTask, strict: bool) -> Sequence[GradingMode]:
+    """Return the mode of each step."""
+    shared = GradingMode.STRICT if strict else GradingMode.SHARED
+    return [GradingMode.SEPARATE if task.config.is_separate(step) else shared for step in task.steps]

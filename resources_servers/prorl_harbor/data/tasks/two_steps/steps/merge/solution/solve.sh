@@ -1,0 +1,2 @@
+#!/bin/bash
+sort -n first.txt second.txt > all.txt

@@ -1,0 +1,1 @@
+seq 5 20 105 > second.txt

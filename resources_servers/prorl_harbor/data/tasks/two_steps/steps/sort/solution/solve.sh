@@ -1,0 +1,2 @@
+#!/bin/bash
+sort -n -o first.txt first.txt

@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl image build-all``: the images of rows, several at a time, each with one outcome."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nemo_gym_prorl.cli.images import build_all, write_report
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.dockerfile.builder import inspect_dockerfile
+from nemo_gym_prorl.sandbox.images import batch
+from nemo_gym_prorl.sandbox.images.batch import ImageJob, ImageOutcome, ImageState, make_images
+from nemo_gym_prorl.sandbox.images.entries import machine
+from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.store import ImageInfo, ImageStore, config_of
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.tasks.harbor.task_folder import DockerfileFacts, make_row
+from tests.sandbox.registry import layer, serve
+from tests.tasks.harbor.task_files import write_task
+
+
+STAGES = "FROM debian:13 AS tools\nRUN echo tool > /tool\n\nFROM debian:13\nCOPY --from=tools /tool /tool\n"
+UNREACHABLE = "127.0.0.1:9/us/base:1"
+
+
+def task(folder: Path, dockerfile: str, base: Path, **files: str) -> dict[str, Any]:
+    write_task(folder, {"environment/Dockerfile": dockerfile, **files})
+    facts_of = lambda path: DockerfileFacts(inspect_dockerfile(path)[0])  # noqa: E731
+    return make_row(folder, replaced={"debian:13": str(base)}, facts_of=facts_of)
+
+
+def written(rows: Path, *made: Mapping[str, Any]) -> Path:
+    rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return rows
+
+
+def run(rows: Path, store: ImageStore, runtime: Runtime, max_gb: float | None = None) -> dict[str, ImageOutcome]:
+    outcomes = build_all(rows, Puller(store, runtime, tries=1), 2, max_gb, Console(quiet=True))
+    assert len({one.name for one in outcomes}) == len(outcomes)
+    return {one.name: one for one in outcomes}
+
+
+@pytest.mark.sandbox
+def test_images_of_rows_are_made_once_and_failures_stop_nothing(
+    image: Path, tiny_root: Path, store: ImageStore, runtime: Runtime, tmp_path: Path
+) -> None:
+    good = task(tmp_path / "good", f"{STAGES}WORKDIR /srv\nUSER nobody\n", image)
+    shared = task(tmp_path / "shared", f"{STAGES}RUN cat /tool > /copy\n", image)
+    broken = task(tmp_path / "broken", "FROM debian:13\n\nRUN echo a reason >&2; exit 3\n", image)
+    changed = task(tmp_path / "changed", f"{STAGES}RUN true\n", image)
+    (tmp_path / "changed/environment/data.txt").write_text("43")
+    lost = task(tmp_path / "lost", f"FROM {UNREACHABLE}\nRUN true\n", image)
+    verified = task(tmp_path / "verified", STAGES, image, **{
+        "task.toml": '[verifier]\nenvironment_mode = "separate"\n',
+        "tests/Dockerfile": "FROM debian:13\nCOPY test.sh /tests/\n",
+    })  # fmt: skip
+    with serve() as registry:
+        pulled = registry.add("us/task:1", [layer(tiny_root)], machine(), WorkingDir="/app")
+        rows = written(
+            tmp_path / "rows.jsonl", good, good | {"instance_id": "again"}, shared, broken, changed, lost, verified,
+            {"image": pulled}, {"image": "no-such-name"},
+        )  # fmt: skip
+        outcomes = run(rows, store, runtime)
+    states = {name: outcome.state for name, outcome in outcomes.items()}
+    tests = verified["harbor"]["verifier_images"][""]["image"]
+    assert states == {
+        **{row["image"]: ImageState.MADE for row in (good, shared, verified)},
+        tests: ImageState.MADE,
+        pulled: ImageState.MADE,
+        f"docker://{UNREACHABLE}": ImageState.FAILED,
+        **{row["image"]: ImageState.FAILED for row in (broken, changed, lost)},
+        "no-such-name": ImageState.FAILED,
+    }
+    said = {row["instance_id"]: outcomes[row["image"]].reason for row in (broken, changed, lost)}
+    assert "a reason" in said["broken"]
+    assert "Dockerfile: line 3 failed with exit code 3" in said["broken"]
+    assert "has changed; make the rows again" in said["changed"]
+    assert f"its base docker://{UNREACHABLE} is missing" in said["lost"]
+    config = config_of(store.find(good["image"]) or Path())
+    assert config is not None
+    assert (config.workdir, config.user) == ("/srv", "nobody")
+    assert (store.find(shared["image"]) or Path()).joinpath("copy").read_text() == "tool\n"
+    # The stage ``tools`` exists once for all tasks: four targets, one stage, one pulled image.
+    assert len(store.all()) == 6
+    report = tmp_path / "report.jsonl"
+    write_report(list(outcomes.values()), report)
+    lines = {line["image"]: line for line in map(json.loads, report.read_text().splitlines())}
+    assert lines[broken["image"]]["line"] == 3
+    assert lines[good["image"]].keys() == {"image", "state", "seconds", "mib"}
+    assert lines[good["image"]]["mib"] > 10
+    again = run(written(rows, good, shared, verified), store, runtime)
+    assert {one.state for one in again.values()} == {ImageState.PRESENT}
+
+
+@pytest.mark.sandbox
+def test_removed_image_is_made_again(image: Path, store: ImageStore, runtime: Runtime, tmp_path: Path) -> None:
+    row = task(tmp_path / "good", "FROM debian:13\nRUN true\n", image)
+    rows = written(tmp_path / "rows.jsonl", row)
+    assert run(rows, store, runtime)[row["image"]].state == ImageState.MADE
+    for made in store.all():
+        store.images.remove(made.entry.name)
+    assert run(rows, store, runtime)[row["image"]].state == ImageState.MADE
+    assert run(rows, store, runtime, max_gb=0)[row["image"]].state == ImageState.PRESENT
+
+
+def test_rows_without_an_image_are_refused_by_line(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    for text, said in (("", "has no rows"), ("\n{", ":2: is not JSON"), ('{"a": 1}', ":1: image: names no image"),
+                       ('{"image": "a", "instance_id": "b", "harbor": {}}', ":1: harbor.folder")):  # fmt: skip
+        rows.write_text(text)
+        with pytest.raises(CallerError, match=said):
+            build_all(rows, Puller(ImageStore(tmp_path), None), 1, None, Console(quiet=True))  # type: ignore[arg-type]
+
+
+def stored(store: ImageStore, name: str, mib: int) -> Path:
+    with store.images.making(name) as work:
+        assert work is not None
+        (work / "made").mkdir()
+        (work / "made/file").write_bytes(bytes(mib << 20))
+        return store.publish(work, work / "made", name, ImageInfo("image", name, "folder", 0, time.time()))
+
+
+@pytest.mark.parametrize(("mib", "made"), [(40, 9), (32, 7), (5, 1), (0, 0)])
+def test_no_image_is_begun_above_the_limit(store: ImageStore, mib: int, made: int) -> None:
+    """Each of 9 images has 4 MiB: with a limit none ends above it but the first, whose size nobody knew."""
+    jobs = [ImageJob(f"i{one}", lambda: None, lambda one=one: stored(store, f"i{one}", 4)) for one in range(9)]
+    outcomes = list(make_images(jobs, store, 1, mib << 20))
+    counts = [sum(one.state == state for one in outcomes) for state in (ImageState.MADE, ImageState.NO_ROOM)]
+    assert counts == [made, 9 - made]
+    assert sum(one.info.bytes for one in store.all()) <= max(mib, 4) << 20
+    assert all(bool(one.reason) == (one.state == ImageState.NO_ROOM) for one in outcomes)
+
+
+def test_no_image_is_begun_on_a_full_disk(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([5 << 30, 1 << 30, 1 << 20])
+    monkeypatch.setattr(batch, "free_bytes", lambda _folder: next(free))
+    jobs = [ImageJob(f"i{one}", lambda: None, lambda one=one: stored(store, f"i{one}", 1)) for one in range(3)]
+    assert [one.state for one in make_images(jobs, store, 1)] == ["made", "made", "no_room"]
+
+
+def test_images_are_made_side_by_side_and_any_failure_is_an_outcome(store: ImageStore) -> None:
+    meet = threading.Barrier(3)
+
+    def fail(error: Exception) -> Path:
+        meet.wait(30)
+        raise error
+
+    errors = [InfrastructureError("no network"), OSError(28, "no space"), RecursionError("deep")]
+    jobs = [ImageJob(str(one), lambda: None, lambda one=one: fail(one)) for one in errors]
+    outcomes = {one.name: one.reason for one in make_images(jobs, store, 3)}
+    assert outcomes["no network"] == "no network"
+    assert "no space" in outcomes["[Errno 28] no space"]
+    assert outcomes["deep"] == "RecursionError: deep"

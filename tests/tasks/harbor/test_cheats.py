@@ -1,0 +1,52 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Cheats on the verifier, by grading mode."""
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.prorl_code.conftest import serving
+from tests.tasks.harbor.cheats import CHEATS, CHECK, PAY_IN_SHARED, TEST, make_tools
+from tests.tasks.harbor.folders import ANSWER, make_task, play, row_of, shown
+
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
+
+AT_ONCE = 3
+
+
+async def rewards(folder: Path, strict: object) -> dict[str, object]:
+    """Play all cheats and return what they earn, by name; a rollout without a grade is its failure."""
+    task = row_of(make_task(folder / "t", test=TEST, files={"tests/check.py": CHECK}))
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def earned(base_url: str, command: str) -> object:
+        async with slots:
+            reply = await play(base_url, task, command)
+            status, reward, verdict = shown(reply)
+            return reward if status == 200 else f"{verdict}: {reply[1]['detail']}"
+
+    with tempfile.TemporaryDirectory() as shared:
+        os.chmod(shared, 0o755)  # noqa: PTH101
+        tools = make_tools(Path(shared, "tools"))
+        async with serving("prorl_harbor", strict=strict, verifier_tools=tools) as base_url:
+            assert await earned(base_url, ANSWER) == 1.0
+            names = [*CHEATS, "nothing"]
+            done = await asyncio.gather(*(earned(base_url, CHEATS.get(name, "true")) for name in names))
+            return dict(zip(names, done, strict=True))
+
+
+@pytest.mark.parametrize("strict", ["auto", True])
+async def test_no_cheat_earns_a_reward_or_escapes_its_grade(tmp_path: Path, strict: object) -> None:
+    found = await rewards(tmp_path, strict)
+    assert {name: reward for name, reward in found.items() if reward != 0.0} == {}
+
+
+async def test_only_cheats_on_the_verifiers_own_programs_pay_in_the_mode_shared(tmp_path: Path) -> None:
+    found = await rewards(tmp_path, False)
+    assert {name for name, reward in found.items() if reward == 1.0} == PAY_IN_SHARED
+    assert {name: reward for name, reward in found.items() if reward not in (0.0, 1.0)} == {}

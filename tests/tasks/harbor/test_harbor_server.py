@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ``prorl_harbor`` server over HTTP: each behaviour of the format with a task of its own."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.prorl_code.conftest import serving
+from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, says, shown
+
+
+pytestmark = pytest.mark.sandbox
+
+
+@pytest.fixture
+async def base_url() -> AsyncIterator[str]:
+    async with serving("prorl_harbor") as url:
+        yield url
+
+
+@pytest.mark.parametrize(("command", "result"), [(ANSWER, (200, 1.0, "passed")), ("true", (200, 0.0, "failed"))])
+async def test_the_tests_decide(base_url: str, tmp_path: Path, command: str, result: object) -> None:
+    assert shown(await play(base_url, row_of(make_task(tmp_path / "t")), command)) == result
+
+
+def writes(name: str, text: str) -> str:
+    """Return a test script that writes a file of rewards if the answer is right, else the reward 0."""
+    return (
+        "#!/bin/bash\ncd /logs/verifier; echo output\n"
+        f"if [ -e /app/answer ]; then printf '%s' '{text}' > {name}; else echo 0 > reward.txt; fi\n"
+    )
+
+
+NO_WORKDIR = '[environment]\ndocker_image = "default"\n'
+HEALTHY = """
+[environment.healthcheck]
+command = "echo . >> /tmp/tries; [ $(wc -l < /tmp/tries) -ge 3 ]"
+start_period_sec = 60
+start_interval_sec = 0.1
+"""
+HOOK = '[[verifier.collect]]\ncommand = "cp answer /logs/artifacts/kept"\n[[verifier.collect]]\ncommand = "false"\n'
+PASSED, FAILED = (200, 1.0, "passed"), (200, 0.0, "failed")
+
+BEHAVIOURS = {
+    "the tests run in the working folder": ({"test": says("[ $PWD = /app ]")}, "true", PASSED),
+    "without a working folder all runs in /": (
+        {"toml": NO_WORKDIR, "test": says("[ $PWD = / ] && [ $(cat /where) = / ]")},
+        "pwd > where",
+        PASSED,
+    ),
+    "a script without an interpreter runs in bash": (
+        {"test": "a=(0 1)\necho ${a[1]} > /logs/verifier/reward.txt"},
+        "true",
+        PASSED,
+    ),
+    "folders of logs are open to all": (
+        {"test": says('[ "$(cat /app/modes)" = "777 777 777" ]')},
+        "echo $(stat -c %a /logs/agent /logs/verifier /logs/artifacts) > modes",
+        PASSED,
+    ),
+    "files of the agent's logs reach the tests": (
+        {"test": says("[ -e /logs/agent/log ]")},
+        "touch /logs/agent/log",
+        PASSED,
+    ),
+    "no tests and no solution with the agent": (
+        {"test": says("[ ! -s /app/seen ]")},
+        "ls -d /tests /solution > seen",
+        PASSED,
+    ),
+    "a health check that succeeds in time": ({"toml": PLAIN + HEALTHY}, ANSWER, PASSED),
+    "variables of the environment": (
+        {
+            "toml": PLAIN + 'env = { A = "x y", B = "${NO_SUCH:-z}" }\n',
+            "test": says('[ "$A$B" = "x yz" ] && [ -e /app/ok ]'),
+        },
+        '[ "$A$B" = "x yz" ] && touch ok',
+        PASSED,
+    ),
+    "variables of the verifier": (
+        {"toml": PLAIN + '[verifier.env]\nC = "1"\n', "test": says("[ $C = 1 ]")},
+        "true",
+        PASSED,
+    ),
+    "the exit code means nothing": ({"test": TEST + "exit 3"}, ANSWER, PASSED),
+    "files of environment are uploaded": (
+        {"files": {"environment/in/data": "7"}, "test": says("[ $(cat /app/in/data) = 7 ]")},
+        "true",
+        PASSED,
+    ),
+    "a hook runs before the snapshot, and one that fails ends nothing": (
+        {"toml": PLAIN + HOOK, "test": says("[ -e /logs/artifacts/kept ]")},
+        ANSWER,
+        PASSED,
+    ),
+    "reward.json counts before reward.txt": (
+        {"test": writes("reward.json", '{"reward": 0.25}') + "echo 1 > reward.txt"},
+        ANSWER,
+        (200, 0.25, "partial"),
+    ),
+    "a reward may be any number": ({"test": writes("reward.txt", "-3")}, ANSWER, (200, -3.0, "failed")),
+    "one reward of any name": ({"test": writes("reward.json", '{"score": 1}')}, ANSWER, PASSED),
+    "a child that holds the output": ({"test": TEST + "sleep 600 &"}, ANSWER, PASSED),
+}
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+async def test_behaviours_of_the_format(base_url: str, tmp_path: Path, name: str) -> None:
+    task, command, result = BEHAVIOURS[name]
+    reply = await play(base_url, row_of(make_task(tmp_path / "t", **task)), command)
+    assert shown(reply) == result, reply
+
+
+async def test_all_rewards_are_kept_and_one_counts(base_url: str, tmp_path: Path) -> None:
+    folder = make_task(tmp_path / "t", test=writes("reward.json", '{"reward": 0.5, "speed": 9, "ok": true}'))
+    status, body, _ = await play(base_url, row_of(folder), ANSWER)
+    assert (status, body["reward"], body["rewards"]) == (200, 0.5, {"reward": 0.5, "speed": 9.0, "ok": 1.0})
+    assert (body["grading_mode"], body["verifier_output"]) == ("strict", "output\n")
+
+
+NO_VERDICT = {
+    "no reward file": "true",
+    "an empty file": "touch /logs/verifier/reward.txt",
+    "no number": "echo yes > /logs/verifier/reward.txt",
+    "not a number": "echo nan > /logs/verifier/reward.txt",
+    "infinite": "echo '{\"reward\": 1e309}' > /logs/verifier/reward.json",
+    "NaN in JSON": "echo '{\"reward\": NaN}' > /logs/verifier/reward.json",
+    "a text in JSON": 'echo \'{"reward": "1"}\' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt',
+    "2 MiB of JSON": (
+        "(echo '{\"reward\": 1,'; head -c 2M /dev/zero | tr '\\0' ' '; echo '\"a\": 1}') > /logs/verifier/reward.json"
+    ),
+    "a folder": "mkdir /logs/verifier/reward.txt",
+    "a link": "echo 1 > /tmp/r; ln -s /tmp/r /logs/verifier/reward.txt",
+    "a pipe": "mkfifo /logs/verifier/reward.txt",
+    "a reward, and then no end": "echo 1 > /logs/verifier/reward.txt; sleep 600",
+    "an interpreter that is missing": "#!/no/such/interpreter",
+    "a report that is missing": "no-such-pytest --ctrf /logs/verifier/ctrf.json; echo 0 > /logs/verifier/reward.txt",
+    "a report without a passed test": (
+        "# pytest --ctrf /dev/null\n"
+        'echo \'{"results": {"summary": {"passed": 0, "failed": 1}}}\' > /logs/verifier/c.json\n'
+        "true --ctrf=/logs/verifier/c.json; echo 1 > /logs/verifier/reward.txt"
+    ),
+    "too many logs": "echo 1 > /logs/verifier/reward.txt; head -c 20M /dev/zero > /logs/verifier/log; sleep 60",
+    "several rewards, and none that counts": 'echo \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json',
+    "a verifier that ends its sandbox": "kill -9 -1",
+}
+
+
+@pytest.mark.parametrize("has_solution", [True, False])
+@pytest.mark.parametrize("name", NO_VERDICT)
+async def test_a_verifier_that_cannot_run_is_never_a_reward(tmp_path: Path, name: str, has_solution: bool) -> None:
+    toml = PLAIN + "[verifier]\ntimeout_sec = 4\n"
+    folder = make_task(tmp_path / "t", toml=toml, test=NO_VERDICT[name], solve=SOLVE if has_solution else None)
+    async with serving("prorl_harbor", verifier_logs_mib=8) as base_url:
+        for command in (ANSWER, "true"):
+            reply = await play(base_url, row_of(folder), command)
+            assert shown(reply) == (422, None, "verifier_error"), reply
