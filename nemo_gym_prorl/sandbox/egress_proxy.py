@@ -142,7 +142,12 @@ def parse_request(head: bytes) -> Request:
     named = {name.strip().lower() for key, value in given if key == "connection" for name in value.split(",")}
     lengths = {value for name, value in given if name == "content-length"}
     encodings = [value.lower() for name, value in given if name == "transfer-encoding"]
-    if (lengths and encodings) or len(lengths) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
+    if (
+        encodings not in ([], ["chunked"])
+        or (lengths and encodings)
+        or len(lengths) > 1
+        or not all(map(_LENGTH.fullmatch, lengths))
+    ):
         raise Refusal(400, "the length of the request's body is ambiguous")
     return Request(
         method,
@@ -253,6 +258,7 @@ class SandboxEgress:
         try:
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n" if request.method == "CONNECT" else b"")
             far[1].write(head)
+            use.bytes_out += len(head)
             await _relay((reader, writer), far, request, use)
         finally:
             far[1].transport.abort()
@@ -304,6 +310,9 @@ class SandboxEgress:
     async def _connect_by_proxy(self, request: Request, proxy: SplitResult) -> tuple[Streams, bytes]:
         if (literal := literal_address(request.host)) is not None and not self._allow(request.host, literal):
             raise Refusal(403, f"{request.host} is not allowed by this sandbox's network")
+        if request.body is None:
+            # What follows the body could be another request to the proxy.
+            raise Refusal(411, "the server's own proxy needs a request whose length is given")
         if proxy.scheme not in ("http", "https") or not proxy.hostname:
             raise Refusal(502, "the server's http_proxy and https_proxy must be URLs of HTTP proxies")
         secure = ssl.create_default_context() if proxy.scheme == "https" else None

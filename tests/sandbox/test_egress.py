@@ -137,6 +137,10 @@ def ways_around(allowed: int, other: int) -> dict[str, tuple[str, str | None]]:
             + get(f"{OTHER}:{other}"),
             None,
         ),
+        "unknown encoding": (
+            f"POST http://{ALLOWED}:{allowed}/ HTTP/1.1\nTransfer-Encoding: xchunked\n\n{get(f'{OTHER}:{other}')}",
+            None,
+        ),
         "folded line": (f"{get(f'{ALLOWED}:{allowed}')}\nX: y\n {get(f'{OTHER}:{other}')}", None),
         "redirect": (get(f"{ALLOWED}:{allowed}/to/{OTHER}:{other}"), None),
     }
@@ -332,6 +336,9 @@ class HostProxy(Origin):
             writer.write(b"through")
         else:
             writer.write(b"HTTP/1.1 200 OK\r\n\r\nfrom the proxy")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
         await writer.drain()
 
 
@@ -361,6 +368,11 @@ async def test_a_machine_behind_a_proxy(
         assert host.heads.pop() == f"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example:443\r\n{credentials}\r\n"
         refused = await ask(container, "CONNECT no.example:443 HTTP/1.1")
         assert refused.startswith("HTTP/1.1 502 the server's own proxy refused no.example with 407\r\n")
+        chunked = "POST http://a.example/ HTTP/1.1\nTransfer-Encoding: chunked\n\n0\n\nGET http://evil.com/ HTTP/1.1"
+        assert (await ask(container, chunked)).startswith("HTTP/1.1 411 ")
+        measured = "POST http://a.example/ HTTP/1.1\nContent-Length: 0\n\nGET http://evil.com/ HTTP/1.1"
+        assert (await ask(container, measured)).endswith("from the proxy")
+        assert not any("evil" in head for head in host.heads)
         host.heads.clear()
         assert await fetch(container, f"http://{ALLOWED}:{direct.port}") == (0, "hello\n")
         assert (await ask(container, "CONNECT direct.example:443 HTTP/1.1")).startswith("HTTP/1.1 502 ")
