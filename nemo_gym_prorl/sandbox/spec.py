@@ -73,9 +73,8 @@ class SandboxOptions(Checked):
     the limit of CPUs has no effect.
 
     Attributes:
-        network: ``none``; ``package-mirrors``, ``public`` or a list of hosts, through an HTTP proxy; ``host`` for the
-            host's own network. See :mod:`nemo_gym_prorl.network_access`.
-        package_mirrors: hosts that ``package-mirrors`` allows besides the public registries.
+        network: ``none``, ``package-mirrors``, ``public``, ``host`` or a list of hosts.
+        package_mirrors: further hosts of ``package-mirrors``.
         root: run as root inside. Without root, commands run as the image's published user, else under user id 1000.
         users: map all user ids inside, not only one: for package managers, services and files of several users. Needs
             an unpacked image, and for an ordinary user a range of subordinate ids; see :mod:`.user_ids`.
