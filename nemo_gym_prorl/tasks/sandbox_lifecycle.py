@@ -60,7 +60,7 @@ async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
 
 
 class SandboxLifecycle:
-    """Starts and stops the sandboxes of one environment.
+    """Lifecycle of the sandboxes of one environment: start, and stop in any case.
 
     Args:
         start_sandbox: starts a sandbox, fresh or from a snapshot. A :class:`CallerError` blames the row; other

@@ -102,7 +102,7 @@ class _Session[Opened: OpenTools, Artefacts]:
 
 @dataclass(slots=True)
 class _Seeding:
-    """Serializes concurrent seeds of one key."""
+    """Lock that serializes concurrent seeds of one key."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     seeds: int = 0
