@@ -156,7 +156,7 @@ class Container:
             rlimits.warn_weak_limits_once(frozenset(reply.controllers), in_memory=reply.in_memory)
             container.start_method, container.fallback_reason = reply.start_method, reply.fallback_reason
             rlimits.warn_slow_start_once(reply.fallback_reason)
-            container.environment = {**defaults.environment(reply.environment, root=spec.root), **spec.env}
+            container.environment = {**defaults.environment(reply.environment, spec), **spec.env}
             if defaults.config:
                 container.published_workdir, container.published_user = defaults.config.workdir, defaults.config.user
             await container.configure({}, spec.workdir or container.published_workdir)

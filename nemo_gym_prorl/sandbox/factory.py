@@ -106,6 +106,11 @@ class SandboxWithSessions(StartedSandbox):
         has_room: bool = await self._provider.has_room(self._handle)
         return has_room
 
+    async def egress(self) -> list[dict[str, Any]]:
+        """Return which hosts the sandbox has asked its proxy for."""
+        hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
+        return hosts
+
     async def checkpoint(self, name: str) -> SnapshotInfo:
         """Take a snapshot of the sandbox's files, from which other sandboxes can start."""
         info: SnapshotInfo = await self._provider.checkpoint(self._handle, name)
@@ -121,7 +126,7 @@ class SandboxFactory:
 
     def __init__(self, provider: Mapping[str, Any]) -> None:
         self._provider = create_provider(provider)
-        wanted = ("shell", "kernel", "read_file", "write_file", "check", "has_room", "published")
+        wanted = ("shell", "kernel", "read_file", "write_file", "check", "has_room", "published", "egress")
         has_all = all(hasattr(self._provider, name) for name in wanted)
         self._kind = SandboxWithSessions if has_all else StartedSandbox
 

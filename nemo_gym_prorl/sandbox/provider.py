@@ -40,7 +40,7 @@ from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.snapshots import Snapshot, SnapshotSupport
 from nemo_gym_prorl.sandbox.spec import SNAPSHOT, container_spec, provider_options
-from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.protocol import EgressRequest, SandboxLost, SandboxRefused
 
 
 TIMED_OUT = 124
@@ -178,6 +178,11 @@ class SingularityProvider(SnapshotSupport):
     async def has_room(self, handle: SandboxHandle) -> bool:
         """Return whether the disk that all sandboxes are kept on has room."""
         return await container_of(handle).has_room()
+
+    async def egress(self, handle: SandboxHandle) -> list[dict[str, Any]]:
+        """Return which hosts the sandbox has asked its proxy for: the fields of :class:`.egress_proxy.HostUse`."""
+        message, _files = await container_of(handle).ask(EgressRequest(container_of(handle).name))
+        return list(message["hosts"])
 
     async def pause(self, handle: SandboxHandle) -> None:
         """Stop all programs of the sandbox; their memory stays in use."""

@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic import dataclasses as pydantic_dataclasses
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.network_access import HOST, NONE, Hosts, Network, egress_hosts, proxy_variables
 from nemo_gym_prorl.sandbox.fields import (
     MAX_MIB,
     Argv,
@@ -76,7 +77,8 @@ class SandboxOptions(Checked):
     control groups. The kernel enforces all other limits.
 
     Attributes:
-        network: share the host's network; otherwise the sandbox has only a loopback device.
+        network: ``none``, ``package-mirrors``, ``public``, ``host`` or a list of hosts.
+        package_mirrors: further hosts of ``package-mirrors``.
         root: run as root inside. Without root, commands run as the image's published user, else under user id 1000.
         users: map all user ids inside, not only one: for package managers, services and files of several users. Needs
             an unpacked image, and for an ordinary user a range of subordinate ids; see :mod:`.user_ids`.
@@ -91,7 +93,8 @@ class SandboxOptions(Checked):
         shared_memory_mib: size of ``/dev/shm``.
     """
 
-    network: Flag = False
+    network: Network = NONE
+    package_mirrors: Hosts = ()
     root: Flag = True
     users: Flag = False
     start: Start = "auto"
@@ -233,17 +236,18 @@ class ImageDefaults:
         uid, home = (config and config.user and oci_config.lookup_account(config.user, image)) or (0, "")
         return cls(config, uid, home if uid else "")
 
-    def environment(self, reported: Mapping[str, str], *, root: bool) -> dict[str, str]:
+    def environment(self, reported: Mapping[str, str], spec: ContainerSpec) -> dict[str, str]:
         """Return the variables of commands.
 
         Args:
             reported: variables that the runtime reported; empty unless scripts of the image may set variables.
-            root: whether commands run as root.
+            spec: the sandbox's specification; its own ``env`` is left out.
         """
-        home = self.home or ("/root" if root else "/tmp")
+        home = self.home or ("/root" if spec.root else "/tmp")
         usual = {"HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
         own = image_variables(reported)
-        return {**usual, **(self.config.environment(own) if self.config else own)}
+        image = self.config.environment(own) if self.config else own
+        return {**usual, **image, **proxy_variables(spec.network)}
 
 
 def create_request(
@@ -267,7 +271,7 @@ def create_request(
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
-    added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network)
+    added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network == HOST)
     # The runtime's first process has all capabilities inside and no seccomp filter, so a sandbox with ptrace must not
     # have such a process. The first process of a direct start has no capabilities, and is filtered.
     traces = privilege.GRANTABLE_CAPABILITIES["SYS_PTRACE"] in added
@@ -293,7 +297,7 @@ def create_request(
         host_uid=host_id,
         host_gid=host_id if is_machine_root() else os.getegid(),
         users=spec.users,
-        network=spec.network,
+        network=egress_hosts(spec.network, spec.package_mirrors),
         binds=list(spec.binds),
         capabilities=sorted(added),
         memory_mib=spec.memory_mib,

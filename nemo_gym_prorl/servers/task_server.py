@@ -56,7 +56,7 @@ from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.servers.server_config import ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
-from nemo_gym_prorl.tasks.task import TOOL_NUMBERS, TOOL_USE, AsyncCloseable, SandboxNeeds, Task
+from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
@@ -301,10 +301,11 @@ class TaskServer(SimpleResourcesServer):
         row = body.model_dump()
         grade = await self._sessions.verify(_key(request), row["response"])
         why = {"passed": grade.passed, "verdict": grade.verdict, "verdict_detail": grade.detail}
-        used = self._sessions.tool_use(_key(request))
+        used, egress = self._sessions.usage(_key(request))
         why |= {TOOL_USE: used} | {
             f"tool_{number}": sum(counts.get(number, 0) for counts in used.values()) for number in TOOL_NUMBERS
         }
+        why |= {EGRESS: egress} if egress else {}
         return TaskVerifyResponse(**row | dict(grade.fields) | why | {"reward": grade.reward})
 
     def _tool_route(self, tool: str, description: str) -> Callable[[Request], Awaitable[PlainTextResponse]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from nemo_gym_prorl.session_results import CellResult, ShellResult
 
@@ -115,6 +115,15 @@ class HasDiskCheck(Protocol):
 
     async def has_room(self) -> bool:
         """Return whether the host's disk has space left; if not, writes in the sandbox may have failed."""
+        ...
+
+
+@runtime_checkable
+class HasEgress(Protocol):
+    """Sandbox that may reach other hosts through a proxy, which counts."""
+
+    async def egress(self) -> list[dict[str, Any]]:
+        """Return the use of each host, with ``host``, ``port``, ``allowed`` and ``connections``."""
         ...
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.tasks.sandbox import HasEgress, Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 
 
@@ -49,6 +50,13 @@ class ShieldedTasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A caller that still awaits gets the error too; the log is for work whose caller is gone.
             logger.info("work on a session failed: %s", error)
+
+
+async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
+    """Return a sandbox's use of each host; empty if it has no proxy, or has ended."""
+    with suppress(RolloutError):
+        return await sandbox.egress() if isinstance(sandbox, HasEgress) else []
+    return []
 
 
 class SandboxLifecycle:

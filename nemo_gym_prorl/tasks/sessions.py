@@ -38,7 +38,7 @@ from nemo_gym_prorl.failures import (
     TaskError,
 )
 from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
-from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks
+from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
     CountsToolCalls,
@@ -94,6 +94,7 @@ class _Session[Opened: OpenTools, Artefacts]:
     exhausted: str | None = None
     work: asyncio.Task[Any] | None = None  # cancelled when the session is closed
     grade: Grade | None = None
+    egress: list[dict[str, Any]] = field(default_factory=list)
     touched: float = field(default_factory=time.monotonic)
     calls: int = 0
     claims: int = 0  # seeds of this session whose callers got an answer
@@ -290,11 +291,11 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """
         return await asyncio.shield(self._work.spawn(self._verify(self._require(key), response)))
 
-    def tool_use(self, key: str) -> Mapping[str, Mapping[str, int]]:
-        """Return the session's call counts by tool; empty if the tools do not count calls."""
-        session = self._sessions.get(key)
-        tools = session.tools if session is not None else None
-        return tools.tool_use() if isinstance(tools, CountsToolCalls) else {}
+    def usage(self, key: str) -> tuple[Mapping[str, Mapping[str, int]], list[dict[str, Any]]]:
+        """Return the session's call counts by tool, and the use of each host; empty if they are not counted."""
+        if (session := self._sessions.get(key)) is None:
+            return {}, []
+        return session.tools.tool_use() if isinstance(session.tools, CountsToolCalls) else {}, session.egress
 
     def renew(self, leases: Collection[str]) -> None:
         """Renew leases."""
@@ -460,6 +461,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 raise
             finally:
                 sandbox, session.sandbox, session.open = session.sandbox, None, False
+                session.egress = await egress_of(sandbox) if keep else []
                 await self._end(sandbox, session.tools)
 
     async def _end(self, sandbox: Sandbox | None, tools: Opened | None) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
+from nemo_gym_prorl.network_access import Network
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
@@ -31,11 +32,14 @@ _MAX_REWARD = sys.float_info.max
 TOOL_USE = "tool_use"
 """Field of a rollout's row: per-tool call counts, with the keys of :data:`TOOL_NUMBERS`."""
 
+EGRESS = "egress"
+"""Field of a rollout's row: the agent's use of each host, if its sandbox reaches other hosts through a proxy."""
+
 TOOL_NUMBERS = ("calls", "errors", "timeouts", "cut")
 """Counts per tool; their sums over all tools are the row's fields ``tool_<number>``, which Gym's metrics aggregate."""
 
 _RESERVED_FIELDS = frozenset(
-    {"reward", "passed", "verdict", "verdict_detail", "response", "responses_create_params", TOOL_USE}
+    {"reward", "passed", "verdict", "verdict_detail", "response", "responses_create_params", TOOL_USE, EGRESS}
     | {f"tool_{number}" for number in TOOL_NUMBERS}
 )
 
@@ -49,7 +53,7 @@ class SandboxNeeds:
 
     Attributes:
         image: image name, in the sandbox provider's format.
-        network: whether the sandbox reaches the network.
+        network: network access; see :func:`.network_access.parse_network`.
         cpu: number of cores.
         memory_mib: memory limit in MiB.
         disk_gib: disk limit in GiB.
@@ -62,7 +66,7 @@ class SandboxNeeds:
     """
 
     image: str | None = None
-    network: bool | None = None
+    network: Network | None = None
     cpu: float | None = None
     memory_mib: int | None = None
     disk_gib: int | None = None

@@ -30,6 +30,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
     # Which ids a sandbox gets, whose its processes and files are, what is hidden, what it may use up.
     "walls": {
         "abuse": (),
+        "egress": ("no_way_leads_to_another_host", "an_allowed_host_is_reached_and_counted"),
         "nothing_of_the_host": (),
         "users": (),
         "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),

@@ -45,7 +45,7 @@ async def test_unset_requirements_use_the_configuration() -> None:
         await sandbox.stop()
     await sandboxes.aclose()
     assert str(plain.image) == containers.image()
-    assert (plain.processes, plain.memory_mib, plain.network) == (99, 512, False)
+    assert (plain.processes, plain.memory_mib, plain.network) == (99, 512, "none")
     assert str(special.image) != containers.image()
     assert (special.processes, special.memory_mib, special.cpus, special.disk_mib) == (40, 256, 2, 1024)
 
@@ -55,6 +55,7 @@ async def test_unset_requirements_use_the_configuration() -> None:
     [
         ("image", "no-such-image"),
         ("network", "yes"),
+        ("network", ["http://example.com"]),
         ("disk_gib", 0.5),
         ("processes", 0),
     ],

@@ -24,7 +24,7 @@ class Packages:
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         if not isinstance(row.get("image"), str):
             raise CallerError("must name the row's image", field="image")
-        return SandboxNeeds(image=row["image"])
+        return SandboxNeeds(image=row["image"], network=row.get("network"))
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         await tools.write({"count": "unknown\n"})

@@ -15,6 +15,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.servers.task_server import TaskServerConfig
 from tests.prorl_code.conftest import RESPONSE, Client, task_server
 from tests.rollout.serving import serve
+from tests.sandbox.egress import ALLOWED, origin
 from tests.sandbox.tiny import make_tiny_root
 from tests.tasks import containers
 from tests.toy_family.app import COUNT, ToyServer
@@ -41,23 +42,23 @@ async def base_url() -> AsyncIterator[str]:
     assert containers.instances() <= before
 
 
-async def play(base_url: str, image: str, command: str | None) -> dict[str, Any]:
+async def play(base_url: str, row: dict[str, Any], command: str | None) -> dict[str, Any]:
     """Play a rollout and return the verified row."""
     async with Client(base_url) as client:
-        assert (await client.post("/seed_session", row(image)))[0] == 200
+        assert (await client.post("/seed_session", row))[0] == 200
         if command:
             assert (await client.tool("bash", command=command)).endswith("[exit code: 0]")
         assert (await client.tool("submit")).startswith("Submitted.")
         assert await client.post("/release_session") == (200, {"released": True}, None)
-        status, verdict, _ = await client.post("/verify", row(image) | {"response": RESPONSE})
+        status, verdict, _ = await client.post("/verify", row | {"response": RESPONSE})
         assert status == 200, verdict
         assert (await client.post("/close_session"))[0] == 200
     return verdict
 
 
 async def test_oracle_and_null_in_the_rows_images(base_url: str) -> None:
-    oracle = await asyncio.gather(*(play(base_url, image, f"{COUNT} > count") for image in IMAGES))
-    null = await asyncio.gather(*(play(base_url, image, None) for image in IMAGES))
+    oracle = await asyncio.gather(*(play(base_url, row(image), f"{COUNT} > count") for image in IMAGES))
+    null = await asyncio.gather(*(play(base_url, row(image), None) for image in IMAGES))
     assert [verdict["reward"] for verdict in oracle] == [1.0, 1.0]
     assert [verdict["reward"] for verdict in null] == [0.0, 0.0]
     plain, kernel = (verdict["packages"] for verdict in oracle)
@@ -71,6 +72,18 @@ async def test_oracle_and_null_in_the_rows_images(base_url: str) -> None:
             "verdict_detail": f"the image has {count}",
             "packages": count,
         }
+
+
+async def test_a_row_tells_which_hosts_its_agent_asked_for(base_url: str) -> None:
+    fetch = "python3 -c 'import urllib.request as u; print(u.urlopen(\"{}\").read())' || true"
+    async with origin() as server:
+        allowed = f"http://{ALLOWED}:{server.port}"
+        asked = row("default") | {"network": [ALLOWED]}
+        commands = [fetch.format(allowed), fetch.format(allowed), fetch.format("http://elsewhere.example/")]
+        verdict = await play(base_url, asked, " && ".join(commands))
+    told = [(use["host"], use["port"], use["allowed"], use["connections"]) for use in verdict["egress"]]
+    assert told == [(ALLOWED, server.port, True, 2), ("elsewhere.example", 80, False, 1)]
+    assert "egress" not in await play(base_url, row("default"), None)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@
 - *Files of /etc* about users, hosts and names come from the image or are written for the sandbox, never copied from
   the host. The launcher writes them into the sandbox's own layer. Container runtimes mount the host's account,
   nameservers, hosts and time zone; the launcher unmounts these.
-- *Network*: a network namespace with a loopback device only, unless ``network: true`` shares the host's network and
-  nameservers.
+- *Network*: a network namespace with a loopback device only, unless ``network: host`` shares the host's network and
+  nameservers. Other values of ``network`` add a proxy (:mod:`..egress_proxy`), and no device.
 """
 
 from __future__ import annotations

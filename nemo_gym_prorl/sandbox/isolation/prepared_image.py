@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym_prorl.network_access import HOST
 from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
     SMALL_TMPFS,
@@ -107,7 +108,7 @@ def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> 
         folder: the sandbox's folder on the host, with ``overlay`` for its layer.
     """
     uid = order.uid
-    several, root, host_network = order.users, is_machine_root(), order.network
+    several, root, host_network = order.users, is_machine_root(), order.network == HOST
     if several and prepared.single_user_reason:
         raise PermissionError(errno.EPERM, prepared.single_user_reason)
     binds = [] if root else [Bind.parse(text) for text in order.binds]

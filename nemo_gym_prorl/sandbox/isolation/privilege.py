@@ -120,7 +120,7 @@ def capability_numbers(names: Iterable[str], *, root: bool, host_network: bool) 
             raise CallerError(f"{given} needs root inside, but the sandbox has root: false", field="capabilities")
         if name == "NET_ADMIN" and host_network:
             raise CallerError(
-                f"{given} needs the sandbox's own network: leave network: true out", field="capabilities"
+                f"{given} needs the sandbox's own network: leave network: host out", field="capabilities"
             )
         found.add(GRANTABLE_CAPABILITIES[name])
     return frozenset(found)

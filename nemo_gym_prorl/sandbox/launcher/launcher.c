@@ -11,6 +11,7 @@
  *   prepare  join a sandbox that the container runtime started, and adjust it to match one made here
  *   put, get join a sandbox, and copy a file in or out
  *   stop     join a sandbox, and stop all of its processes but the first
+ *   listen   join a sandbox, and open a listening socket on its loopback device
  *   erase    remove what an ended sandbox left
  *
  * As "sandbox" it is the first process of a sandbox, and only waits. As "eraser" it removes a folder for any process.
@@ -65,11 +66,12 @@ struct polled { int file; short events, returned; };
 struct moment { long seconds, nanoseconds; };
 struct interface { char name[16]; short flags; char rest[22]; };
 struct window { uint16_t rows, columns, x, y; };
+struct address { uint16_t family; unsigned char port[2], host[4], zero[8]; };
 
 enum { SOL_SOCKET = 1, SCM_RIGHTS = 1 };
 enum { MSG_CTRUNC = 8, MSG_TRUNC = 0x20, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC = 0x40000000 };
 enum { AF_INET = 2 };
-enum { SOCK_DGRAM = 2, SOCK_CLOEXEC = 02000000 };
+enum { SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_CLOEXEC = 02000000 };
 enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLIN = 1, RLIMIT_NPROC = 6 };
 enum { MNT_DETACH = 2, UMOUNT_NOFOLLOW = 8, PROC_SUPER_MAGIC = 0x9fa0, PROC_ROOT_INODE = 1 };
 enum { SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
@@ -752,6 +754,25 @@ static void stop(void) {
     end(0);
 }
 
+/* Listen. */
+
+enum { BACKLOG = 128 };
+
+/* Reply with a listening socket, which stays in the sandbox's network namespace, whatever process holds it. */
+static void listen_inside(void) {
+    struct address address = {AF_INET, {0}, {127, 0, 0, 1}, {0}};
+    join();
+    unsigned port = (unsigned)word();
+    address.port[0] = (unsigned char)(port >> 8);
+    address.port[1] = (unsigned char)port;
+    doing("port of the proxy", "");
+    long opened = must(CALL(socket, AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    must(CALL(bind, opened, &address, sizeof address));
+    must(CALL(listen, opened, BACKLOG));
+    must(reply(DONE, 0, (int)opened));
+    end(0);
+}
+
 #include "files.c"
 
 /* Make: mounts. */
@@ -1257,7 +1278,7 @@ static void prepare(void) {
 
 /* The launcher's loop, and the program's entry. */
 
-enum { MAKE = 1, SPAWN, PUT, GET, ERASE, PREPARE, STOP };
+enum { MAKE = 1, SPAWN, PUT, GET, ERASE, PREPARE, STOP, LISTEN };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
@@ -1281,7 +1302,7 @@ static void handle_request(struct header header, size_t size) {
     }
     static void (*const KINDS[])(void) = {
         [MAKE] = make, [SPAWN] = spawn, [PUT] = put, [GET] = get, [ERASE] = erase_sandbox, [PREPARE] = prepare,
-        [STOP] = stop,
+        [STOP] = stop, [LISTEN] = listen_inside,
     };
     if (header.kind < sizeof KINDS / sizeof *KINDS && KINDS[header.kind])
         KINDS[header.kind]();

@@ -20,6 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_gym_prorl.network_access import HOST
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_options, terminal_options
 from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
@@ -44,6 +45,7 @@ class RequestKind(IntEnum):
     ERASE = 5
     PREPARE = 6
     STOP = 7
+    LISTEN = 8
 
 
 class ReplyKind(IntEnum):
@@ -130,7 +132,7 @@ class Request:
 
     def settings(self, order: CreateRequest) -> None:
         """Add the files of ``/etc`` that are written for every sandbox."""
-        files = list(mounts.etc_files(mounts.resolv_conf(order.network)))
+        files = list(mounts.etc_files(mounts.resolv_conf(order.network == HOST)))
         self.words(len(files))
         for path, content in files:
             self.text(path)
@@ -202,6 +204,14 @@ def stop(namespaces: SandboxNamespaces) -> Request:
     """Stop every process of a sandbox but the first, in one step; replies with 1 if that happened."""
     request = Request(RequestKind.STOP)
     _add_namespaces(request, namespaces)
+    return request
+
+
+def listen(namespaces: SandboxNamespaces, port: int) -> Request:
+    """Open a socket that listens on the sandbox's loopback device; the reply carries its descriptor."""
+    request = Request(RequestKind.LISTEN)
+    _add_namespaces(request, namespaces)
+    request.words(port)
     return request
 
 

@@ -223,8 +223,9 @@ def program_limits(processes: int, disk_mib: int) -> dict[int, int]:
     return limits
 
 
-DESCRIPTORS_PER_SANDBOX = 5
-"""Descriptors of one sandbox: channel, first process, lock on the image, a terminal and its holder."""
+DESCRIPTORS_PER_SANDBOX = 6
+"""Descriptors of one sandbox: channel, first process, lock on the image, a terminal and its holder, the proxy's port.
+"""
 
 RESERVED_DESCRIPTORS = 64
 """Descriptors for everything else: connections, and descriptors that are being sent."""

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from nemo_gym_prorl.network_access import HOST
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.prepared_image import clone_binds
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_in_namespace
@@ -193,7 +194,7 @@ def runtime_command(order: CreateRequest, folder: Path) -> list[str]:
         folder: the sandbox's folder on the host.
     """
     command = [order.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
-    if not order.network:
+    if order.network != HOST:
         command += mounts.RUNTIME_NO_NETWORK_OPTIONS
     locked = (
         [f"{path}:{path}:ro" for path in READ_ONLY_PATHS if Path(path).exists()]

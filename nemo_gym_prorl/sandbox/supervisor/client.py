@@ -60,6 +60,10 @@ CLEANUP_S = 5.0
 """Time to remove the state of a dead supervisor; the next supervisor's sweep removes the rest."""
 
 
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+"""Variables of the server that its supervisor gets: the way from this machine to other hosts, for the egress proxy."""
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxProcess:
     """A process that was started inside a sandbox.
@@ -330,7 +334,7 @@ def running_supervisor() -> Path:
             # Its own session: Ctrl-C at a terminal must not reach the supervisor before the server has ended.
             start_new_session=True,
             cwd="/",
-            env=interpreter_environ(),
+            env=interpreter_environ() | {name: os.environ[name] for name in os.environ if name.lower() in PROXIES},
         )
         theirs.close()
         listener.close()

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
+from nemo_gym_prorl.network_access import NONE, has_proxy
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation import layer_archive, mounts, namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
@@ -45,6 +46,7 @@ from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, read_environme
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
+from nemo_gym_prorl.sandbox.supervisor.egress import Egress
 from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, error_text, failure
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Sandbox
 
@@ -96,6 +98,7 @@ class Creation:
         children: the supervisor's children.
         groups: parent of the sandboxes' control groups; ``None`` without control groups.
         launcher: starts first processes.
+        egress: opens the proxies of sandboxes.
         in_use: returns the prepared images of all sandboxes that are not gone yet.
     """
 
@@ -105,10 +108,12 @@ class Creation:
         children: Children,
         groups: Path | None,
         launcher: Launcher,
+        egress: Egress,
         in_use: Callable[[], Iterable[PreparedImage | None]],
     ) -> None:
         self._children = children
         self._groups = groups
+        self._egress = egress
         self._launcher = launcher
         self._prepared = PreparedImages(folder, children, launcher, in_use)
         self._direct_works = False
@@ -138,6 +143,9 @@ class Creation:
             await self._choose_method(sandbox)
         with sandbox.step("limits"), _setup_errors():
             sandbox.apply_limits()
+        if has_proxy(request.network):
+            with sandbox.step("egress"), _setup_errors():
+                await self._egress.open(sandbox)
 
     async def _choose_method(self, sandbox: Sandbox) -> None:
         """Decide how ``start: auto`` starts sandboxes on this machine: directly, else by the runtime."""
@@ -385,7 +393,7 @@ class PreparedImages:
         are read from ``/proc``.
         """
         folder = self._folder / f"m-{secrets.token_hex(6)}"
-        isolated = replace(request, uid=0, network=False, binds=[])
+        isolated = replace(request, uid=0, network=NONE, binds=[])
         probe = Sandbox(folder.name, folder, isolated, [], [])
         try:
             async with asyncio.timeout(request.start_timeout_s):

@@ -39,6 +39,7 @@ from nemo_gym_prorl.sandbox.supervisor import state_dir, watchdog_process
 from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, find_pid_namespace
+from nemo_gym_prorl.sandbox.supervisor.egress import Egress
 from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Refused, StartReply, error_text, failure
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, SandboxStage, step_down
 
@@ -76,8 +77,9 @@ class Sandboxes:
         self._inits: dict[int, Sandbox] = {}
         """Closing sandboxes by the pid of their first process."""
         self._starts = StartLimiter()
+        self._egress = Egress(children, launcher)
         self._creation = Creation(
-            folder, children, groups, launcher, lambda: (sandbox.prepared for sandbox in self._all.values())
+            folder, children, groups, launcher, self._egress, lambda: (box.prepared for box in self._all.values())
         )
         self._children = children
         self._launcher = launcher
@@ -127,6 +129,10 @@ class Sandboxes:
         if group and "memory" in group.controllers:
             return bool(group.oom_kills()) and not group.exceeded_memory()
         return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
+
+    async def egress_of(self, name: str) -> Reply:
+        """Carry out a :class:`.protocol.EgressRequest`."""
+        return {"hosts": await self._egress.report(self.up(name).name)}, []
 
     async def create(self, client: Client, request: CreateRequest, files: list[int]) -> Reply:
         """Start a sandbox and return its :class:`.protocol.StartReply`.
@@ -346,6 +352,8 @@ class Sandboxes:
                 # Ends a first process that is not recorded yet.
                 sandbox.channel.shutdown(socket.SHUT_RDWR)
         await sandbox.created.wait()
+        with log_exceptions():
+            self._egress.close(sandbox.name)
         with log_exceptions():
             find_pid_namespace(sandbox)
         if sandbox.starter:

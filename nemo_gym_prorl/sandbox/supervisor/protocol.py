@@ -43,6 +43,7 @@ class CreateRequest:
         host_uid: user id of the sandbox on the host.
         host_gid: group id of the sandbox on the host.
         capabilities: numbers of the capabilities that root inside has beyond the default set.
+        network: ``none``, ``public``, ``host`` or a list of hosts; see :mod:`nemo_gym_prorl.network_access`.
         snapshot: path of the archive that the writable layer is restored from; empty for none.
         snapshot_paths: paths inside that are restored; all if empty.
 
@@ -59,7 +60,7 @@ class CreateRequest:
     host_uid: int
     host_gid: int
     users: bool
-    network: bool
+    network: str | list[str]
     binds: list[str]
     capabilities: list[int]
     memory_mib: int
@@ -182,6 +183,13 @@ class SnapshotRequest:
 
 
 @dataclass(frozen=True)
+class EgressRequest:
+    """Return which hosts a sandbox has asked its proxy for."""
+
+    sandbox: str
+
+
+@dataclass(frozen=True)
 class PutRequest:
     """Write the attached file to a path of the sandbox; without a ``mode``, an existing file keeps its own."""
 
@@ -208,6 +216,7 @@ Request = (
     | PauseRequest
     | ResumeRequest
     | SnapshotRequest
+    | EgressRequest
     | PutRequest
     | GetRequest
 )

@@ -48,6 +48,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
     CheckRequest,
     CreateRequest,
     DestroyRequest,
+    EgressRequest,
     GetRequest,
     PauseRequest,
     PutRequest,
@@ -164,6 +165,8 @@ class Supervisor:
                 return await self._pause(self._sandboxes.up(request.sandbox))
             case ResumeRequest() as request:
                 return await self._resume(self._sandboxes.up(request.sandbox))
+            case EgressRequest() as request:
+                return await self._sandboxes.egress_of(request.sandbox)
             case SnapshotRequest() as request:
                 return await self._snapshot(self._sandboxes.up(request.sandbox), request, files[0])
 

@@ -8,7 +8,7 @@ A row::
      "data_source": "swe-bench",                                    # dataset, for routing and metrics
      "instance_id": "django__django-11099",
      "image": "/images/....sif",                                    # in the sandbox provider's format
-     "network": false, "cpu": 2, "memory_mib": 8192, ...            # optional: see SweRow
+     "network": "none", "cpu": 2, "memory_mib": 8192, ...            # optional: see SweRow
      "swe": {...}}                                                  # see SweInstance
 
 ``swe`` contains data that the policy never sees: hidden tests and the reference fix.
@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.network_access import Network
 
 
 Dataset = Literal["swe-bench", "swe-gym", "swe-rebench", "r2e-gym", "made"]
@@ -77,7 +78,7 @@ class SweInstance(BaseModel):
         log_parser: name in swebench's registry, for example ``"parse_log_pytest"``, or ``"r2e_gym"``.
         eval_type: as in SWE-bench: ``"fail_only"`` if the runner prints failures only, so that unnamed tests have
             passed.
-        tests_network: whether tests and ``before_tests`` reach the network. The policy's network depends on
+        tests_network: whether tests and ``before_tests`` have the host's network. The policy's network depends on
             ``network`` of the row.
         test_timeout_s: seconds for the tests, if lower than the server's limit.
         runner: test runner; ``None``: inferred from ``test_command``.
@@ -146,7 +147,8 @@ class SweRow(BaseModel):
         instance_id: name of the task.
         image: image of the task, in the sandbox provider's format.
         swe: the task.
-        network: whether the policy's sandbox reaches the network. ``None`` here and below means the server's value.
+        network: network access of the policy's sandbox, such as ``package-mirrors`` or a list of hosts. ``None`` here
+            and below means the server's value.
         cpu: number of cores.
         memory_mib: memory limit in MiB.
         disk_gib: disk limit in GiB.
@@ -158,7 +160,7 @@ class SweRow(BaseModel):
     instance_id: str = Field(min_length=1)
     image: str = Field(min_length=1)
     swe: SweInstance
-    network: bool | None = None
+    network: Network | None = None
     cpu: float | None = Field(default=None, gt=0)
     memory_mib: int | None = Field(default=None, gt=0)
     disk_gib: int | None = Field(default=None, gt=0)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from nemo_gym_prorl.network_access import HOST
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.swe.changes import Protection, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
@@ -123,7 +124,7 @@ class SoftwareEngineering:
     ) -> Grade:
         """Run the hidden tests; see :mod:`.grading`."""
         asked = parse_row(row)
-        needs = replace(self.needs(row), network=True) if asked.swe.tests_network else None
+        needs = replace(self.needs(row), network=HOST) if asked.swe.tests_network else None
         return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))
 
     async def aclose(self) -> None:

@@ -153,4 +153,4 @@ async def test_only_tests_reach_the_network() -> None:
         assert task.needs(row).network is None
         with pytest.raises(InfrastructureError):
             await task.grade(row, Solution((Change("a.py", None, False),)), {}, open_sandbox)
-    assert [needs.network if needs else None for needs in asked] == [True, None]
+    assert [needs.network if needs else None for needs in asked] == ["host", None]
