@@ -43,8 +43,8 @@ DEFAULT_PYTHON = "3.13"
 MAX_ERROR_CHARS = 600
 
 _DESCRIBE = (
-    "import json, platform, sysconfig; print(json.dumps([platform.python_implementation().lower(), "
-    "platform.python_version(), platform.machine(), sysconfig.get_config_var('MULTIARCH') or 'gnu']))"
+    "import json, platform; print(json.dumps([platform.python_implementation().lower(), "
+    "platform.python_version(), platform.machine()]))"
 )
 
 
@@ -167,11 +167,12 @@ def _serving(have: Mapping[str, Path], wanted: str) -> Path | None:
 
 def _install(version: str, target: Path) -> tuple[str, Path]:
     folder = target / PYTHON
-    command = [target / BIN / "uv", "python", "install", "--no-bin", "--install-dir", folder, version]
-    _run(command, f"Python {version} can't be installed; give the folder of a relocatable one instead")
+    command: list[str | Path] = [target / BIN / "uv", "python"]
+    install: list[str | Path] = ["install", "--no-bin", "--install-dir", folder, version]
+    _run([*command, *install], f"Python {version} can't be installed; give the folder of a relocatable one instead")
     environ = {**os.environ, "UV_PYTHON_INSTALL_DIR": str(folder)}
-    command = [target / BIN / "uv", "python", "find", "--managed-python", "--no-project", version]
-    program = Path(_run(command, f"Python {version} is not there", environ))
+    find = ["find", "--managed-python", "--no-project", version]
+    program = Path(_run([*command, *find], f"Python {version} is not there", environ))
     return _describe(program)[1], program
 
 
@@ -179,7 +180,7 @@ def _copy(folder: Path, target: Path) -> tuple[str, Path]:
     source = folder / "bin" / "python3"
     if not source.exists():
         raise CallerError(f"{folder} is no installation of Python: it has no bin/python3", field="--python")
-    implementation, version, machine, _libc = _describe(source)
+    implementation, version, machine = _describe(source)
     copy = target / PYTHON / f"{implementation}-{version}-linux-{machine}-gnu"
     if not copy.exists():
         shutil.copytree(folder, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -193,7 +194,7 @@ def _describe(program: Path) -> list[str]:
 
 def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> None:
     step = ["wheel", "--wheel-dir"] if build else ["download", "--only-binary=:all:", "--dest"]
-    pip = [program, "-I", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [program, "-I", "-m", "pip", "--quiet", "--disable-pip-version-check"]
     _run([*pip, *step, target / WHEELS, *one.packages], "the wheels can't be downloaded")
 
 
@@ -203,7 +204,7 @@ def _check(one: RequirementSet, target: Path) -> None:
         environ = verifier_environment(str(target.resolve()), scratch) | {"HOME": scratch, "PATH": os.defpath}
         python = ["--python", one.python] if one.python else []
         options = [word for package in one.packages for word in ("--with", package)]
-        command = [target / BIN / "uv", "tool", "run", "--isolated", *python, *options, "python", "-c", ""]
+        command = [str(target / BIN / "uv"), "tool", "run", "--isolated", *python, *options, "python", "-c", ""]
         _run(command, "the set can't be installed from the folder", environ)
 
 
