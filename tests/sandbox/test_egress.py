@@ -169,6 +169,54 @@ async def test_no_way_leads_to_another_host(image: Path, runtime: Runtime) -> No
         assert (await ask(container, f"GET http://{OTHER}/\x7f HTTP/1.1")).startswith("HTTP/1.1 400 ")
 
 
+HELLO = """
+import socket, ssl, sys, time
+port, name, pieces = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+s = socket.create_connection(("127.0.0.1", 61080), 20)
+s.sendall(f"CONNECT localhost:{port} HTTP/1.1\\r\\n\\r\\n".encode())
+assert b" 200 " in s.recv(1000)
+context = ssl.create_default_context()
+context.check_hostname = False
+incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+try:
+    context.wrap_bio(incoming, outgoing, server_hostname=name or None).do_handshake()
+except ssl.SSLWantReadError:
+    pass
+hello = outgoing.read()
+if pieces == "two records":
+    hello = hello[:3] + (20).to_bytes(2) + hello[5:25] + hello[:3] + (len(hello) - 25).to_bytes(2) + hello[25:]
+for piece in [hello[:1], hello[1:7], hello[7:]] if pieces == "slowly" else [hello]:
+    s.sendall(piece)
+    time.sleep(0.2)
+s.shutdown(socket.SHUT_WR)
+print(s.recv(1000))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces", "passed"),
+    [
+        ("localhost", "", True),
+        ("LocalHost", "slowly", True),
+        ("elsewhere.example", "", False),
+        ("elsewhere.example", "slowly", False),
+        ("localhost", "two records", False),
+        ("", "", False),
+    ],
+)
+async def test_a_tunnel_carries_no_tls_for_another_host(
+    image: Path, runtime: Runtime, name: str, pieces: str, passed: bool
+) -> None:
+    """A content network's machine serves any of its hosts to a client that asks for it."""
+    async with origin("127.0.0.1") as server, await start(image, runtime, ["localhost", "127.0.0.1"]) as container:
+        said = await container.run(python(HELLO, server.port, name, pieces), timeout_s=30)
+        found = await uses(container)
+    assert (said.stdout == "b''\n") is passed, said
+    assert ("localhost", True) in found
+    assert (found["localhost", True]["bytes_out"] > 100) is passed
+    assert ((name or "localhost").lower(), False) in found or passed
+
+
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "169.254.169.254", "localhost", "[::1]", "10.0.0.1", "0x7f.1", "metadata.google.internal"]
 )
