@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.egress_proxy import Refusal, parse_request
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -108,6 +111,30 @@ async def test_every_user_of_a_sandbox_has_the_proxy(image: Path, runtime: Runti
 async def test_a_name_is_reached_where_its_address_is_listed(image: Path, runtime: Runtime) -> None:
     async with origin("127.0.0.1") as server, await start(image, runtime, ["localhost", "127.0.0.0/8"]) as container:
         assert (await ask(container, f"GET http://LOCALHOST.:{server.port}/ HTTP/1.1")).endswith("hello")
+
+
+WORDS = st.sampled_from(
+    [
+        *("GET", "CONNECT", " ", "http://", "a.b", "[::1]", ":80", "/x?y", "HTTP/1.1", "HTTP/1.0", "@", "#", ":"),
+        *("Host: a", "Connection: x", "x: y", "Content-Length: 5", "Transfer-Encoding: chunked"),
+        *("\r\n", "\n", "\r", "\0", "\t", "\x85", "\xe9"),
+    ]
+)
+FIRST_LINES = st.sampled_from(["GET http://a.b/x HTTP/1.1\r\n", "CONNECT a.b:443 HTTP/1.1\r\n", ""])
+
+
+@given(FIRST_LINES, st.lists(WORDS).map("".join))
+def test_any_head_is_one_request_or_refused(first: str, rest: str) -> None:
+    head = f"{first}{rest}\r\n\r\n".partition("\r\n\r\n")[0]
+    try:
+        request = parse_request(f"{head}\r\n\r\n".encode("latin-1"))
+    except Refusal:
+        return
+    passed_on = request.head(to_proxy=False)
+    assert passed_on.count(b"\r\n\r\n") == 1
+    assert passed_on.endswith(b"\r\n\r\n")
+    assert not set(passed_on.replace(b"\r\n", b"")) & set(b"\r\n\0")
+    assert passed_on.lower().count(b"\r\nhost:") == passed_on.lower().count(b"\r\nconnection: close\r\n") == 1
 
 
 def ways_around(allowed: int, other: int) -> dict[str, tuple[str, str | None]]:
