@@ -8,6 +8,7 @@ whose rules apply, and nothing runs inside. Connections to other hosts use the h
 
 Programs ask for a tunnel (``CONNECT``) or for one plain HTTP request. A plain request ends its connection, so no
 second request can follow to a host that was not checked. The address that is checked is the one that is connected to.
+Machines of content networks serve many hosts. So TLS in a tunnel to a listed name must ask for a listed name, too.
 
 Where the server's environment names a proxy (``http_proxy``, ``https_proxy``, ``no_proxy``), connections go through
 that proxy. It resolves names, so only names and spelled-out addresses are checked here.
@@ -27,11 +28,13 @@ import sys
 import urllib.request
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from nemo_gym_prorl.background import log_exceptions
 from nemo_gym_prorl.network_access import Address, EgressRules, literal_address
+from nemo_gym_prorl.sandbox import tls_hello
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S, Connection, Message, close_all
 
@@ -259,10 +262,27 @@ class SandboxEgress:
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n" if request.method == "CONNECT" else b"")
             far[1].write(head)
             use.bytes_out += len(head)
-            await _relay((reader, writer), far, request, use)
+            await _relay((reader, writer), far, request, use, partial(self._check_first, request, writer))
         finally:
             far[1].transport.abort()
             use.seconds += asyncio.get_running_loop().time() - begin
+
+    def _check_first(self, request: Request, writer: asyncio.StreamWriter, data: bytes) -> None:
+        """Check what a program sends first in a tunnel.
+
+        Raises:
+            ConnectionAbortedError: TLS that asks for a host that is not allowed.
+        """
+        named = not self._rules.public and literal_address(request.host) is None
+        if request.method != "CONNECT" or data[0] != tls_hello.HANDSHAKE or not named:
+            return
+        name = ""
+        with contextlib.suppress(ValueError):
+            name = tls_hello.server_name(data)
+        if not name or self._rules.refusal(name, request.port):
+            self._use(replace(request, host=name or request.host), allowed=False)
+            writer.write(tls_hello.UNRECOGNIZED_NAME)
+            raise ConnectionAbortedError
 
     def _use(self, request: Request, *, allowed: bool) -> HostUse:
         """Count a request; hosts beyond the limit are counted together."""
@@ -366,7 +386,9 @@ async def _first_reached(addresses: list[Address], port: int) -> Streams:
     raise error
 
 
-async def _relay(near: Streams, far: Streams, request: Request, use: HostUse) -> None:
+async def _relay(
+    near: Streams, far: Streams, request: Request, use: HostUse, check_first: Callable[[bytes], None]
+) -> None:
     """Copy both directions until the target's end, or until no byte has moved for :data:`IDLE_S`."""
     loop = asyncio.get_running_loop()
 
@@ -378,6 +400,9 @@ async def _relay(near: Streams, far: Streams, request: Request, use: HostUse) ->
                 if writer.can_write_eof():
                     writer.write_eof()
                 return
+            if not moved and counter == "bytes_out":
+                data = await _whole_record(reader, data)
+                check_first(data)
             writer.write(data)
             moved += len(data)
             setattr(use, counter, getattr(use, counter) + len(data))
@@ -389,6 +414,17 @@ async def _relay(near: Streams, far: Streams, request: Request, use: HostUse) ->
         sending = both.create_task(copy(near[0], far[1], "bytes_out", limit))
         await copy(far[0], near[1], "bytes_in", None)
         sending.cancel()
+
+
+async def _whole_record(reader: asyncio.StreamReader, data: bytes) -> bytes:
+    """Return what a program has sent first, with the rest of its TLS record."""
+    while data[0] == tls_hello.HANDSHAKE:
+        size = int.from_bytes(data[tls_hello.RECORD_HEAD - 2 : tls_hello.RECORD_HEAD])
+        missing = tls_hello.RECORD_HEAD + (size if len(data) >= tls_hello.RECORD_HEAD else 0) - len(data)
+        if missing <= 0 or not (more := await reader.read(missing)):
+            break
+        data += more
+    return data
 
 
 async def _finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

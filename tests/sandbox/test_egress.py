@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.egress_proxy import Refusal, parse_request
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -110,6 +113,30 @@ async def test_a_name_is_reached_where_its_address_is_listed(image: Path, runtim
         assert (await ask(container, f"GET http://LOCALHOST.:{server.port}/ HTTP/1.1")).endswith("hello")
 
 
+FIRST_LINES = st.sampled_from(
+    ["GET http://a.b/x HTTP/1.1", "CONNECT a.b:443 HTTP/1.1", "GET http://a.b HTTP/1.0", "GET / "]
+)
+FIELDS = st.sampled_from(["Host: a", "Connection: x", "x: y", "Content-Length: 5", "Transfer-Encoding: chunked", ""])
+ODD = st.sampled_from(
+    ["", "", "", "\n", "\r", "\0", " ", ":", "\t", "\x85", "\xe9", "@", "#", "\nHost: b", "\rHost: b", "x: y"]
+)
+LINES = st.lists(st.tuples(FIELDS, ODD).map("".join), max_size=4).map("\r\n".join)
+
+
+@given(FIRST_LINES, ODD, LINES)
+def test_any_head_is_one_request_or_refused(first: str, odd: str, rest: str) -> None:
+    head = f"{first}{odd}\r\n{rest}\r\n\r\n".partition("\r\n\r\n")[0]
+    try:
+        request = parse_request(f"{head}\r\n\r\n".encode("latin-1"))
+    except Refusal:
+        return
+    passed_on = request.head(to_proxy=False)
+    assert passed_on.count(b"\r\n\r\n") == 1
+    assert passed_on.endswith(b"\r\n\r\n")
+    assert not set(passed_on.replace(b"\r\n", b"")) & set(b"\r\n\0")
+    assert passed_on.lower().count(b"\r\nhost:") == passed_on.lower().count(b"\r\nconnection: close\r\n") == 1
+
+
 def ways_around(allowed: int, other: int) -> dict[str, tuple[str, str | None]]:
     """Requests for a server at :data:`OTHER`, by name; where only :data:`ALLOWED` is allowed."""
     get = "GET http://{}/ HTTP/1.1".format
@@ -167,6 +194,54 @@ async def test_no_way_leads_to_another_host(image: Path, runtime: Runtime) -> No
         assert other.connections == 0
         assert (await ask(container, "x" * 70_000)).startswith("HTTP/1.1 431 ")
         assert (await ask(container, f"GET http://{OTHER}/\x7f HTTP/1.1")).startswith("HTTP/1.1 400 ")
+
+
+HELLO = """
+import socket, ssl, sys, time
+port, name, pieces = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+s = socket.create_connection(("127.0.0.1", 61080), 20)
+s.sendall(f"CONNECT localhost:{port} HTTP/1.1\\r\\n\\r\\n".encode())
+assert b" 200 " in s.recv(1000)
+context = ssl.create_default_context()
+context.check_hostname = False
+incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+try:
+    context.wrap_bio(incoming, outgoing, server_hostname=name or None).do_handshake()
+except ssl.SSLWantReadError:
+    pass
+hello = outgoing.read()
+if pieces == "two records":
+    hello = hello[:3] + (20).to_bytes(2) + hello[5:25] + hello[:3] + (len(hello) - 25).to_bytes(2) + hello[25:]
+for piece in [hello[:1], hello[1:7], hello[7:]] if pieces == "slowly" else [hello]:
+    s.sendall(piece)
+    time.sleep(0.2)
+s.shutdown(socket.SHUT_WR)
+print(s.recv(1000))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces", "passed"),
+    [
+        ("localhost", "", True),
+        ("LocalHost", "slowly", True),
+        ("elsewhere.example", "", False),
+        ("elsewhere.example", "slowly", False),
+        ("localhost", "two records", False),
+        ("", "", False),
+    ],
+)
+async def test_a_tunnel_carries_no_tls_for_another_host(
+    image: Path, runtime: Runtime, name: str, pieces: str, passed: bool
+) -> None:
+    """A content network's machine serves any of its hosts to a client that asks for it."""
+    async with origin("127.0.0.1") as server, await start(image, runtime, ["localhost", "127.0.0.1"]) as container:
+        said = await container.run(python(HELLO, server.port, name, pieces), timeout_s=30)
+        found = await uses(container)
+    assert (said.stdout == "b''\n") is passed, said
+    assert ("localhost", True) in found
+    assert (found["localhost", True]["bytes_out"] > 100) is passed
+    assert ((name or "localhost").lower(), False) in found or passed
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS, of_script
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
@@ -151,6 +151,11 @@ async def test_only_tests_reach_the_network() -> None:
         script = records.eval_script("pytest -rA", before)
         row = CONVERTERS["swe-bench"](records.swe_bench(eval_script=script), None)
         assert task.needs(row).network is None
+        assert task.needs(row | {"network": ["PyPI.org"]}).network == ("pypi.org",)
+        assert task.needs(row | {"network": True}).network == "host"
+        with pytest.raises(CallerError) as caught:
+            task.needs(row | {"network": ["https://pypi.org"]})
+        assert caught.value.field == "network"
         with pytest.raises(InfrastructureError):
             await task.grade(row, Solution((Change("a.py", None, False),)), {}, open_sandbox)
     assert [needs.network if needs else None for needs in asked] == ["host", None]
