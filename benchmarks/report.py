@@ -127,7 +127,7 @@ def read(name: str) -> tuple[dict[str, Any], list[Row]]:
 
 def table() -> str:
     """Return the headline table: each row with a goal."""
-    lines = ["| bench | figure | ours | peer | ratio | goal | |", "|---|---|---|---|---|---|---|"]
+    lines = ["|bench|figure|ours|peer|ratio|goal||", "|---|---|---|---|---|---|---|"]
     for name in NAMES:
         rows = [row for row in read(name)[1] if row.goal] if (RESULTS / f"{name}.json").exists() else []
         for row in rows:
@@ -135,7 +135,7 @@ def table() -> str:
             ratio = "-" if row.ratio is None else number(row.ratio)
             verdict = f"**{row.verdict}**" if row.is_met is False else row.verdict
             ours = f"{number(row.ours)} {row.unit}".rstrip()
-            lines.append(f"| {name} | {row.name} | {ours} | {peer} | {ratio} | {row.goal} | {verdict} |")
+            lines.append(f"|{name}|{row.name}|{ours}|{peer}|{ratio}|{row.goal}|{verdict}|")
     return "\n".join(lines) + "\n"
 
 

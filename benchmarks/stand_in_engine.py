@@ -102,16 +102,8 @@ class Sampled:
             "tokens": words,
             "top_logprobs": [{word: value} for word, value in zip(words, log_probs, strict=True)],
         }
-        choice = {
-            "index": 0,
-            "text": said + "<|im_end|>",
-            "logprobs": log,
-            "finish_reason": "stop",
-            "stop_reason": None,
-            "token_ids": ids,
-            "prompt_logprobs": None,
-            "routed_experts": None,
-        }
+        choice = {"index": 0, "text": said + "<|im_end|>", "logprobs": log, "finish_reason": "stop", "token_ids": ids}
+        choice |= dict.fromkeys(("stop_reason", "prompt_logprobs", "routed_experts"))
         self.choice = orjson.dumps(choice)[:-1]
         each = [
             {"token": f"token_id:{one}", "logprob": value, "bytes": list(word.encode()), "top_logprobs": []}
@@ -121,15 +113,8 @@ class Sampled:
         call = {"id": f"chatcmpl-tool-{_NUMBER.decode()}", "type": "function", "function": function}
         message = dict.fromkeys(("content", "refusal", "annotations", "audio")) | {"role": "assistant"}
         message |= {"tool_calls": [call]} if tool else {"content": text, "tool_calls": []}
-        chat = {
-            "index": 0,
-            "message": message,
-            "logprobs": {"content": each},
-            "finish_reason": "tool_calls" if tool else "stop",
-            "stop_reason": None,
-            "token_ids": None,
-        }
-        self.chat = orjson.dumps(chat)
+        chat = {"index": 0, "message": message, "logprobs": {"content": each}, "stop_reason": None, "token_ids": None}
+        self.chat = orjson.dumps(chat | {"finish_reason": "tool_calls" if tool else "stop"})
 
 
 class Engine:
