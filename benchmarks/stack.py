@@ -34,7 +34,7 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
-H100 = Script(turns=4, step_s=0.0105, each_s=0.000136)
+H100 = Script(turns=3, step_s=0.0105, each_s=0.000136)
 """A 4B model: 18 ms a step with 54 requests in flight, 43 ms with 238."""
 SHARED_TOKENS = 1400
 """Tokens of the first message that all rollouts share."""
@@ -51,14 +51,20 @@ GONE_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Rollouts at once, the smaller number for the peer too; turns with a call; commands of the bare shell."""
+    """Amounts of work.
 
-    rollouts: tuple[int, ...] = (64, 256)
+    Attributes:
+        rollouts: turns at an H100's steps by the number of rollouts at once. The peer plays the smallest number.
+        turns: turns with a call, of an engine without latency.
+        commands: of the bare shell.
+    """
+
+    rollouts: Mapping[int, int]
     turns: int = 20
     commands: int = 300
 
 
-QUICK = Scale((8,), 5, 50)
+FULL, QUICK = Scale({64: 8, 256: 3}), Scale({8: 1}, 5, 50)
 
 
 @dataclass(slots=True)
@@ -154,13 +160,13 @@ def cpu_seconds(parts: Mapping[str, Process]) -> dict[str, float]:
     return used
 
 
-async def measure(scale: Scale, steps: Script, *, with_peer: bool) -> list[Row]:
+async def measure(scale: Scale, *, with_peer: bool) -> list[Row]:
     """Play with our stack, the bare client and the peer, over one engine."""
     raise_open_file_limit()
     runtime = ensure_runtime(print)
     runtime.activate()
     image = ensure_image(DEFAULT, print)
-    least, most = scale.rollouts[0], scale.rollouts[-1]
+    least, most = min(scale.rollouts), max(scale.rollouts)
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         client = bare_player(f"http://127.0.0.1:{port}", make_model(folder))
@@ -171,9 +177,9 @@ async def measure(scale: Scale, steps: Script, *, with_peer: bool) -> list[Row]:
             async with our_stack(bench.url, folder, image, most) as parts, our_player(parts["agent"].urls[0]) as one:
                 await bench.play(Script(2), 4, one, parts)  # warm up
                 ours = {number: await bench.play(Script(scale.turns), number, one, parts) for number in scale.rollouts}
-                for number in scale.rollouts:
-                    timed = await bench.play(steps, number, one, parts)
-                    bare = await bench.play(steps, number, client)
+                for number, turns in scale.rollouts.items():
+                    timed = await bench.play(replace(H100, turns=turns), number, one, parts)
+                    bare = await bench.play(replace(H100, turns=min(turns, H100.turns)), number, client)
                     rows += rows_at_steps(number, timed, bare, quantile(shell, 0.5), judged=number == least)
                 rows += await meter(bench, "ours", parts, one)
             peer = None
@@ -236,8 +242,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ours", action="store_true", help="without the peer")
     arguments = options.parse_args()
-    scale, steps = (QUICK, replace(H100, turns=1)) if arguments.quick else (Scale(), H100)
-    rows = asyncio.run(measure(scale, steps, with_peer=not arguments.ours))
+    rows = asyncio.run(measure(QUICK if arguments.quick else FULL, with_peer=not arguments.ours))
     publish("stack", rows, quick=arguments.quick or arguments.ours)
 
 

@@ -97,7 +97,7 @@ class ScriptedEngine(Engine):
         self._in_flight -= 1
 
     def _call(self, command: str) -> Sampled:
-        return Sampled(self._tokenizer, "bash", "command", command)
+        return Sampled(self.tokenizer, "bash", "command", command)
 
     @staticmethod
     def length(body: bytes) -> int:

@@ -121,7 +121,7 @@ class Engine:
     """Answers by path."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
-        self._tokenizer, self.delay_s = tokenizer, delay_s
+        self.tokenizer, self.delay_s = tokenizer, delay_s
         self._sampled = [Sampled(tokenizer, TOOL, "code", code) for code in pieces(tokenizer, WRITTEN - 24, seed=1)]
         self._ids = b",".join(b"%05d" % (10_000 + one % 10_000) for one in range(CONTEXT))
         self._number = count()
@@ -164,7 +164,7 @@ class Engine:
 
     def _tokens(self, body: bytes) -> bytes:
         if b'"messages"' not in body:
-            ids = self._tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
+            ids = self.tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
             return orjson.dumps({"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None})
         length = self.length(body)
         form = b'{"count":%d,"max_model_len":%d,"tokens":[%s],"token_strs":null}'
