@@ -6,7 +6,8 @@ A rollout has 20 turns with one ``bash`` call each, of 110 to 350 sampled tokens
 ``prorl_agent``, ``prorl_model`` and ``prorl_code`` with its sandboxes; the peer is Gym's ``simple_agent``,
 ``vllm_model`` and ``apptainer`` provider. The engine answers at once (CPU, rates), or at the steps of an H100 (tool
 round trip, and rates beside a bare client without tools). CPU is that of all processes of a stack, from the first seed
-to the end of the last sandbox, over the turns with a call. Other load of the machine raises CPU less than times.
+to the end of the last sandbox, over the turns with a call. Other load of the machine raises CPU, and times much more:
+compare figures of one run.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ SHARED_TOKENS = 1400
 PEER = "Gym's stack"
 WINDOW = (0.2, 0.7)
 """Share of the turns between which a rate is measured, without start and end of the crowd."""
-SUPERVISOR = b"supervisor import server"
-"""In the command line of our supervisor."""
+SUPERVISOR = b"supervisor import server"  # in its command line
 KNOWN_MS = 100.0
 BURN = f"python3 -c 'import time\nwhile time.process_time() < {KNOWN_MS / 1000}: pass'"
 GONE_S = 60
