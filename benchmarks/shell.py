@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Latency of one shell action, one kernel cell, and the start and end of one sandbox.
+"""Latency of one shell action and of one kernel cell; :mod:`benchmarks.node` has starts and ends of sandboxes.
 
 Every peer runs the same ``echo`` as its users do: NeMo Gym's ``apptainer`` provider in a container of the same image,
 SWE-ReX's local bash session and a tmux pane on the bare machine, which flatters those two. The peer
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.util import find_spec
@@ -26,13 +25,10 @@ from benchmarks.sandboxes import (
     TMUX,
     gym_apptainer,
     latencies,
-    our_exec,
     our_shell,
-    run_program,
     swe_rex,
     tmux,
 )
-from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -120,38 +116,6 @@ async def jupyter_cells() -> AsyncIterator[Callable[[], Awaitable[str]]]:
         await manager.shutdown_kernel(now=True)
 
 
-async def starts(image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
-    """Measure start to first answer, and end, from an unpacked image and from a SIF."""
-    rows = await _starts(image, runtime, 5 if quick else 30, "", "<= 0.25")
-    if quick:
-        return rows
-    with tempfile.TemporaryDirectory(prefix="prorl-bench-") as folder:
-        sif = Path(folder, "image.sif")
-        await run_program([str(runtime.path), "--silent", "build", str(sif), str(image)])
-        try:
-            return rows + await _starts(sif, runtime, 30, " from a SIF", None)
-        except InfrastructureError as error:
-            print(f"a SIF can't be started here: {error}")
-            return rows
-
-
-async def _starts(image: Path, runtime: Runtime, count: int, text: str, goal: str | None) -> list[Row]:
-    first: tuple[list[float], list[float]] = ([], [])
-    ends: tuple[list[float], list[float]] = ([], [])
-    # A peer's end takes 10 s.
-    for which, subject in [(0, our_exec)] * count + [(1, gym_apptainer)] * max(1, count // 6):
-        begin = time.perf_counter()
-        async with contextlib.asynccontextmanager(subject)(image, runtime) as action:
-            await action()
-            first[which].append((time.perf_counter() - begin) * 1e3)
-            begin = time.perf_counter()
-        ends[which].append((time.perf_counter() - begin) * 1e3)
-    return [
-        Row(f"{title}{text}, p50", "ms", *(quantile(each, 0.5) for each in taken), GYM, bound)
-        for title, taken, bound in (("start to first answer", first, goal), ("end", ends, None))
-    ]
-
-
 async def main() -> None:
     """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
@@ -159,7 +123,7 @@ async def main() -> None:
     runtime = ensure_runtime(print)
     runtime.activate()
     image = ensure_image(DEFAULT, print)
-    rows = [row for part in (actions, cells, starts) for row in await part(image, runtime, quick=quick)]
+    rows = [row for part in (actions, cells) for row in await part(image, runtime, quick=quick)]
     publish("shell", rows, packages=("nemo-gym", "swe-rex", "jupyter-client"), quick=quick)
 
 

@@ -29,7 +29,7 @@ DONE = "all is printed"
 COMMAND = "cat <<'END'\n{}\n# " + DONE + "\nEND"
 CODE_TOKENS = (60, 100, 150, 220)
 """Tokens of the code in a command. With escapes and the call around it, turns have 110 to 350."""
-PER_TURN, FIRST = 430, 1700
+PER_TURN, FIRST = 400, 1800
 """Tokens of a turn with its observation, and of a first prompt, for answers that do not depend on real ids."""
 
 
@@ -97,7 +97,7 @@ class ScriptedEngine(Engine):
         self._in_flight -= 1
 
     def _call(self, command: str) -> Sampled:
-        return Sampled(self._tokenizer, "bash", "command", command)
+        return Sampled(self.tokenizer, "bash", "command", command)
 
     @staticmethod
     def length(body: bytes) -> int:

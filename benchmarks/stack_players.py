@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ from benchmarks.servers import (
     gym_servers,
     model_of,
 )
-from benchmarks.stack_engine import COMMAND
+from benchmarks.stack_engine import COMMAND, DONE
 from benchmarks.stand_in_engine import TEMPLATE, pieces
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import TokenForm
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 Player = Callable[[dict[str, Any]], Coroutine[Any, Any, list[float]]]
@@ -114,6 +118,18 @@ def bare_player(url: str, tokenizer: Tokenizer) -> Player:
             ids += choice["token_ids"] + observed
 
     return one
+
+
+async def bare_shell(image: Path, runtime: Runtime, commands: int) -> list[float]:
+    """Return milliseconds of a command in a shell session of this package, without servers."""
+    taken = []
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    async with container, await Shell.start(container) as shell:
+        for number in range(commands):
+            begin = time.perf_counter()
+            assert DONE in (await shell.run(COMMAND.format(f"line {number}\n" * 40))).output
+            taken.append(1e3 * (time.perf_counter() - begin))
+    return taken
 
 
 def _check(result: Mapping[str, Any]) -> None:

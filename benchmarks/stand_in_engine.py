@@ -102,16 +102,8 @@ class Sampled:
             "tokens": words,
             "top_logprobs": [{word: value} for word, value in zip(words, log_probs, strict=True)],
         }
-        choice = {
-            "index": 0,
-            "text": said + "<|im_end|>",
-            "logprobs": log,
-            "finish_reason": "stop",
-            "stop_reason": None,
-            "token_ids": ids,
-            "prompt_logprobs": None,
-            "routed_experts": None,
-        }
+        choice = {"index": 0, "text": said + "<|im_end|>", "logprobs": log, "finish_reason": "stop", "token_ids": ids}
+        choice |= dict.fromkeys(("stop_reason", "prompt_logprobs", "routed_experts"))
         self.choice = orjson.dumps(choice)[:-1]
         each = [
             {"token": f"token_id:{one}", "logprob": value, "bytes": list(word.encode()), "top_logprobs": []}
@@ -121,22 +113,15 @@ class Sampled:
         call = {"id": f"chatcmpl-tool-{_NUMBER.decode()}", "type": "function", "function": function}
         message = dict.fromkeys(("content", "refusal", "annotations", "audio")) | {"role": "assistant"}
         message |= {"tool_calls": [call]} if tool else {"content": text, "tool_calls": []}
-        chat = {
-            "index": 0,
-            "message": message,
-            "logprobs": {"content": each},
-            "finish_reason": "tool_calls" if tool else "stop",
-            "stop_reason": None,
-            "token_ids": None,
-        }
-        self.chat = orjson.dumps(chat)
+        chat = {"index": 0, "message": message, "logprobs": {"content": each}, "stop_reason": None, "token_ids": None}
+        self.chat = orjson.dumps(chat | {"finish_reason": "tool_calls" if tool else "stop"})
 
 
 class Engine:
     """Answers by path."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
-        self._tokenizer, self.delay_s = tokenizer, delay_s
+        self.tokenizer, self.delay_s = tokenizer, delay_s
         self._sampled = [Sampled(tokenizer, TOOL, "code", code) for code in pieces(tokenizer, WRITTEN - 24, seed=1)]
         self._ids = b",".join(b"%05d" % (10_000 + one % 10_000) for one in range(CONTEXT))
         self._number = count()
@@ -179,7 +164,7 @@ class Engine:
 
     def _tokens(self, body: bytes) -> bytes:
         if b'"messages"' not in body:
-            ids = self._tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
+            ids = self.tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
             return orjson.dumps({"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None})
         length = self.length(body)
         form = b'{"count":%d,"max_model_len":%d,"tokens":[%s],"token_strs":null}'

@@ -1,17 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks import, report what they measured, and judge goals by the ratio to the peer."""
+"""Benchmarks import, measure what is known, report what they measured, and judge goals by the ratio to the peer."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import jinja2
+import orjson
 import pytest
 
 import benchmarks
-from benchmarks import plots, report
+from benchmarks import plots, processes, report
 from benchmarks.report import Row
+from benchmarks.stack_engine import TASK, ScriptedEngine
+from benchmarks.stand_in_engine import TEMPLATE, make_model
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py")))
@@ -54,7 +61,7 @@ def test_a_run_is_written_and_only_a_full_one_changes_the_table(
     setting, read = report.read("shell")
     assert read == rows
     assert {"machine", "load", "date", "tree", "packages"} <= setting.keys()
-    line = "| shell | start | 3 ms | 2 (peer) | 1.5 | <= 1 | **missed** |"
+    line = "|shell|start|3 ms|2 (peer)|1.5|<= 1|**missed**|"
     assert page.read_text() == f"before\n{report.BEGIN}{report.table()}{report.END}after\n"
     assert page.read_text().splitlines()[4] == line
 
@@ -63,3 +70,53 @@ def test_the_page_and_the_plots_are_those_of_the_results() -> None:
     assert report.table() in report.PAGE.read_text(), "run: python -m benchmarks.report"
     for name, text in plots.drawings().items():
         assert (report.RESULTS / name).read_text() == text, "run: python -m benchmarks.plots"
+
+
+BURN = "import time\nwhile time.process_time() < 0.2: pass\n"
+BURNING = {
+    "itself": BURN,
+    "a child that is dead": f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN!r}])\n",
+    "an orphan": "import os\n"
+    f"if not os.fork():\n    if not os.fork():\n        exec({BURN!r})\n    os._exit(0)\nos.wait()\n",
+}
+
+
+@pytest.mark.parametrize("program", BURNING.values(), ids=BURNING)
+def test_cpu_of_a_process_is_also_that_of_what_it_started(program: str) -> None:
+    program += "print(flush=True)\nimport time\ntime.sleep(60)\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, preexec_fn=processes.subreaper
+    ) as burning:
+        assert burning.stdout is not None
+        burning.stdout.readline()
+        until = time.monotonic() + 30
+        while processes.core_seconds(burning.pid) < 0.2 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert 0.2 <= processes.core_seconds(burning.pid) < 0.6
+        burning.kill()
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> ScriptedEngine:
+    return ScriptedEngine(make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_scripted_rollout_calls_its_tool_in_each_turn_and_then_answers(
+    scripted: ScriptedEngine, route: str
+) -> None:
+    scripted.answer("/script", orjson.dumps({"turns": 2, "command": "echo 1"}))
+    tokens = scripted.tokenizer.encode
+    messages = [{"role": "user", "content": f"{TASK % 7} Count."}]
+    said = []
+    for turn in range(3):
+        text = jinja2.Environment().from_string(TEMPLATE).render(messages=messages, tools=[{}])
+        prompt = tokens(f"{text}<|im_start|>assistant\n", add_special_tokens=False).ids
+        body = {"prompt": prompt} if route == "/v1/completions" else {"messages": messages}
+        status, content, _ = scripted.answer(route, orjson.dumps(body))
+        assert status == 200
+        said.append(b"echo 1" in content)
+        call = {"function": {"name": "bash", "arguments": {"command": "echo 1"}}}
+        messages += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": f"{turn}"}]
+    assert said == [True, True, False]
+    assert [entry[:2] for entry in orjson.loads(scripted.answer("/log", b"")[1])] == [[0, 0], [0, 1], [0, 2]]

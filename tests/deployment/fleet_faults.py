@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of a fleet for :mod:`benchmarks.fleet_soak`: killed processes, full disks, cut addresses, stopped agents."""
+"""Faults of a fleet for :mod:`.fleet_soak`: killed processes, full disks, cut addresses, stopped agents."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Storm:
         """Inject each fault once, and wait after each until all nodes are up."""
         for fault in faults:
             await asyncio.sleep(every_s)
-            while not await self._strike(fault):  # noqa: ASYNC110
+            while not await self._strike(fault):
                 await asyncio.sleep(0.5)
             await self.settle()
 
@@ -152,7 +152,7 @@ class Storm:
 
     async def _all_up(self) -> None:
         async with asyncio.timeout(UP_S):
-            while not {place.node for place in self._places} <= await self._usable():  # noqa: ASYNC110
+            while not {place.node for place in self._places} <= await self._usable():
                 await asyncio.sleep(1)
 
     async def _strike(self, fault: str) -> bool:

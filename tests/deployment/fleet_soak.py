@@ -6,7 +6,7 @@
 rollouts have a scripted policy that is right, wrong or cheats, or a broken row, so that each knows its reward. Faults
 strike at random; with ``--faults`` the named ones strike once, one after another. A rollout may fail as
 infrastructure, never with a wrong reward. The exit status is 1 if anything is wrong.
-Run it as root: it has a network, ``/tmp`` and ``/dev/shm`` of its own.
+Run ``python -m tests.deployment.fleet_soak`` as root: it has a network, ``/tmp`` and ``/dev/shm`` of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any
 
 from benchmarks import processes
 from benchmarks.fleet import AGENT, front
-from benchmarks.fleet_faults import FAULTS, KEY, Place, Storm, run
 from nemo_gym_prorl.cli.scripted.humaneval import script_for
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
@@ -36,6 +35,7 @@ from nemo_gym_prorl.fleet.dispatcher import SURVEY_S
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
+from tests.deployment.fleet_faults import FAULTS, KEY, Place, Storm, run
 from tests.deployment.raylets import raylets
 
 
