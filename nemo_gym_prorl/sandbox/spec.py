@@ -62,6 +62,10 @@ MAX_PROCESSES = 1 << 22  # the kernel's maximum of pid_max
 
 MAX_START_TIMEOUT_S = 86400.0  # a day; a start takes seconds
 
+# Defined once: pydantic compiles each new type, and ``checked`` keeps what it compiled.
+_PositiveNumber = Annotated[Number, Field(gt=0)]
+_PositiveWhole = Annotated[Whole, Field(gt=0)]
+
 SNAPSHOT = "snapshot_id"
 """The option of a specification that names a snapshot, by Gym's name for checkpoints."""
 
@@ -180,9 +184,9 @@ def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpe
         (spec.image, Text | None, "image"),
         (spec.entrypoint, Argv | None, "entrypoint"),
         (options.get(SNAPSHOT), Text | None, f"provider_options.{SNAPSHOT}"),
-        (resources.cpu, Annotated[Number, Field(gt=0)] | None, "resources.cpu"),
-        (resources.memory_mib, Annotated[Whole, Field(gt=0)] | None, "resources.memory_mib"),
-        (resources.disk_gib, Annotated[Whole, Field(gt=0)] | None, "resources.disk_gib"),
+        (resources.cpu, _PositiveNumber | None, "resources.cpu"),
+        (resources.memory_mib, _PositiveWhole | None, "resources.memory_mib"),
+        (resources.disk_gib, _PositiveWhole | None, "resources.disk_gib"),
     ):
         checked(value, kind, name)
     if resources.gpu:

@@ -83,11 +83,24 @@ while time.monotonic() < end:
 """
 
 
+def after_the_first_thread(text: str) -> str:
+    """Return a program that goes on in another thread when its first thread has ended."""
+    return f"""
+import ctypes, os, threading
+threading.Thread(target=exec, args=({text!r}, {{}})).start()
+ctypes.CDLL(None).syscall({{"x86_64": 60}}.get(os.uname().machine, 93), 0)
+"""
+
+
 def program(text: str) -> str:
     return f"python3 - <<'END'\n{text}\nEND"
 
 
-@pytest.mark.parametrize("evasion", [WITHOUT_A_NAME, EMPTY], ids=["without a name", "empty"])
+@pytest.mark.parametrize(
+    "evasion",
+    [WITHOUT_A_NAME, EMPTY, after_the_first_thread(WITHOUT_A_NAME)],
+    ids=["without a name", "empty", "after the first thread"],
+)
 async def test_nothing_that_is_written_goes_uncounted(evasion: str, image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, disk_mib=10), runtime) as container:
         with pytest.raises(SandboxExhausted) as ended:
@@ -97,8 +110,8 @@ async def test_nothing_that_is_written_goes_uncounted(evasion: str, image: Path,
 
 @pytest.mark.parametrize(
     "text",
-    [MEMORY_FILES, TABLES],
-    ids=["files of memory", "page tables"],
+    [MEMORY_FILES, TABLES, *map(after_the_first_thread, [MEMORY_FILES, TABLES])],
+    ids=["files of memory", "page tables", "files after the first thread", "tables after the first thread"],
 )
 async def test_memory_that_is_hard_to_see_counts(text: str, image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, memory_mib=100), runtime) as container:

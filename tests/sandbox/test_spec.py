@@ -18,6 +18,7 @@ import pytest_asyncio
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.binds import check_binds
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.rootfs import fuse_error
@@ -26,6 +27,7 @@ from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvid
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.sandbox.spec import container_spec, provider_options
 from nemo_gym_prorl.sandbox.supervisor.protocol import Start
 
 
@@ -94,6 +96,14 @@ def test_a_wrong_option_of_the_provider_is_refused_when_it_is_read(
     with pytest.raises(CallerError, match=reason) as caught:
         SingularityProvider(**options)
     assert caught.value.field == field
+
+
+def test_types_are_compiled_once() -> None:
+    defaults, wanted = provider_options({}), SandboxSpec(image="x", workdir="/w")
+    container_spec(wanted, defaults)
+    compiled = fields._adapter.cache_info().currsize
+    container_spec(wanted, defaults)
+    assert fields._adapter.cache_info().currsize == compiled
 
 
 @pytest.mark.parametrize(

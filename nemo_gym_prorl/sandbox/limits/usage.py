@@ -81,19 +81,33 @@ def read_stat(pid: int) -> list[str]:
 def read_process(pid: int) -> Process | None:
     """Return one process; ``None`` if it has ended."""
     try:
-        found = read_stat(pid)
+        first = read_stat(pid)
+        found = read_stat(living_thread(pid)) if first[STATE] in ENDED_STATES else first
     except OSError:
-        return None
-    if found[STATE] in ENDED_STATES:
         return None
     return Process(
         pid,
-        started=int(found[STARTED]),
+        started=int(first[STARTED]),
         ticks=int(found[USER_TICKS]) + int(found[SYSTEM_TICKS]),
         resident=int(found[PAGES]) * PAGE_BYTES,
         threads=int(found[THREADS]),
         size=int(found[SIZE]),
     )
+
+
+def living_thread(pid: int) -> int:
+    """Return a thread that has not ended, by whose number ``/proc`` describes the process.
+
+    A process whose first thread ends looks like one that has ended, and goes on.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        with contextlib.suppress(OSError):
+            if read_stat(thread)[STATE] not in ENDED_STATES:
+                return thread
+    raise ProcessLookupError(pid)
 
 
 def process_trees(pids: Iterable[int]) -> list[Process]:
@@ -145,18 +159,25 @@ def proportional_memory(pid: int) -> tuple[int, int]:
 
     Slow: the kernel walks the page tables of the process.
     """
-    text = _read(f"/proc/{pid}/smaps_rollup")
+    text = _read_living(pid, "smaps_rollup")
     return _bytes(_PSS, text) + page_tables(pid), _bytes(_PSS_OF_MEMORY_FILES, text)
 
 
 def page_tables(pid: int) -> int:
     """Return bytes of a process's page tables, which take 4 KiB for each 2 MiB with a page that was read."""
-    return _bytes(_PAGE_TABLES, _read(f"/proc/{pid}/status"))
+    return _bytes(_PAGE_TABLES, _read_living(pid, "status"))
 
 
 def _bytes(pattern: re.Pattern[bytes], text: bytes) -> int:
     found = pattern.search(text)
     return int(found[1]) << 10 if found else 0
+
+
+def _read_living(pid: int, name: str) -> bytes:
+    try:
+        return _read(f"/proc/{living_thread(pid)}/{name}")
+    except OSError:
+        return b""
 
 
 def _read(path: str) -> bytes:
@@ -278,12 +299,13 @@ def _count(entry: os.DirEntry[str], found: DiskUsage) -> bool:
 def _of_process(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Iterator[None]:
     """Count the unlinked files that a process has open."""
     try:
-        numbers = os.listdir(f"/proc/{pid}/fd")
+        folder = f"/proc/{living_thread(pid)}/fd"
+        numbers = os.listdir(folder)
     except OSError:
         return
     for number in numbers:
         yield
-        path = f"/proc/{pid}/fd/{number}"
+        path = f"{folder}/{number}"
         # The process may have closed the file meanwhile.
         with contextlib.suppress(OSError):
             if not os.readlink(path).endswith(_GONE):

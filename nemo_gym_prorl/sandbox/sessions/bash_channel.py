@@ -79,7 +79,8 @@ _SAVE = (
 """Saves the :class:`Outcome` for the next command; also makes ``eval`` succeed, so that ``ERR`` is trapped once."""
 
 _HEREDOC = re.compile(r"(?<!<)<<(-?)(?!<)[ \t]*(?:\\?([\w.-]+)|'([^'\n]+)'|\"([^\"\n]+)\")?")
-_UNFINISHED = re.compile(r"(?:[|\\]|&&|\bin|\(\s*\)?|\bfunction\s+\S+)\s*\Z")
+_UNFINISHED = re.compile(r"(?:[|\\]|&&|\bin|\( ?\)?|\bfunction \S+)\Z")
+"""Matches the last two words of a command that goes on."""
 
 _OPTION = '-- "$@"; \\eval \'_prorl() {{ \\unset -f _prorl; {edited}; \\set {sign}o "$@"; }}; _prorl\''
 _SHOPT = "\\eval '_prorl() {{ \\unset -f _prorl; {edited}; \\shopt \"$@\"; }}; _prorl'"
@@ -122,7 +123,7 @@ def _is_finished(command: str) -> bool:
         indent = r"\t*" if tabs else ""
         if name is None or not re.search(f"^{indent}{re.escape(name)}$", command[found.end() :], re.MULTILINE):
             return False
-    return not _UNFINISHED.search(command)
+    return not _UNFINISHED.search(" ".join(command.rsplit(None, 2)[-2:]))
 
 
 class BashChannel:
