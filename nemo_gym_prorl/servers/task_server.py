@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Self
 
@@ -39,14 +40,16 @@ from nemo_gym.base_resources_server import (
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from starlette.middleware.sessions import SessionMiddleware
+from starlette.types import ASGIApp
 
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
-from nemo_gym_prorl.http.applications import health_router
+from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit
+from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
@@ -180,9 +183,9 @@ class TaskServer(SimpleResourcesServer):
         raise_open_file_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
-        for schema in self._task.tools.schemas:
-            name = schema["name"]
-            app.post(f"/{name}", response_class=PlainTextResponse)(self._tool_route(name, schema["description"]))
+        tools = {f"/{schema['name']}": self._tool_route(schema) for schema in self._task.tools.schemas}
+        for path, route in tools.items():
+            app.post(path, response_class=PlainTextResponse)(route)
         app.post(RELEASE_PATH)(self.release_session)
         app.post(LEASE_PATH)(self.renew_leases)
         if self._resumes:
@@ -195,7 +198,13 @@ class TaskServer(SimpleResourcesServer):
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
         app.include_router(health_router(self._loops))
         add_problem_handlers(app)
-        app.add_middleware(KeyGuard, key=self.config.control_token)
+        session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
+
+        def in_session(route: ASGIApp) -> ASGIApp:
+            return SessionMiddleware(route, secret_key=session, session_cookie=session)
+
+        wrap_outermost(app, lambda rest: KeyGuard(DirectRoutes(rest, tools, in_session), self.config.control_token))
+        tune_garbage_collection()
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, str]:
@@ -295,7 +304,9 @@ class TaskServer(SimpleResourcesServer):
         }
         return TaskVerifyResponse(**row | dict(grade.fields) | why | {"reward": grade.reward})
 
-    def _tool_route(self, tool: str, description: str) -> Any:
+    def _tool_route(self, schema: Mapping[str, Any]) -> Callable[[Request], Awaitable[PlainTextResponse]]:
+        tool = schema["name"]
+
         async def call(request: Request) -> PlainTextResponse:
             try:
                 arguments = await request.json()
@@ -303,7 +314,7 @@ class TaskServer(SimpleResourcesServer):
                 arguments = None
             return PlainTextResponse(await self._sessions.call(_key(request), tool, arguments))
 
-        call.__doc__ = description
+        call.__doc__ = schema["description"]
         return call
 
     async def _start_sandbox(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
@@ -362,4 +373,6 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) ->
 
 
 def _key(request: Request) -> str:
-    return str(request.session[SESSION_ID_KEY])
+    """Return the id of the request's session. The cookie is sent again with each answer, as Gym's agents need."""
+    key = request.session[SESSION_ID_KEY] = str(request.session.get(SESSION_ID_KEY) or uuid.uuid4())
+    return key
