@@ -160,7 +160,7 @@ async def test_headers_keep_their_values() -> None:
 
 async def test_no_connection_has_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     async with HttpClient() as http:
-        with pytest.raises(ConnectFailed, match=r"cannot connect to 127\.0\.0\.1:\d+: .*refused") as refused:
+        with pytest.raises(ConnectFailed, match=r"cannot connect to 127\.0\.0\.1:\d+: ") as refused:
             await http.request("GET", f"http://127.0.0.1:{free_port()}", {})
     assert isinstance(refused.value.__cause__, ConnectionRefusedError)
     async with HttpClient(connect_s=0.0) as http:

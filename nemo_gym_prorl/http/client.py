@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 client for the small requests of a turn: kept connections, bodies as bytes, two errors.
 
-A turn is three requests between servers of one deployment. The client does only what these need: no cookies, redirects,
-proxies or compression, and no time limit besides that of connecting. Callers bound the rest.
+A turn is three requests between servers of one deployment. The client does only what these need: no cookies,
+redirects, proxies or compression, and no time limit besides that of connecting. Callers bound the rest.
 
 A server may close an idle connection just as a request reuses it. Requests with an idempotent method are then sent
 again over a new connection, all others fail as :class:`ConnectionDropped`. Cancelling a request closes its connection.

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -40,8 +39,6 @@ from nemo_gym.base_resources_server import (
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
-from starlette.middleware.sessions import SessionMiddleware
-from starlette.types import ASGIApp
 
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
@@ -49,11 +46,12 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
+from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
+from nemo_gym_prorl.servers.server_base import ServerBase
 from nemo_gym_prorl.servers.server_config import ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
@@ -138,7 +136,7 @@ class TaskVerifyResponse(BaseVerifyResponse):
     verdict_detail: str
 
 
-class TaskServer(SimpleResourcesServer):
+class TaskServer(ServerBase, SimpleResourcesServer):
     """Resources server of a task; see the module."""
 
     config: TaskServerConfig
@@ -172,12 +170,6 @@ class TaskServer(SimpleResourcesServer):
         fetch_image = self._sandboxes.fetch_image if self._sandboxes is not None else None
         self._sessions = Sessions(self._task, self._start_sandbox, limits, fetch_image)
 
-    @classmethod
-    def run_webserver(cls) -> Any:
-        """Run the server until the Gym process that started it ends, also while waiting for Ray."""
-        exit_with_starter()
-        return super().run_webserver()
-
     def setup_webserver(self) -> FastAPI:
         """Create Gym's routes, the session routes and one route per tool."""
         raise_open_file_limit()
@@ -198,12 +190,8 @@ class TaskServer(SimpleResourcesServer):
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
         app.include_router(health_router(self._loops))
         add_problem_handlers(app)
-        session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
-
-        def in_session(route: ASGIApp) -> ASGIApp:
-            return SessionMiddleware(route, secret_key=session, session_cookie=session)
-
-        wrap_outermost(app, lambda rest: KeyGuard(DirectRoutes(rest, tools, in_session), self.config.control_token))
+        key = self.config.control_token
+        wrap_outermost(app, lambda rest: KeyGuard(DirectRoutes(rest, tools, self.in_session), key))
         tune_garbage_collection()
         return app
 
@@ -373,6 +361,4 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) ->
 
 
 def _key(request: Request) -> str:
-    """Return the id of the request's session. The cookie is sent again with each answer, as Gym's agents need."""
-    key = request.session[SESSION_ID_KEY] = str(request.session.get(SESSION_ID_KEY) or uuid.uuid4())
-    return key
+    return str(request.session[SESSION_ID_KEY])
