@@ -187,7 +187,8 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(self, data: Sequence[bytes]) -> HttpAnswer:
         """Send a request and return its answer."""
-        answer = self._answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
+        self._answer = answer
         self._status = 0
         self.transport.writelines(data)
         try:
