@@ -33,8 +33,6 @@ from nemo_gym_prorl.agent.gym_http import (
     BackgroundCleanup,
     CookieJar,
     GymServer,
-    HttpAnswer,
-    HttpClient,
     require_ok,
 )
 from nemo_gym_prorl.agent.run_rows import (
@@ -51,6 +49,7 @@ from nemo_gym_prorl.agent.run_rows import (
 )
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
 from nemo_gym_prorl.http.applications import check_certificate, serve_tls
+from nemo_gym_prorl.http.client import HttpAnswer, HttpClient
 from nemo_gym_prorl.http.key_guard import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.http.problems import ProblemError
 from nemo_gym_prorl.rollout.api.access_control import ROUTES, KeysFile, scoped_key, submitted_by

@@ -25,13 +25,13 @@ from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, StrictInt, V
 from nemo_gym_prorl.agent.gym_http import (
     CookieJar,
     GymServer,
-    HttpAnswer,
     quote_header,
     quote_segment,
     require_json,
     require_ok,
 )
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.http.client import HttpAnswer
 from nemo_gym_prorl.http.problem_document import field_errors
 from nemo_gym_prorl.rollout.turns import TurnTiming
 

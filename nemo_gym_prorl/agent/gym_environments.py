@@ -29,10 +29,11 @@ from nemo_gym.config_types import ResourcesServerRef
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession, OnTimeout
-from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, HttpClient, addresses
+from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, addresses
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_problem, failure_status
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits
 from nemo_gym_prorl.failures import CallerError, Failure, InfrastructureError, Origin, Stage, suggest
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.rollout.api.schemas import BudgetsModel, Identifier
 from nemo_gym_prorl.rollout.gym_rows import check_row
 from nemo_gym_prorl.rollout.handler import AgentHandler, Environment, Environments, HandlerRegistry, HandlesTimeouts

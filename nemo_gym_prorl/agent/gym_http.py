@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.cookies import SimpleCookie
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 import orjson
-from pydantic import ValidationError
+from starlette.datastructures import Headers
 
 from nemo_gym_prorl.failures import (
     FAILURE_KIND_HEADER,
@@ -36,8 +37,8 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     TaskError,
 )
+from nemo_gym_prorl.http.client import ConnectFailed, ConnectionDropped, HttpAnswer, HttpClient
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.http.problem_document import Problem
 from nemo_gym_prorl.http.server_process import descriptor_exhaustion, is_descriptor_exhaustion
 from nemo_gym_prorl.http.tracing import trace_headers
 from nemo_gym_prorl.rollout.handler_calls import start_eager_task
@@ -56,7 +57,7 @@ rollout leaves no trace in Gym's files, so an environment could otherwise make r
 BAD_ROW_STATUSES = frozenset({400, 413, 415, 422})
 """Statuses that blame the row. Every other 4xx (a wrong key, route or model name, a restarted server) is a fault of
 the deployment, so the row can be retried."""
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+_PROBE_TIMEOUT_S = 3.0
 _DESCRIPTOR_WAIT_S = 30.0  # closing the connections of refused callers frees descriptors within seconds
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -75,49 +76,15 @@ class CookieJar:
             return {}
         return {"Cookie": "; ".join(f"{name}={value}" for name, value in self.values.items())}
 
-    def update(self, response: aiohttp.ClientResponse) -> None:
-        """Store the cookies that a response sets."""
-        given = response.headers.getall("Set-Cookie", ())
-        if any('"' in cookie for cookie in given):  # a quoted value may contain separators
-            self.values.update((name, morsel.value) for name, morsel in response.cookies.items())
-            return
-        for cookie in given:
+    def update(self, headers: Headers) -> None:
+        """Store the cookies that an answer sets."""
+        for cookie in headers.getlist("Set-Cookie"):
+            if '"' in cookie:  # a quoted value may contain separators
+                self.values.update((name, morsel.value) for name, morsel in SimpleCookie(cookie).items())
+                continue
             name, equals, value = cookie.partition(";")[0].partition("=")
             if equals and (name := name.strip()):
                 self.values[name] = value.strip()
-
-
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    """Fully read response."""
-
-    status: int
-    body: bytes
-    headers: Mapping[str, str]
-
-    @property
-    def ok(self) -> bool:
-        """Return whether the status is 2xx. Redirects are not followed, so a 3xx is an error."""
-        return 200 <= self.status < 300
-
-    def text(self, limit: int | None = None) -> str:
-        """Return the body as text, truncated to ``limit`` characters."""
-        return _truncate(self.body.decode(errors="replace"), limit)
-
-    def error_text(self, limit: int) -> str:
-        """Return a problem document's detail, else the body's text, truncated to ``limit`` characters."""
-        try:
-            return _truncate(Problem.model_validate_json(self.body).detail, limit)
-        except ValidationError:
-            return self.text(limit)
-
-    def json(self) -> Any:
-        """Parse the body as JSON.
-
-        Raises:
-            orjson.JSONDecodeError: the body is not JSON.
-        """
-        return orjson.loads(self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +126,11 @@ class GymServer:
     async def is_reachable(self) -> bool:
         """Probe the server. Any status counts as reachable, and so does a lack of file descriptors on this side."""
         try:
-            async with self._http.session.get(self.url + "/", timeout=_PROBE_TIMEOUT):
-                return True
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return is_descriptor_exhaustion(error)
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await self._http.request("GET", self.url + "/", {})
+        except (ConnectionError, TimeoutError) as error:
+            return is_descriptor_exhaustion(error.__cause__)
+        return True
 
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
@@ -181,70 +149,40 @@ class GymServer:
                 ``X-ProRL-Failure-Kind``).
             TaskError: the server reports a failure with a status that blames the row.
         """
-        data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
+        data = [] if body is None else [body if isinstance(body, bytes) else orjson.dumps(body)]
         headers = {"Content-Type": "application/json", **self._authorization, **jar.header(), **extra_headers}
-        headers |= trace_headers()
         try:
-            response = await self._request(method, self.url + path, data, headers)
-            async with response:
-                content = await response.read()
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            if is_descriptor_exhaustion(error):
+            answer = await self._request(method, self.url + path, {**headers, **trace_headers()}, data)
+        except ConnectFailed as error:
+            if is_descriptor_exhaustion(error.__cause__):
                 raise descriptor_exhaustion() from error
             raise InfrastructureError(
                 f"{self.name} at {self.url} cannot be reached: {error}",
                 kind=FailureKind.TRANSPORT_UNREACHABLE,
                 server=self.name,
             ) from error
-        except aiohttp.ClientError as error:
+        except ConnectionDropped as error:
             raise InfrastructureError(
-                f"{self.name} dropped the connection during {path}: {type(error).__name__}: {error}",
+                f"{self.name} dropped the connection during {path}: {error}",
                 kind=FailureKind.TRANSPORT_PEER_DROP,
                 server=self.name,
             ) from error
-        jar.update(response)
-        answer = HttpAnswer(response.status, content, response.headers)
-        if (kind := response.headers.get(FAILURE_KIND_HEADER)) is not None:
+        jar.update(answer.headers)
+        if (kind := answer.headers.get(FAILURE_KIND_HEADER)) is not None:
             error_class = TaskError if answer.status in BAD_ROW_STATUSES else InfrastructureError
             raise error_class(f"{self.name} {path}: {answer.error_text(2000)}", kind=_reported_kind(kind))
         return answer
 
-    async def _request(
-        self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
+    async def _request(self, method: str, url: str, headers: Mapping[str, str], data: Sequence[bytes]) -> HttpAnswer:
         """Send the request. A request that failed for lack of a file descriptor was not sent, so it is retried."""
-        deadline = asyncio.get_running_loop().time() + _DESCRIPTOR_WAIT_S
+        deadline = time.monotonic() + _DESCRIPTOR_WAIT_S
         while True:
             try:
-                return await self._http.session.request(method, url, data=data, headers=headers, allow_redirects=False)
-            except aiohttp.ClientConnectorError as error:
-                if not is_descriptor_exhaustion(error) or asyncio.get_running_loop().time() > deadline:
+                return await self._http.request(method, url, headers, data)
+            except ConnectFailed as error:
+                if not is_descriptor_exhaustion(error.__cause__) or time.monotonic() > deadline:
                     raise
             await asyncio.sleep(0.2)
-
-
-class HttpClient:
-    """Client session of the process, opened on first use inside the running loop."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The session; the same object until :meth:`close`."""
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
-
-    async def close(self) -> None:
-        """Close the session and its connections."""
-        if self._session is not None:
-            await self._session.close()
-            await asyncio.sleep(0)  # lets the transports finish closing
 
 
 def addresses(config: Mapping[str, Any]) -> dict[str, Address]:
@@ -312,10 +250,6 @@ def require_json(answer: HttpAnswer, what: str, kind: FailureKind) -> Any:
         return answer.json()
     except orjson.JSONDecodeError as error:
         raise InfrastructureError(f"{what} did not answer with JSON: {answer.text(500)}", kind=kind) from error
-
-
-def _truncate(text: str, limit: int | None) -> str:
-    return text if limit is None or len(text) <= limit else text[:limit] + "…"
 
 
 def _reported_kind(kind: str) -> FailureKind:

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.agent.conversation import Conversation
-from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpAnswer
+from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.http.client import HttpAnswer
 from nemo_gym_prorl.http.tracing import SpanGroup, note, span
 from nemo_gym_prorl.rollout.job import Progress
 from nemo_gym_prorl.rollout.turns import TurnTiming

@@ -77,7 +77,7 @@ def raise_open_file_limit() -> int:
     return _finite(hard)
 
 
-def is_descriptor_exhaustion(error: BaseException) -> bool:
+def is_descriptor_exhaustion(error: BaseException | None) -> bool:
     """Return whether an error means that the process or machine has no file descriptor left."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.policy.engines.connections import CONNECT_S
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
     Misconfigured,
@@ -68,8 +69,8 @@ async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
     """
     url = checked_url(config.base_url[0], "--policy-url") if config.base_url else ""
     headers = config.headers | authorization(config.keys()[0] if config.base_url else "")
-    async with Connections() as connections:
-        engine = ENGINES[config.protocol](connections, config.model, {origin_of(url): headers})
+    async with HttpClient(CONNECT_S) as client:
+        engine = ENGINES[config.protocol](client, config.model, {origin_of(url): headers})
         if engine.takes_tokens and config.tokenizer_folder is not None:
             templates = await asyncio.to_thread(_templates, config, engine)
             yield templates

@@ -23,9 +23,10 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.http.key_guard import is_loopback
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.policy.engines.connections import CONNECT_S
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
     LogitsReturned,
@@ -177,8 +178,8 @@ class PolicyRuntime:
             url = checked_url(given, "base_url")
             self._headers_by_origin[origin_of(url)] = config.headers | authorization(key)
             self.pool.add(f"backend{index}", url)
-        self._connections = Connections()
-        self.engine = ENGINES[config.protocol](self._connections, config.model, self._headers_by_origin)
+        self._client = HttpClient(CONNECT_S)
+        self.engine = ENGINES[config.protocol](self._client, config.model, self._headers_by_origin)
         self.dispatcher = BackendDispatcher(self.pool, self.engine)
         self.metrics = PolicyMetrics(self.pool, self.dispatcher.loops)
         self.service: PolicyService
@@ -191,7 +192,7 @@ class PolicyRuntime:
             CallerError: the tokenizer or its template cannot be read, or is unsupported.
         """
         config, renderer = self.config, None
-        async with self._connections, contextlib.aclosing(self.dispatcher):
+        async with self._client, contextlib.aclosing(self.dispatcher):
             if self.engine.takes_tokens and config.tokenizer_folder is not None:
                 # The service tokenises one text at a time, so the tokenizer's thread pool is pure overhead.
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

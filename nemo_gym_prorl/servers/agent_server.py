@@ -18,8 +18,9 @@ from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
 from nemo_gym_prorl.http.key_guard import check_exposure
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, invalid_body
-from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
+from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.gym_rows import CreateParams, Row, read_json
+from nemo_gym_prorl.servers.server_base import ServerBase
 from nemo_gym_prorl.servers.server_config import ServerConfig
 
 
@@ -60,18 +61,12 @@ class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig, ServerConfig)
     model_server: ModelServerRef
 
 
-class ProRLAgent(SimpleResponsesAPIAgent):
+class ProRLAgent(ServerBase, SimpleResponsesAPIAgent):
     """Gym's server class over :class:`~nemo_gym_prorl.agent.agent_service.AgentService`."""
 
     config: ProRLAgentConfig
     ray_enabled: ClassVar[bool] = False
     _service: AgentService = PrivateAttr()
-
-    @classmethod
-    def run_webserver(cls) -> Any:
-        """Start the server. The process ends together with the Gym that started it, even while it waits for Ray."""
-        exit_with_starter()
-        return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:
         """Return the application with Gym's routes and the service's routes.

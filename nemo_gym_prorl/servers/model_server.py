@@ -37,7 +37,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import Declared, invalid_body
-from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
+from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import add_control_routes
@@ -59,6 +59,7 @@ from nemo_gym_prorl.policy.runtime import PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.text.template import Message, parse_arguments
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
+from nemo_gym_prorl.servers.server_base import ServerBase
 from nemo_gym_prorl.servers.server_config import ServerConfig
 
 
@@ -131,16 +132,10 @@ _MESSAGES_FIELDS = "of_messages"
 """Attribute of a request's state: fields of the Messages API that Gym's converter drops."""
 
 
-class ProrlModel(SimpleResponsesAPIModel):
+class ProrlModel(ServerBase, SimpleResponsesAPIModel):
     """Gym server whose turns are answered by ``nemo_gym_prorl.policy``."""
 
     config: ProrlModelConfig
-
-    @classmethod
-    def run_webserver(cls) -> Any:
-        """Start the server, and end it with the Gym process that started it, also while it waits for Gym's Ray."""
-        exit_with_starter()
-        return super().run_webserver()
 
     def setup_webserver(self) -> FastAPI:
         policy = self.config.checked_policy()

@@ -15,8 +15,9 @@ from nemo_gym.config_types import ModelServerRef
 from omegaconf import OmegaConf
 from pydantic import BaseModel, Field
 
-from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, HttpClient, addresses, require_json
+from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, addresses, require_json
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.http.client import HttpClient
 
 
 RESPONSES_PATH = "/v1/responses"

@@ -26,7 +26,6 @@ import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any, ClassVar, Self
 
 from fastapi import Body, FastAPI, Request
@@ -40,7 +39,6 @@ from nemo_gym.base_resources_server import (
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
-from starlette.middleware.sessions import SessionMiddleware
 
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
@@ -48,11 +46,12 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers
-from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
+from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
+from nemo_gym_prorl.servers.server_base import ServerBase
 from nemo_gym_prorl.servers.server_config import ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
@@ -137,7 +136,7 @@ class TaskVerifyResponse(BaseVerifyResponse):
     verdict_detail: str
 
 
-class TaskServer(SimpleResourcesServer):
+class TaskServer(ServerBase, SimpleResourcesServer):
     """Resources server of a task; see the module."""
 
     config: TaskServerConfig
@@ -173,18 +172,12 @@ class TaskServer(SimpleResourcesServer):
             fetch_image, delete_snapshot = self._sandboxes.fetch_image, self._sandboxes.delete_snapshot
         self._sessions = Sessions(self._task, self._start_sandbox, limits, fetch_image, delete_snapshot)
 
-    @classmethod
-    def run_webserver(cls) -> Any:
-        """Run the server until the Gym process that started it ends, also while waiting for Ray."""
-        exit_with_starter()
-        return super().run_webserver()
-
     def setup_webserver(self) -> FastAPI:
         """Create Gym's routes, the session routes and one route per tool."""
         raise_open_file_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
-        tools = {f"/{each['name']}": self._tool_route(each["name"], each["description"]) for each in self._schemas}
+        tools = {f"/{schema['name']}": self._tool_route(schema) for schema in self._schemas}
         for path, route in tools.items():
             app.post(path, response_class=PlainTextResponse)(route)
         app.post(RELEASE_PATH)(self.release_session)
@@ -199,10 +192,8 @@ class TaskServer(SimpleResourcesServer):
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
         app.include_router(health_router(self._loops))
         add_problem_handlers(app)
-        session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
-        cookies = partial(SessionMiddleware, secret_key=session, session_cookie=session)
-        guard = partial(KeyGuard, key=self.config.control_token)
-        wrap_outermost(app, lambda rest: guard(DirectRoutes(rest, tools, cookies)))
+        key = self.config.control_token
+        wrap_outermost(app, lambda rest: KeyGuard(DirectRoutes(rest, tools, self.in_session), key))
         tune_garbage_collection()
         return app
 
@@ -308,17 +299,17 @@ class TaskServer(SimpleResourcesServer):
         why |= {EGRESS: egress} if egress else {}
         return TaskVerifyResponse(**row | dict(grade.fields) | why | {"reward": grade.reward})
 
-    def _tool_route(self, tool: str, description: str) -> Callable[[Request], Awaitable[PlainTextResponse]]:
+    def _tool_route(self, schema: Mapping[str, Any]) -> Callable[[Request], Awaitable[PlainTextResponse]]:
+        tool = schema["name"]
+
         async def call(request: Request) -> PlainTextResponse:
-            if SESSION_ID_KEY in request.session:
-                request.session[SESSION_ID_KEY] = _key(request)  # setting the key renews the cookie
             try:
                 arguments = await request.json()
             except (ValueError, RecursionError):
                 arguments = None
             return PlainTextResponse(await self._sessions.call(_key(request), tool, arguments))
 
-        call.__doc__ = description
+        call.__doc__ = schema["description"]
         return call
 
     async def _start_sandbox(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:

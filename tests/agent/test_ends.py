@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.agent.conversation import fetch_waited_s
-from nemo_gym_prorl.agent.gym_http import Address, GymServer, HttpClient
+from nemo_gym_prorl.agent.gym_http import Address, GymServer
+from nemo_gym_prorl.http.client import HttpClient
 from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
 
 

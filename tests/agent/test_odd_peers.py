@@ -12,7 +12,8 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, HttpClient
+from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer
+from nemo_gym_prorl.http.client import HttpClient
 from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
 from tests.rollout.serving import serve
 

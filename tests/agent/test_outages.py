@@ -14,7 +14,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler
-from nemo_gym_prorl.agent.gym_http import Address, GymServer, HttpClient
+from nemo_gym_prorl.agent.gym_http import Address, GymServer
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline

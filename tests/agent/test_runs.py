@@ -16,9 +16,10 @@ import aiohttp
 import pytest
 
 from nemo_gym_prorl.agent.gym_environment import GymContext
-from nemo_gym_prorl.agent.gym_http import Address, GymServer, HttpClient
+from nemo_gym_prorl.agent.gym_http import Address, GymServer
 from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.nemo_rl import collector as collecting
 from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
 from nemo_gym_prorl.nemo_rl.groups import TrainingGroup

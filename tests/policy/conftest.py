@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from tests.policy.engines import PROCESSED, tiny_model, vllm
 from tests.policy.runtimes import words_in
@@ -37,8 +37,8 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-async def connections() -> AsyncIterator[Connections]:
-    async with Connections() as connections:
+async def connections() -> AsyncIterator[HttpClient]:
+    async with HttpClient() as connections:
         yield connections
 
 

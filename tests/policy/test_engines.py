@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 from fastapi import FastAPI, Response
@@ -22,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.connections import ConnectionDropped, Connections, post, strip_prompt_echo
+from nemo_gym_prorl.http.client import ConnectFailed, ConnectionDropped, HttpAnswer, HttpClient
+from nemo_gym_prorl.policy.engines.connections import post, strip_prompt_echo
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -63,17 +63,16 @@ async def first_call(engine_url: str, **config: Any) -> Generation:
 
 
 @pytest.mark.engine
-async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, connections: Connections) -> None:
+async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, connections: HttpClient) -> None:
     engine = VllmCompletions(connections, MODEL)
-    async with connections.control_session.get(f"{engine_url}/v1/models") as response:
-        room = (await response.json())["data"][0]["max_model_len"]
+    room = (await connections.request("GET", f"{engine_url}/v1/models", {})).json()["data"][0]["max_model_len"]
     for length in (room, room + 1000):
         generation = await engine.generate(engine_url, SampleRequest([5] * length, Sampling(max_tokens=4)))
         assert generation.finish is Finish.CONTEXT
 
 
 @pytest.mark.engine
-async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, connections: Connections) -> None:
+async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, connections: HttpClient) -> None:
     load = await VllmCompletions(connections, MODEL).load(engine_url)
     assert load is not None
     assert load.capacity is not None
@@ -114,7 +113,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("answer", "error", "said"), WRONG, ids=[said for *_, said in WRONG])
 async def test_an_answer_that_is_no_trajectory_is_an_error(
-    connections: Connections, answer: Callable[[Any], Any], error: type[Exception], said: str
+    connections: HttpClient, answer: Callable[[Any], Any], error: type[Exception], said: str
 ) -> None:
     async with serving(says("/v1/completions", answer)) as url:
         with pytest.raises(error, match=said):
@@ -148,7 +147,7 @@ def test_what_a_row_must_not_ask_for(wrong: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["1e999", "e"])
-async def test_gauges_that_are_no_numbers_are_no_load(connections: Connections, number: str) -> None:
+async def test_gauges_that_are_no_numbers_are_no_load(connections: HttpClient, number: str) -> None:
     """An exception would end the load reports of all backends."""
     app = FastAPI()
     gauges = f"vllm:num_requests_waiting {number}\nvllm:kv_cache_usage_perc 1\n"
@@ -201,7 +200,7 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
             service.finish("r")
             await asyncio.sleep(0.05)
             assert gone() is None
-            held = [one for one in gc.get_objects() if isinstance(one, aiohttp.ClientRequest | aiohttp.ClientResponse)]
+            held = [one for one in gc.get_objects() if isinstance(one, HttpAnswer)]
             assert not held
         finally:
             gc.enable()
@@ -325,10 +324,10 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def before(server: Server) -> AsyncIterator[aiohttp.ClientSession]:
-    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening, Connections() as connections:
+async def before(server: Server) -> AsyncIterator[HttpClient]:
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening, HttpClient() as connections:
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1/x?y=1"
-        yield connections.sampling_session
+        yield connections
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -356,12 +355,12 @@ async def test_answers_that_are_not_whole(server: Callable[[], Server], begun: b
 
 async def test_nobody_there_and_headers_that_would_be_two() -> None:
     there = Server(OK)
-    async with before(there) as session, Connections() as connections:
+    async with before(there) as session, HttpClient() as connections:
         engine, url = VllmCompletions(connections, MODEL), f"http://127.0.0.1:{free_port()}"
-        with pytest.raises(BackendFailed, match="Cannot connect"):
+        with pytest.raises(BackendFailed, match="cannot connect"):
             await engine.generate(url, SampleRequest([7], Sampling()))
         assert not await engine.healthy(url)
-        with pytest.raises(aiohttp.ClientConnectorError, match=r"Cannot connect to host 127\.0\.0\.1"):
+        with pytest.raises(ConnectFailed, match=r"cannot connect to 127\.0\.0\.1"):
             await post(session, f"http://127.0.0.1:{free_port()}/v1", {}, [b"1"])
         with pytest.raises(ValueError, match="control character"):
             await post(session, there.url, {"X-Key": "k\r\nX-Other: o"}, [b"1"])
@@ -391,7 +390,7 @@ async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
                     await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, Connections() as connections:
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, HttpClient() as connections:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         engine = VllmCompletions(connections, MODEL)
         turns = [await engine.generate(url, SampleRequest([7], Sampling())) for _ in range(4)]
@@ -404,7 +403,7 @@ async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
 # SGLang and NeMo RL
 
 
-async def test_sglang_speaks_tokens(connections: Connections) -> None:
+async def test_sglang_speaks_tokens(connections: HttpClient) -> None:
     seen: list[dict[str, Any]] = []
     about = {"output_token_logprobs": [[-0.5, 3, None], [-1.5, 4, None]], "finish_reason": {"type": "length"}}
     app = says("/generate", lambda _: {"text": "x", "meta_info": about | {"cached_tokens": 5}}, seen)

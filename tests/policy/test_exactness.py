@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.engines.protocols import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish
@@ -76,7 +76,7 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
     tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
     gate = asyncio.Semaphore(32)
     async with contextlib.AsyncExitStack() as stack:
-        connections = await stack.enter_async_context(Connections())
+        connections = await stack.enter_async_context(HttpClient())
         services = {}
         for family in FAMILIES.values():
             pool = BackendPool()

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.policy.engines.engine import (
     NEUTRAL_SETTINGS,
     BackendErred,
@@ -186,7 +186,7 @@ def test_settings_that_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("protocol", list(ENGINES))
-async def test_every_parameter_is_sent(connections: Connections, protocol: str) -> None:
+async def test_every_parameter_is_sent(connections: HttpClient, protocol: str) -> None:
     engine, scripted = ENGINES[protocol](connections, MODEL), Engine(PROCESSED_MODE)
     async with serving(scripted.app(protocol)) as url:
         await sample(engine, url, Sampling(4))
@@ -200,7 +200,7 @@ CASES.remove(("nemo_rl", SCALED))  # which is vLLM
 
 
 @pytest.mark.parametrize(("protocol", "mode"), CASES)
-async def test_an_engines_mode_is_found_out(connections: Connections, protocol: str, mode: LogProbMode) -> None:
+async def test_an_engines_mode_is_found_out(connections: HttpClient, protocol: str, mode: LogProbMode) -> None:
     engine, scripted = ENGINES[protocol](connections, MODEL), Engine(mode)
     async with serving(scripted.app(protocol)) as url:
         assert (await sample(engine, url, Sampling(4))).log_prob_mode == mode
@@ -221,7 +221,7 @@ async def test_an_engines_mode_is_found_out(connections: Connections, protocol: 
 
 
 @pytest.mark.parametrize("mode", [PROCESSED_MODE, RAW])
-async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections, mode: LogProbMode) -> None:
+async def test_nemo_rl_is_probed_under_its_own_sampling(connections: HttpClient, mode: LogProbMode) -> None:
     engine, scripted = ENGINES["nemo_rl"](connections, MODEL), Engine(mode)
     scripted.own_temperature = 0.6
     async with serving(scripted.app("nemo_rl")) as url:
@@ -241,7 +241,7 @@ async def test_nemo_rl_is_probed_under_its_own_sampling(connections: Connections
     [({10: 9.0, 11: 0.0}, {"vllm_chat": PROCESSED_MODE, "vllm": SCALED}), ({10: 0.0, 11: 0.0, 12: -9.0}, None)],
 )
 async def test_a_prompt_without_a_verdict(
-    connections: Connections, logits: dict[int, float], mode: dict[str, LogProbMode] | None
+    connections: HttpClient, logits: dict[int, float], mode: dict[str, LogProbMode] | None
 ) -> None:
     """A model with one likely beginning, as of reasoning, is probed by a bias."""
     for protocol in ("vllm", "vllm_chat"):
@@ -255,7 +255,7 @@ async def test_a_prompt_without_a_verdict(
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_an_engine_that_refuses_probes_is_unknown_or_at_fault(connections: Connections, status: int) -> None:
+async def test_an_engine_that_refuses_probes_is_unknown_or_at_fault(connections: HttpClient, status: int) -> None:
     engine, scripted = ENGINES["vllm"](connections, MODEL), Engine(RAW)
     app = scripted.app("vllm")
 
@@ -270,7 +270,7 @@ async def test_an_engine_that_refuses_probes_is_unknown_or_at_fault(connections:
         assert (await sample(engine, url, Sampling(4))).log_prob_mode == (RAW if status == 500 else UNKNOWN)
 
 
-async def test_a_grammar_that_ends_the_request_is_refused_by_name(connections: Connections) -> None:
+async def test_a_grammar_that_ends_the_request_is_refused_by_name(connections: HttpClient) -> None:
     app = Engine(RAW).app("vllm")
 
     @app.middleware("http")
@@ -283,7 +283,7 @@ async def test_a_grammar_that_ends_the_request_is_refused_by_name(connections: C
             await sample(ENGINES["vllm"](connections, MODEL), url, asked)
 
 
-async def test_a_verdict_ends_with_a_failure_of_the_engine(connections: Connections) -> None:
+async def test_a_verdict_ends_with_a_failure_of_the_engine(connections: HttpClient) -> None:
     engine, scripted = ENGINES["vllm"](connections, MODEL), Engine(PROCESSED_MODE)
     half = Sampling(4, temperature=0.5, extra={"response_format": {"type": "json_object"}})
     async with serving(scripted.app("vllm")) as url:
@@ -306,7 +306,7 @@ async def test_a_verdict_ends_with_a_failure_of_the_engine(connections: Connecti
 @pytest.mark.parametrize("protocol", ["vllm", "vllm_chat", "sglang"])
 @pytest.mark.parametrize("shift", [8.0, -40.0])
 async def test_logits_in_place_of_log_probs_are_refused(
-    connections: Connections, protocol: str, shift: float, monkeypatch: pytest.MonkeyPatch
+    connections: HttpClient, protocol: str, shift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.policy.scripted_engine.sampled", lambda *_: (10, {10: shift, 11: shift - 1}))
     engine = ENGINES[protocol](connections, MODEL)
@@ -329,7 +329,7 @@ FIELDS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("protocol", list(ENGINES))
-async def test_a_grammar_that_is_not_followed_is_refused(connections: Connections, protocol: str) -> None:
+async def test_a_grammar_that_is_not_followed_is_refused(connections: HttpClient, protocol: str) -> None:
     for follows in (True, False):
         engine, scripted = ENGINES[protocol](connections, MODEL), Engine(RAW)
         scripted.follows = follows
@@ -374,7 +374,7 @@ PROTOCOLS = pytest.mark.parametrize("protocol", ["vllm", "vllm_chat"])
 
 
 @PROTOCOLS
-async def test_a_real_engine_with_raw_log_probs(raw_url: str, connections: Connections, protocol: str) -> None:
+async def test_a_real_engine_with_raw_log_probs(raw_url: str, connections: HttpClient, protocol: str) -> None:
     engine = ENGINES[protocol](connections, MODEL)
     assert (await sample(engine, raw_url, Sampling(4))).log_prob_mode == RAW
     assert set((await sample(engine, raw_url, Sampling(4, temperature=0.0))).log_probs) == {0.0}
@@ -391,7 +391,7 @@ async def _next(engine: HttpEngine, url: str, *allowed: int, **settings: Any) ->
 
 
 @pytest.mark.engine
-async def test_a_real_engine_with_processed_log_probs(engine_url: str, connections: Connections) -> None:
+async def test_a_real_engine_with_processed_log_probs(engine_url: str, connections: HttpClient) -> None:
     engine = ENGINES["vllm"](connections, MODEL)
     logits = {}
     for token in (20, 21):

@@ -141,7 +141,7 @@ async def test_no_backend_resumes_unless_every_cache_is_empty(
     async with serve(app) as url, serve(fine) as other:
         spoken = engine if engine == "nemo_rl" else "vllm_chat"
         async with controlled(url, other, engine=spoken) as (host, client):
-            host.engine = ENGINES[engine](host._connections, MODEL)  # one that takes tokens would need a tokenizer
+            host.engine = ENGINES[engine](host._client, MODEL)  # one that takes tokens would need a tokenizer
             assert (await call(client, "pause"))[1] == {"drained": True}
             answered, told = await call(client, "resume", reset_prefix_cache=True, weight_version="2")
             backends = host.pool.backends.values()

@@ -9,28 +9,27 @@ step of the task may hang.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from multidict import CIMultiDict
 from nemo_gym.sandbox.providers import register_provider
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
+from starlette.datastructures import Headers
 
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
 from nemo_gym_prorl.agent.gym_http import (
     RENEW_S,
     Address,
     GymServer,
-    HttpClient,
     require_ok,
 )
 from nemo_gym_prorl.agent.run_rows import empty_response
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.http.client import ConnectFailed, ConnectionDropped, HttpAnswer, HttpClient
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -196,24 +195,6 @@ async def serving() -> AsyncIterator[Any]:
         yield app
 
 
-@dataclass
-class Answer:
-    """The part of a response that :class:`GymServer` reads."""
-
-    status: int
-    body: bytes
-    headers: CIMultiDict[str]
-
-    async def read(self) -> bytes:
-        return self.body
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        pass
-
-
 class Wire(GymServer):
     """Connection from one agent to the server, with faults."""
 
@@ -252,16 +233,16 @@ class Wire(GymServer):
     async def is_reachable(self) -> bool:
         return not self.is_cut
 
-    async def _request(self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]) -> Any:
+    async def _request(self, method: str, url: str, headers: Mapping[str, str], data: Sequence[bytes]) -> HttpAnswer:
         await self._passable.wait()
         if self.dead:
             await asyncio.Event().wait()
         if self.is_cut:
-            raise aiohttp.ConnectionTimeoutError
+            raise ConnectFailed
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         gone = asyncio.Event()
-        answer = Answer(0, b"", CIMultiDict())
-        asked = [{"type": "http.request", "body": data or b"", "more_body": False}]
+        answer = HttpAnswer(0, b"", Headers(raw=[]))
+        asked = [{"type": "http.request", "body": b"".join(data), "more_body": False}]
 
         async def receive() -> Any:
             if asked:
@@ -270,11 +251,11 @@ class Wire(GymServer):
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            nonlocal answer
             if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.headers.extend((name.decode(), value.decode()) for name, value in message["headers"])
+                answer = HttpAnswer(message["status"], b"", Headers(raw=message["headers"]))
             else:
-                answer.body += message.get("body", b"")
+                answer = replace(answer, body=answer.body + message.get("body", b""))
 
         path = url.removeprefix(self.url)
         scope = {
@@ -296,7 +277,7 @@ class Wire(GymServer):
         if self.dead:
             await asyncio.Event().wait()
         if broken.done():
-            raise aiohttp.ServerDisconnectedError
+            raise ConnectionDropped("cut", begun=False)
         served.result()
         return answer
 

@@ -12,15 +12,10 @@ trajectory.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
-from yarl import URL
-
+from nemo_gym_prorl.http.client import ConnectionDropped, HttpClient
 from nemo_gym_prorl.http.tracing import trace_headers
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.generation import Finish
@@ -28,102 +23,34 @@ from nemo_gym_prorl.policy.generation import Finish
 
 _TRIES = 3
 """Attempts at a request whose connection ends before an answer."""
-_IDLE_S = 15.0
-"""Seconds for which an idle connection is reused."""
-_CONNECT_S = 5.0
-"""Time limit for opening a connection, in seconds; the answer itself has no limit."""
-_JSON = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+CONNECT_S = 5.0
+"""Time limit for opening a connection, and for a control request, in seconds; sampling has no limit."""
+_JSON = {"Content-Type": "application/json"}
 
 
-class ConnectionDropped(ConnectionError):
-    """The connection ended.
-
-    Attributes:
-        begun: whether the answer had begun.
-    """
-
-    def __init__(self, reason: str, *, begun: bool) -> None:
-        super().__init__(reason)
-        self.begun = begun
-
-
-class Connections(contextlib.AbstractAsyncContextManager["Connections"]):
-    """Client sessions of a server's engines, each opened in the event loop that first uses it."""
-
-    @functools.cached_property
-    def sampling_session(self) -> aiohttp.ClientSession:
-        """Session for sampling requests."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_socket),
-            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-
-    @functools.cached_property
-    def control_session(self) -> aiohttp.ClientSession:
-        """Session for all other requests, each limited to ``_CONNECT_S``."""
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_CONNECT_S)
-        )
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.sampling_session.close()
-        await self.control_session.close()
-
-
-async def post(
-    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], body: Sequence[bytes]
-) -> tuple[int, bytes]:
+async def post(client: HttpClient, url: str, headers: Mapping[str, str], body: Sequence[bytes]) -> tuple[int, bytes]:
     """Send a POST request and return status and content of the answer. Redirects are not followed.
 
     Args:
-        session: session of a :class:`Connections`.
+        client: connections to engines.
         url: the address.
         headers: headers besides those of the body.
         body: JSON, in parts.
 
     Raises:
-        aiohttp.ClientConnectorError: the connection was refused.
-        TimeoutError: the connection was not opened in time.
+        ConnectFailed: no connection was opened in time.
         ConnectionDropped: the connection ended before the answer did, or the answer is not HTTP.
         ValueError: a header is invalid.
     """
     for left in reversed(range(_TRIES)):
         try:
-            return await _post(session, url, headers, body)
+            answer = await client.request("POST", url, {**headers, **_JSON, **trace_headers()}, body)
         except ConnectionDropped as dropped:
             if dropped.begun or not left:
                 raise
+        else:
+            return answer.status, answer.body
     raise AssertionError
-
-
-async def _post(
-    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], body: Sequence[bytes]
-) -> tuple[int, bytes]:
-    begun = False
-    sent = session.post(
-        URL(url, encoded=True),
-        data=b"".join(body),
-        headers={**headers, **_JSON, **trace_headers()},
-        allow_redirects=False,
-    )
-    try:
-        async with sent as response:
-            begun = True
-            return response.status, await response.read()
-    except (aiohttp.ClientConnectorError, TimeoutError):
-        raise
-    except aiohttp.ClientError as error:
-        begun = begun or isinstance(error, aiohttp.ClientResponseError)
-        raise ConnectionDropped(repr(error), begun=begun) from error
-
-
-def _socket(address: tuple[Any, ...]) -> socket.socket:
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    # Sampling can take an hour without a byte, so only TCP keep-alive detects a dead machine.
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return made
 
 
 _ECHO = b'"prompt_token_ids":'

@@ -5,18 +5,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import aiohttp
 import orjson
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.policy.engines.connections import Connections, post
+from nemo_gym_prorl.http.client import ConnectFailed, HttpAnswer, HttpClient
+from nemo_gym_prorl.policy.engines.connections import CONNECT_S, post
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, BackendLoad, Misconfigured, origin_of, root_of
 
 
@@ -35,7 +34,7 @@ class EngineControl:
     """Requests to an engine besides sampling.
 
     Args:
-        connections: connections to all engines; the caller closes them.
+        client: connections to all engines; the caller closes them.
         headers_by_origin: headers for the backends of one origin (see :func:`origin_of`).
     """
 
@@ -45,9 +44,9 @@ class EngineControl:
     reset_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which adds the route"
 
     def __init__(
-        self, connections: Connections, headers_by_origin: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+        self, client: HttpClient, headers_by_origin: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     ) -> None:
-        self._connections = connections
+        self._client = client
         self._headers_by_origin = headers_by_origin
 
     def forget(self, url: str) -> None:
@@ -59,13 +58,11 @@ class EngineControl:
         Raises:
             BackendFailed: no answer.
         """
-        async with self._get(url, "/openapi.json") as response:
-            if response.status in (502, 503, 504):
-                raise BackendFailed(f"{url} answered {response.status}")
-            try:
-                return list((await response.json(content_type=None))["paths"])
-            except (KeyError, TypeError, ValueError, RecursionError):
-                return None
+        answer = await self._get(url, "/openapi.json")
+        if answer.status in (502, 503, 504):
+            raise BackendFailed(f"{url} answered {answer.status}")
+        paths = json_object(answer.body).get("paths")
+        return list(paths) if isinstance(paths, dict) else None
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return the backend's model cards; empty without ``/v1/models``.
@@ -74,8 +71,8 @@ class EngineControl:
             BackendFailed: no answer.
             Misconfigured: the key is wrong.
         """
-        async with self._get(url, "/v1/models") as response:
-            status, raw = response.status, await response.read()
+        answer = await self._get(url, "/v1/models")
+        status, raw = answer.status, answer.body
         if status in (401, 403):
             raise Misconfigured(f"{url} refused the key", field="policy_api_key")
         if status >= 500:
@@ -86,8 +83,7 @@ class EngineControl:
     async def healthy(self, url: str) -> bool:
         """Return whether the backend answers ``/health``; 404 counts, because NeMo RL has no such route."""
         try:
-            async with self._get(url, "/health") as response:
-                return response.status < 500
+            return (await self._get(url, "/health")).status < 500
         except BackendFailed:
             return False
 
@@ -104,8 +100,8 @@ class EngineControl:
         while True:
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                    status, raw = await post(self._connections.sampling_session, there, self._headers_for(there), [])
-            except (TimeoutError, OSError, aiohttp.ClientError) as error:
+                    status, raw = await post(self._client, there, self._headers_for(there), [])
+            except OSError as error:
                 raise unreachable(url, error) from error
             if status in (404, 405):
                 raise Misconfigured(f"{url} has no {self.reset_route}: {self.reset_hint}", field="reset_prefix_cache")
@@ -124,8 +120,7 @@ class EngineControl:
     async def published_metrics(self, url: str) -> str:
         """Return the text of ``/metrics``, or an empty text. An engine that does not answer needs a new handshake."""
         try:
-            async with self._get(url, "/metrics") as response:
-                return await response.text(errors="replace")
+            return (await self._get(url, "/metrics")).text()
         except BackendFailed:
             self.forget(url)
             return ""
@@ -145,18 +140,17 @@ class EngineControl:
         """Return the tokens that fit into the KV cache; vLLM publishes number and size of blocks as labels."""
         return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
 
-    @contextlib.asynccontextmanager
-    async def _get(self, url: str, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _get(self, url: str, path: str) -> HttpAnswer:
         """Send a GET request to a backend.
 
         Raises:
             BackendFailed: no answer.
         """
-        ask, there = self._connections.control_session.get, f"{root_of(url)}{path}"
+        there = f"{root_of(url)}{path}"
         try:
-            async with ask(there, headers=self._headers_for(there), allow_redirects=False) as response:
-                yield response
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with asyncio.timeout(CONNECT_S):
+                return await self._client.request("GET", there, self._headers_for(there))
+        except OSError as error:
             raise unreachable(url, error) from error
 
     def _headers_for(self, url: str) -> dict[str, str]:
@@ -164,9 +158,9 @@ class EngineControl:
 
 
 def unreachable(url: str, error: Exception) -> BackendFailed:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
         return BackendFailed(f"{url}: no connection within the time limit", kind=FailureKind.TRANSPORT_TIMEOUT)
-    if isinstance(error, aiohttp.ClientConnectorError):
+    if isinstance(error, ConnectFailed):
         return BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE)
     return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import aiohttp
 import orjson
 
-from nemo_gym_prorl.policy.engines.connections import Connections, ContextFull, post, strip_prompt_echo
+from nemo_gym_prorl.http.client import HttpClient
+from nemo_gym_prorl.policy.engines.connections import ContextFull, post, strip_prompt_echo
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -73,7 +73,7 @@ class HttpEngine(EngineControl):
     """Client of one wire protocol.
 
     Args:
-        connections: connections to all engines; the caller closes them.
+        client: connections to all engines; the caller closes them.
         model: model name as the backends serve it.
         headers_by_origin: headers for the backends of one origin (see :func:`origin_of`).
     """
@@ -98,11 +98,11 @@ class HttpEngine(EngineControl):
 
     def __init__(
         self,
-        connections: Connections,
+        client: HttpClient,
         model: str,
         headers_by_origin: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
-        super().__init__(connections, headers_by_origin)
+        super().__init__(client, headers_by_origin)
         self.model = model
         self.contexts: dict[str, int | None] = {}
         """Maximum of prompt and sampled tokens by URL, after the handshake; ``None`` if not reported."""
@@ -129,7 +129,7 @@ class HttpEngine(EngineControl):
         except BackendFailed:
             self.forget(url)
             raise
-        except (TimeoutError, OSError, aiohttp.ClientError) as error:
+        except OSError as error:
             self.forget(url)
             raise unreachable(url, error) from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -181,7 +181,7 @@ class HttpEngine(EngineControl):
         try:
             async with asyncio.timeout(_REGISTRATION_PROBE_S):
                 await self._probe_mode(await self._handshake(url), Sampling())
-        except (TimeoutError, OSError, aiohttp.ClientError) as error:
+        except OSError as error:
             raise unreachable(url, error) from error
 
     async def _probe_mode(self, target: EngineTarget, sampling: Sampling) -> LogProbMode:
@@ -258,7 +258,7 @@ class HttpEngine(EngineControl):
         body = orjson.dumps({"model": self.model, "prompt": self._tokenizer_text, "add_special_tokens": False})
         there = f"{root_of(url)}/tokenize"
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            status, raw = await post(self._connections.sampling_session, there, self._headers_for(there), [body])
+            status, raw = await post(self._client, there, self._headers_for(there), [body])
         if status >= 500 and status != 501:
             raise BackendFailed(f"{url} answered {status}: {excerpt(raw)}")
         detail = json_object(raw) if status == 200 else {}
@@ -330,7 +330,7 @@ class HttpEngine(EngineControl):
 
         Raises:
             ContextFull: the engine has no room for the prompt.
-            TimeoutError, aiohttp.ClientError, ConnectionDropped: no answer.
+            OSError: no answer.
             BackendFailed: a server error.
             Misconfigured: protocol, model name or key does not match.
             RequestRefused: the engine refuses the request, or JSON cannot represent it.
@@ -343,7 +343,7 @@ class HttpEngine(EngineControl):
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
         url = f"{root_of(target.url)}{self._sample_route}"
-        status, raw = await post(self._connections.sampling_session, url, self._headers_for(url), parts)
+        status, raw = await post(self._client, url, self._headers_for(url), parts)
         if status == 200:
             try:
                 answer = orjson.loads(strip_prompt_echo(raw, prompt if echoed else ()))

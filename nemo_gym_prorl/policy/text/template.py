@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+from jinja2.runtime import LoopContext
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, read_json
@@ -184,6 +185,21 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a shortcut for keys of messages and for ``loop``, whose result is the same."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "previtem", "nextitem"})
+
+
 class ChatTemplate:
     """Compiled Jinja chat template in a sandbox.
 
@@ -198,7 +214,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, with_tools: str | None = None, *, bos_token: str = "", eos_token: str = "", **variables: Any
     ) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
@@ -266,6 +282,9 @@ class ChatTemplate:
         return write
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False)
+
+
 def _to_json(
     value: object,
     ensure_ascii: bool = False,
@@ -274,6 +293,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, but models are trained on plain JSON.
+    if not (ensure_ascii or indent or separators or sort_keys):
+        return _JSON.encode(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 
 _ANCHORS = ("\n", "a", " ")
 """Ordinary text that replaces the unknown text before a continuation."""
-_MAX_MERGE_CHARS = 64
-"""Leading characters of a text that may merge into one token with the text before it."""
 
 SAMPLE = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
 """Text of many scripts and code, which different tokenizers encode as different ids."""
@@ -39,6 +38,8 @@ class Tokenizer:
         self.special_pattern = _any_of(self.special.values())
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._escaped_ids: dict[tuple[int, str], list[int] | None] = {}
+        self._anchor_ids: dict[str, list[int]] = {}
+        self._anchor_texts: dict[int, str] = {}
         self._keeps_spacing: dict[int, bool] = {}
         head = self.encode(_ANCHORS[0])
         self._marks_beginnings = self.encode(_ANCHORS[0] + "a")[len(head) :] != self.encode("a")
@@ -46,9 +47,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a whole text."""
+        ids: list[int] = self._encoding(text, offsets=False).ids
+        return ids
+
+    def _encoding(self, text: str, *, offsets: bool) -> Encoding:
+        if offsets:
+            return self._fast.encode(text, add_special_tokens=False)
         # The only call that computes no offsets.
-        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoding.ids)
+        return self._fast.encode_batch_fast([text], add_special_tokens=False)[0]
 
     def encode_observed(
         self, text: str, places: Sequence[tuple[int, int]], previous_id: int | None = None
@@ -63,14 +69,18 @@ class Tokenizer:
             places: character ranges of the control tokens to escape.
             previous_id: the id before the text; ``None`` at a beginning.
         """
-        anchor, head = self._anchor(text, previous_id)
+        for anchor in (*self._anchors(previous_id), ""):
+            encoding = self._encoding(anchor + text, offsets=bool(places))
+            found, head = encoding.ids, self._ids_of_anchor(anchor)
+            if found[: len(head)] == head:  # the text has not merged with the anchor
+                break
+        del found[: len(head)]
         if not places:
-            return self.encode(anchor + text)[head:], 0
-        encoding = self._fast.encode(anchor + text, add_special_tokens=False)
+            return found, 0
         ids: list[int] = []
         escaped_tokens, pending = 0, [(start + len(anchor), end + len(anchor)) for start, end in reversed(places)]
         text = anchor + text
-        for token_id, (start, end) in zip(encoding.ids[head:], encoding.offsets[head:], strict=True):
+        for token_id, (start, end) in zip(found, encoding.offsets[len(head) :], strict=True):
             while pending and pending[-1][1] <= start:
                 pending.pop()
             escaped = None
@@ -80,21 +90,16 @@ class Tokenizer:
             ids += [token_id] if escaped is None else escaped
         return ids, escaped_tokens
 
-    def _anchor(self, text: str, previous_id: int | None) -> tuple[str, int]:
-        """Return text to put before a continuation so that it is not encoded as a beginning, and the anchor's number
-        of ids.
-        """
-        anchors: Sequence[str] = ()
+    def _anchors(self, previous_id: int | None) -> Sequence[str]:
+        """Return texts of which one goes before a continuation, so that it is not encoded as a beginning."""
         if previous_id in self._added:
-            anchors = [self._added[previous_id]]
-        elif previous_id is not None and self._marks_beginnings:
-            anchors = _ANCHORS
-        for anchor in anchors:
-            head = self.encode(anchor)
-            # Only the first characters of a text can merge with an ordinary anchor.
-            if self.encode(anchor + text[:_MAX_MERGE_CHARS])[: len(head)] == head:
-                return anchor, len(head)
-        return "", 0
+            return [self._added[previous_id]]
+        return _ANCHORS if previous_id is not None and self._marks_beginnings else ()
+
+    def _ids_of_anchor(self, anchor: str) -> list[int]:
+        if anchor not in self._anchor_ids:
+            self._anchor_ids[anchor] = self.encode(anchor)
+        return self._anchor_ids[anchor]
 
     def decode(self, ids: Sequence[int], previous_id: int | None = None) -> str:
         """Return the text of the ids, special tokens included.
@@ -105,8 +110,10 @@ class Tokenizer:
         """
         if previous_id is None:
             return self._text(ids)
-        anchor = [previous_id] if previous_id in self._added else self.encode("a")
-        head, text = self.decode(anchor), self.decode([*anchor, *ids])
+        anchor = [previous_id] if previous_id in self._added else self._ids_of_anchor("a")
+        if anchor[0] not in self._anchor_texts:
+            self._anchor_texts[anchor[0]] = self.decode(anchor)
+        head, text = self._anchor_texts[anchor[0]], self.decode([*anchor, *ids])
         if not text.startswith(head):
             return self.decode(ids)
         text = text[len(head) :]
@@ -114,7 +121,7 @@ class Tokenizer:
 
     def count_unreadable(self, ids: Sequence[int]) -> int:
         """Return the number of ids without text, such as embedding padding; :meth:`decode` returns U+FFFD for each."""
-        if max(ids, default=0) < self._end and self._unused_ids.isdisjoint(ids):
+        if max(ids, default=0) < self._end and (not self._unused_ids or self._unused_ids.isdisjoint(ids)):
             return 0
         return sum(one >= self._end or one in self._unused_ids for one in ids)
 

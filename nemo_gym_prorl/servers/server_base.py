@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""What our Gym servers share: their end with Gym's process, and Gym's two middlewares without its tasks and queues.
+
+Gym writes its middlewares in Starlette's decorator form, which runs the rest of the application in another task and
+streams each body through a queue. Here the same is done in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+from fastapi import FastAPI
+from nemo_gym.server_utils import SESSION_ID_KEY, SimpleServer
+from starlette.middleware.sessions import SessionMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nemo_gym_prorl.http.problems import ProblemError
+from nemo_gym_prorl.http.server_process import exit_with_starter
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+class ServerBase(SimpleServer):
+    """Base of our Gym servers, before Gym's own class."""
+
+    @classmethod
+    def run_webserver(cls) -> Any:
+        """Start the server, and end it with the Gym process that started it, also while it waits for Gym's Ray."""
+        exit_with_starter()
+        return super().run_webserver()
+
+    def in_session(self, app: ASGIApp) -> ASGIApp:
+        """Return the application behind Gym's session cookie, from which each request has a session id."""
+        key = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
+        return SessionMiddleware(_SessionId(app), secret_key=key, session_cookie=key)
+
+    def setup_session_middleware(self, app: FastAPI) -> None:
+        """Add Gym's session cookie."""
+        app.add_middleware(self.in_session)
+
+    def setup_exception_middleware(self, app: FastAPI) -> None:
+        """Answer unexpected exceptions."""
+        app.add_middleware(_AnswerDefects)
+
+
+class _SessionId:
+    """Gives each session an id. Gym's agents take the cookie from each answer, so it is always sent again."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            session = scope["session"]
+            session[SESSION_ID_KEY] = session.get(SESSION_ID_KEY) or str(uuid.uuid4())
+        await self._app(scope, receive, send)
+
+
+class _AnswerDefects:
+    """Answers an exception that no handler knows with a problem document of status 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def answer(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            LOGGER.exception("%s %s failed", scope["method"], scope["path"])
+            await ProblemError(500, "http-500", repr(error)).response()(scope, receive, send)
