@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.network_access import Network
 from nemo_gym_prorl.tasks.harbor.task_config import (
     Artifact,
     CollectHook,
@@ -94,7 +95,7 @@ class LocatedTask:
         row = self.row
         return SandboxNeeds(
             image=row.image,
-            network=_network(row.network),
+            network=row.network,
             cpu=row.cpu,
             memory_mib=row.memory_mib,
             disk_gib=row.disk_gib,
@@ -107,7 +108,7 @@ class LocatedTask:
         needs = self.needs()
         for table in (step.verifier if step else None, self.config.verifier):
             if table is not None and table.network_mode is not None:
-                needs = replace(needs, network=_network(_mode(table)))
+                needs = replace(needs, network=_mode(table))
                 break
         if not self.config.is_separate(step):
             return needs
@@ -116,7 +117,7 @@ class LocatedTask:
             needs,
             image=self.separate_image(step).image,
             env=self.env(own),
-            network=_network(_mode(own)) if "network_mode" in own.model_fields_set else needs.network,
+            network=_mode(own) if "network_mode" in own.model_fields_set else needs.network,
             cpu=own.cpus or needs.cpu,
             memory_mib=own.memory_mb or needs.memory_mib,
             disk_gib=math.ceil(own.storage_mb / 1024) if own.storage_mb else needs.disk_gib,
@@ -192,13 +193,8 @@ class LocatedTask:
         return next((folder for folder in folders if (folder / "solve.sh").is_file()), None)
 
 
-def _mode(table: NetworkOverride) -> str | tuple[str, ...] | None:
+def _mode(table: NetworkOverride) -> Network:
     """Return the network of a table in a row's notation."""
     if table.network_mode == "allowlist":
         return table.allowed_hosts
     return "none" if table.network_mode == "no-network" else "public"
-
-
-def _network(mode: str | tuple[str, ...] | None) -> bool | None:
-    """Return the requirement of a row's ``network``; ``None`` for the server's value."""
-    return None if mode is None else mode != "none"

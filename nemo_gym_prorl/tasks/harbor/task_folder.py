@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.network_access import HOST, Network
 from nemo_gym_prorl.tasks.harbor.task_config import (
     EnvironmentConfig,
     StepConfig,
@@ -118,11 +119,18 @@ class HarborRow(_Table):
     instance_id: str = Field(min_length=1)
     image: str = Field(min_length=1)
     harbor: HarborTask
-    network: Literal["none", "public", "package-mirrors"] | tuple[str, ...] | None = None
+    network: Network | None = None
     cpu: float | None = Field(default=None, gt=0)
     memory_mib: int | None = Field(default=None, gt=0)
     disk_gib: int | None = Field(default=None, gt=0)
     processes: int | None = Field(default=None, gt=0)
+
+    @field_validator("network")
+    @classmethod
+    def _is_not_the_hosts(cls, value: Network | None) -> Network | None:
+        if value == HOST:
+            raise ValueError("a task never gets the host's network; name 'public', 'none' or hosts")
+        return value
 
 
 def parse_row(row: Mapping[str, Any]) -> HarborRow:
