@@ -91,6 +91,8 @@ def parse_host(value: object) -> str:
         ValueError: the entry is not a name, ``*.name``, IP address or CIDR range.
     """
     text = value.lower().rstrip(".") if isinstance(value, str) else ""
+    if text in MODES:
+        raise ValueError(f"{text!r} is a value of its own; write it without a list")
     if literal_address(text) or _network(text) or _NAME.fullmatch(text.removeprefix("*.")):
         return text
     raise ValueError(f"{value!r:.100} is not a host name, *.name, IP address or CIDR range, without scheme or port")
