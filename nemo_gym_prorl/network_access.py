@@ -29,6 +29,9 @@ Address = IPv4Address | IPv6Address
 NONE, PUBLIC, MIRRORS, HOST = "none", "public", "package-mirrors", "host"
 MODES = (NONE, MIRRORS, PUBLIC, HOST)
 
+HOST_NAME = "sandbox"
+"""Name of every sandbox for itself."""
+
 PROXY_PORT = 61080
 """Port of the proxy on a sandbox's loopback device; outside of the ports that Linux and most programs choose."""
 
@@ -88,6 +91,8 @@ def parse_host(value: object) -> str:
         ValueError: the entry is not a name, ``*.name``, IP address or CIDR range.
     """
     text = value.lower().rstrip(".") if isinstance(value, str) else ""
+    if text in MODES:
+        raise ValueError(f"{text!r} is a value of its own; write it without a list")
     if literal_address(text) or _network(text) or _NAME.fullmatch(text.removeprefix("*.")):
         return text
     raise ValueError(f"{value!r:.100} is not a host name, *.name, IP address or CIDR range, without scheme or port")
@@ -135,7 +140,7 @@ def proxy_variables(network: str | Sequence[str]) -> dict[str, str]:
     """Return the variables by which programs in a sandbox find the proxy; empty if there is none."""
     if not has_proxy(network):
         return {}
-    proxy, local = f"http://127.0.0.1:{PROXY_PORT}", "localhost,127.0.0.1,::1"
+    proxy, local = f"http://127.0.0.1:{PROXY_PORT}", f"localhost,127.0.0.1,0.0.0.0,::1,{HOST_NAME}"
     lower = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": local}
     return {**lower, **{name.upper(): value for name, value in lower.items()}}
 

@@ -57,7 +57,7 @@ def test_values_of_a_network_field(given: Any, network: Any) -> None:
         *("true", "yes", "", "Public", "allow", "allowlist", 1, 0, None, 1.5, {}, {"a.b"}, b"none"),
         *(["https://a.b"], ["a.b:80"], ["a.b/c"], ["*"], ["*."], ["a.*.b"], [""], [5], [None], ["a b"], ["a\0b"]),
         *(["10.0.0.0/33"], ["-a.b"], ["a..b"], ["a@b"], ["x" * 64], [".".join(["abc"] * 64)], ["a.b"] * 1001, [["a"]]),
-        *(["ä.de"], ["[::1]"], ["none\n"], ["%2e"]),
+        *(["public"], ["a.b", "package-mirrors"], ["ä.de"], ["[::1]"], ["none\n"], ["%2e"]),
     ],
     ids=lambda value: repr(value)[:30],
 )

@@ -276,7 +276,8 @@ async def test_two_sandboxes_serve_at_one_port_of_their_own(image: Path, runtime
         for box, name in ((one, "one"), (two, "two")):
             reach = python("import socket; socket.create_connection(('localhost', 8080))")
             await box.run(f"until {reach} 2>/dev/null; do sleep 0.1; done", timeout_s=30)
-            assert await fetch(box, "http://localhost:8080/name") == (0, f"{name}\n\n")
+            for own in ("localhost", "127.0.0.1", "0.0.0.0", "sandbox"):
+                assert await fetch(box, f"http://{own}:8080/name") == (0, f"{name}\n\n"), own
             assert (await ask(box, "GET http://localhost:8080/name HTTP/1.1")).startswith("HTTP/1.1 403 ")
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", 8080), 3)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.network_access import HOST_NAME
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.isolation.privilege import in_user_namespace
 from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
@@ -127,8 +128,6 @@ class Bind:
         """``ATTRIBUTE_*`` of the mount: device files and setuid bits have no effect in a bind."""
         return ATTRIBUTE_NOSUID | ATTRIBUTE_NODEV | (ATTRIBUTE_RDONLY if self.read_only else 0)
 
-
-HOST_NAME = "sandbox"
 
 SANDBOX_UID = 1000
 """User id of commands in a sandbox without root, where the image names no user."""

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.network_access import HOST
+from nemo_gym_prorl.network_access import HOST, HOST_NAME
 from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
     SMALL_TMPFS,
@@ -129,7 +129,7 @@ def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> 
     request.text(f"{SMALL_TMPFS},mode=755", terminal_options(several_users=several))
     request.text(f"{shared_memory_options(order.shared_memory_mib)},mode=1777")
     request.texts(shown)
-    request.text(mounts.HOST_NAME)
+    request.text(HOST_NAME)
     request.settings(order)
     request.rules()
     return request
