@@ -184,7 +184,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
             InfrastructureError: the sandbox could not be started or prepared.
         """
-        needs = self._task.needs(row)
+        with _as_infrastructure_error("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
+            needs = self._task.needs(row)
         task = self._work.spawn(self._seed(key, row, needs, once, checkpoint))
         try:
             session = await asyncio.shield(task)

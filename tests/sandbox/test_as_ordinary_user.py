@@ -92,6 +92,8 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "a_snapshot_is_restored_only_over_its_image",
             "entries_of_a_snapshot_have_no_rights_outside",
             "a_bind_of_the_next_sandbox_stays_as_it_is",
+            "nothing_of_a_snapshot_redirects_or_prevents_a_bind",
+            "a_snapshot_can_be_restored_in_part",
             "a_pause_stops_every_program",
         ),
     },

@@ -12,7 +12,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -294,6 +294,77 @@ async def test_a_bind_of_the_next_sandbox_stays_as_it_is(provider: SingularityPr
         finally:
             await provider.close(handle)
         assert [path.name for path in host.iterdir()] == ["file"]  # noqa: ASYNC240
+
+
+@pytest.fixture
+def open_folders() -> Iterator[tuple[Path, Path]]:
+    """Folders of the host that sandboxes of root's server reach: with a file, and writable."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        tests, logs = Path(folder, "tests"), Path(folder, "logs")
+        for place, mode in ((tests, 0o755), (logs, 0o777)):
+            place.mkdir()
+            place.chmod(mode)
+        (tests / "test.sh").write_text("true")
+        yield tests, logs
+
+
+HIDING = {
+    "a link": "ln -s /etc /logs",
+    "a link at the target": "mkdir /logs; ln -s /etc /logs/verifier",
+    "a file": "touch /logs /tests",
+    "a pipe": "mkfifo /logs; mkfifo /tests",
+    "closed folders": "mkdir -p /logs/verifier /tests; touch /tests/test.sh; chmod 000 /logs/verifier /logs /tests /",
+    "folders of any depth": (
+        'mkdir /tests; cd /tests; python3 -c \'import os\nfor _ in range(2000): os.mkdir("d"); os.chdir("d")\''
+    ),
+    "links that lead back": "ln -s /tests /logs; ln -s /logs /tests",
+}
+"""What a sandbox leaves at ``/tests`` and on the way to ``/logs/verifier``."""
+
+
+@pytest.mark.parametrize("left", HIDING)
+async def test_nothing_of_a_snapshot_redirects_or_prevents_a_bind(
+    provider: SingularityProvider, open_folders: tuple[Path, Path], left: str
+) -> None:
+    handle = await provider.create(SandboxSpec())
+    try:
+        await provider.exec(handle, HIDING[left])
+        snapshot = await provider.snapshot(handle)
+    finally:
+        await provider.close(handle)
+    tests, logs = open_folders
+    handle = await restored(provider, snapshot, binds=[f"{tests}:/tests:ro", f"{logs}:/logs/verifier"])
+    try:
+        use = "cat /tests/test.sh && ! touch /tests/a 2> /dev/null && echo 1 > /logs/verifier/reward && ls /etc/passwd"
+        done = await provider.exec(handle, use)
+        assert (done.return_code, done.stdout) == (0, "true/etc/passwd\n"), done.stderr
+        assert (logs / "reward").read_text() == "1\n"
+    finally:
+        await provider.close(handle)
+
+
+async def test_a_snapshot_can_be_restored_in_part(provider: SingularityProvider) -> None:
+    """A link on the way to a path is left out, as it could lead to other files of the snapshot."""
+    handle = await provider.create(SandboxSpec())
+    try:
+        make = "mkdir -p /a/b /a/c /real/d; touch /a/b/1 /a/c/2 /real/d/3 /etc/4; ln -s /real /link; ln -s /a /a/b/5"
+        assert (await provider.exec(handle, make)).return_code == 0
+        snapshot = await provider.snapshot(handle)
+    finally:
+        await provider.close(handle)
+    handle = await restored(provider, snapshot, snapshot_paths=["/a/b/", "/link/d", "/gone", "/etc/4"])
+    try:
+        done = await provider.exec(
+            handle, "ls -d /a/* /a/b/* /real /link /gone /etc/4 2> /dev/null; ls -A /etc | wc -l"
+        )
+        *paths, count = str(done.stdout).split()
+        assert paths == ["/a/b", "/a/b/1", "/a/b/5", "/etc/4"]
+        assert int(count) > 10
+    finally:
+        await provider.close(handle)
+    with pytest.raises(SandboxStartError, match="snapshot_paths"):
+        await restored(provider, snapshot, snapshot_paths=["a/b"])
 
 
 async def test_a_folder_that_can_hold_no_snapshots_is_named(image: Path) -> None:

@@ -588,7 +588,7 @@ static size_t set_variable(const char **variables, size_t count, const char *nam
 }
 
 /* Become the user of a name or number, and set HOME, USER and LOGNAME. */
-static void become_account(const char *wanted, unsigned uid, const char **variables, size_t count) {
+static void become_account(const char *wanted, unsigned uid, const char **variables, size_t count, int has_terminal) {
     struct field user[FIELDS], group[FIELDS];
     struct table table = table_of("/etc/passwd");
     long own = -1, gid = -1;
@@ -609,6 +609,9 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
         fail(NO_USER, EINVAL);
     if (own == (long)uid)
         return;
+    /* Programs open their terminal by its name, too. A shell does so for each command. */
+    if (has_terminal && is_error(CALL(fchown, 0, own, -1)))
+        fail(OTHER_USER, EINVAL);
     uint32_t *groups = allocate(MAX_GROUPS * sizeof *groups);
     size_t found = 0;
     long other, unknown = own == UINT32_MAX || gid == UINT32_MAX;
@@ -680,7 +683,7 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
     const char **argv = texts(0, 0), **env = texts(3, &variables);
     doing("start", "");
     if (user)
-        become_account(user, uid, env, variables);
+        become_account(user, uid, env, variables, has_terminal);
     must(CALL(prctl, PR_SET_SECUREBITS, 0, 0, 0, 0));
     install_filter(rules, size);
     if (!argv[0])

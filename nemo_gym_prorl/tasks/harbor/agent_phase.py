@@ -164,8 +164,7 @@ class AgentPhase:
         """Prepare the sandbox for the first step.
 
         Raises:
-            CallerError: the row's image lacks the agent's user; names the field.
-            SetupFailed: a file could not be uploaded, or a health check or ``setup.sh`` failed.
+            SetupFailed: a file could not be uploaded, a health check or ``setup.sh`` failed, or there is no such user.
         """
         self.folder = self.task.working_folder(self._sandbox.published[0])
         await self._require(_MAKE_FOLDERS.format(folder=shlex.quote(self.folder)), FILES_TIMEOUT_S)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.prorl_code.conftest import serving
+from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
+from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, says, shown
 
 
@@ -157,3 +158,86 @@ async def test_a_verifier_that_cannot_run_is_never_a_reward(tmp_path: Path, name
         for command in (ANSWER, "true"):
             reply = await play(base_url, row_of(folder), command)
             assert shown(reply) == (422, None, "verifier_error"), reply
+
+
+USERS = """
+[agent]
+user = "daemon"
+[verifier]
+user = "games"
+"""
+WHO = says('[ "$(cat /tmp/who)" = "daemon daemon" ] && [ $(id -un) = games ]')
+
+
+several = pytest.mark.skipif(bool(multi_user_error()), reason="this user has no range of ids")
+
+
+@pytest.mark.parametrize(("users", "result"), [pytest.param(True, PASSED, marks=several), (False, FAILED)])
+async def test_agent_and_tests_have_their_users(tmp_path: Path, users: bool, result: object) -> None:
+    """A sandbox with one user runs all commands as that user."""
+    folder = make_task(tmp_path / "t", toml=PLAIN + USERS, test=WHO, solve="echo daemon daemon > /tmp/who")
+    row, provider = row_of(folder), {"singularity": {"users": users}}
+    async with serving("prorl_harbor", sandbox_provider=provider) as base_url, Client(base_url) as client:
+        assert (await client.post("/seed_session", row))[0] == 200
+        await client.tool("str_replace_editor", command="create", path="/tmp/mine", file_text="")
+        await client.tool("bash", command="echo $(id -un) $(stat -c %U /tmp/mine) > /tmp/who")
+        reply = await client.post("/verify", {**row, "response": RESPONSE})
+        assert shown(reply) == result, reply
+        assert (await client.post("/close_session"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (
+            {"toml": PLAIN + "[environment.healthcheck]\ncommand = 'false'\ninterval_sec = 0.1\n"},
+            "failed 3 times: false",
+        ),
+        ({"toml": PLAIN + "[agent]\nuser = 'nobody-here'\n"}, "no user 'nobody-here'"),
+    ],
+)
+async def test_a_sandbox_that_cannot_be_set_up_is_no_rollout(
+    base_url: str, tmp_path: Path, task: dict[str, str], says: str
+) -> None:
+    status, body, kind = await play(base_url, row_of(make_task(tmp_path / "t", **task)))
+    assert (status, kind) == (500, "provider_unavailable")
+    assert says in body["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"folder": "/no/such/folder"}, "harbor.folder"),
+        ({"digest": "0" * 64}, "harbor.digest"),
+        ({"config": {"environment": {"env": {"A": "${HOME}"}}}}, "harbor.config.environment.env.A"),
+        ({"config": {"verifier": {"env": {"A": "${HOME}"}}}}, "harbor.config.verifier.env.A"),
+        ({"config": {"schema_version": "9.9"}}, "harbor.config.schema_version"),
+    ],
+)
+async def test_a_row_that_cannot_run_is_refused_by_field(
+    base_url: str, tmp_path: Path, change: dict[str, object], field: str
+) -> None:
+    row = row_of(make_task(tmp_path / "t"))
+    status, body, _ = await play(base_url, {**row, "harbor": row["harbor"] | change})
+    assert (status, body["errors"][0]["field"]) == (422, field)
+
+
+async def test_variables_of_the_machine_must_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LISTED", "yes")
+    toml = PLAIN + "[verifier.env]\nA = '${LISTED}'\n"
+    async with serving("prorl_harbor", host_variables=["LISTED"]) as base_url:
+        reply = await play(base_url, row_of(make_task(tmp_path / "t", toml=toml, test=says("[ $A = yes ]"))))
+        assert shown(reply) == PASSED
+
+
+async def test_a_missing_verdict_is_put_down_to_the_agent_if_the_solution_gets_one(
+    base_url: str, tmp_path: Path
+) -> None:
+    test = "[ -e /app/ruin ] || echo $(wc -c < /app/answer 2> /dev/null || echo 0) > /logs/verifier/reward.txt"
+    row = row_of(make_task(tmp_path / "t", test=test))
+    for _ in range(2):
+        reply = await play(base_url, row, "touch ruin")
+        assert shown(reply) == (200, 0.0, "tampered")
+    assert reply[1]["verdict_detail"] == "the tests wrote no reward.txt"
+    row = row_of(make_task(tmp_path / "u", test=test, solve=None))
+    assert shown(await play(base_url, row, "touch ruin")) == (422, None, "verifier_error")

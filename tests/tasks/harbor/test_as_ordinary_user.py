@@ -1,0 +1,26 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Grading of Harbor tasks by the server of an ordinary user."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.as_user import run_tests
+
+
+@pytest.mark.sandbox
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not is_machine_root(), reason="this is an ordinary user already")
+@pytest.mark.parametrize(
+    ("file", "chosen"),
+    [
+        ("test_cheats", "no_cheat and auto"),
+        ("test_steps", "rewards_of and minimum or links or strict or instruction"),
+        ("test_harbor_server", "tests_decide or users or (never_a_reward and True and (reward or logs))"),
+    ],
+)
+def test_grading_for_an_ordinary_user(image: Path, runtime: Runtime, file: str, chosen: str) -> None:
+    run_tests(runtime, "-k", chosen, str(Path(__file__).with_name(f"{file}.py")))
