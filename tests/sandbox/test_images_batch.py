@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -16,11 +17,12 @@ from rich.console import Console
 
 from nemo_gym_prorl.cli.images import build_all, write_report
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.dockerfile.builder import inspect_dockerfile
+from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
 from nemo_gym_prorl.sandbox.images import batch
 from nemo_gym_prorl.sandbox.images.batch import ImageJob, ImageOutcome, ImageState, make_images
-from nemo_gym_prorl.sandbox.images.entries import machine
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress, machine
 from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.rootfs import link_unchanged
 from nemo_gym_prorl.sandbox.images.store import ImageInfo, ImageStore, config_of
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.harbor.task_folder import DockerfileFacts, make_row
@@ -32,7 +34,7 @@ STAGES = "FROM debian:13 AS tools\nRUN echo tool > /tool\n\nFROM debian:13\nCOPY
 UNREACHABLE = "127.0.0.1:9/us/base:1"
 
 
-def task(folder: Path, dockerfile: str, base: Path, **files: str) -> dict[str, Any]:
+def task(folder: Path, dockerfile: str, base: object, **files: str) -> dict[str, Any]:
     write_task(folder, {"environment/Dockerfile": dockerfile, **files})
     facts_of = lambda path: DockerfileFacts(inspect_dockerfile(path)[0])  # noqa: E731
     return make_row(folder, replaced={"debian:13": str(base)}, facts_of=facts_of)
@@ -53,13 +55,17 @@ def run(rows: Path, store: ImageStore, runtime: Runtime, max_gb: float | None = 
 def test_images_of_rows_are_made_once_and_failures_stop_nothing(
     image: Path, tiny_root: Path, store: ImageStore, runtime: Runtime, tmp_path: Path
 ) -> None:
-    good = task(tmp_path / "good", f"{STAGES}WORKDIR /srv\nUSER nobody\n", image)
-    shared = task(tmp_path / "shared", f"{STAGES}RUN cat /tool > /copy\n", image)
-    broken = task(tmp_path / "broken", "FROM debian:13\n\nRUN echo a reason >&2; exit 3\n", image)
-    changed = task(tmp_path / "changed", f"{STAGES}RUN true\n", image)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/Dockerfile").write_text("FROM debian:13\n")
+    of_base = DockerfileRequest(tmp_path / "base", "base", replaced={"debian:13": str(image)}, format="folder")
+    base = build_dockerfile(of_base, store, runtime, ignore_progress)
+    good = task(tmp_path / "good", f"{STAGES}RUN echo x >> /etc/passwd\nWORKDIR /srv\nUSER nobody\n", "base")
+    shared = task(tmp_path / "shared", f"{STAGES}RUN cat /tool > /copy\n", "base")
+    broken = task(tmp_path / "broken", "FROM debian:13\n\nRUN echo a reason >&2; exit 3\n", "base")
+    changed = task(tmp_path / "changed", f"{STAGES}RUN true\n", "base")
     (tmp_path / "changed/environment/data.txt").write_text("43")
-    lost = task(tmp_path / "lost", f"FROM {UNREACHABLE}\nRUN true\n", image)
-    verified = task(tmp_path / "verified", STAGES, image, **{
+    lost = task(tmp_path / "lost", f"FROM {UNREACHABLE}\nRUN true\n", "base")
+    verified = task(tmp_path / "verified", STAGES, "base", **{
         "task.toml": '[verifier]\nenvironment_mode = "separate"\n',
         "tests/Dockerfile": "FROM debian:13\nCOPY test.sh /tests/\n",
     })  # fmt: skip
@@ -85,18 +91,24 @@ def test_images_of_rows_are_made_once_and_failures_stop_nothing(
     assert "Dockerfile: line 3 failed with exit code 3" in said["broken"]
     assert "has changed; make the rows again" in said["changed"]
     assert f"its base docker://{UNREACHABLE} is missing" in said["lost"]
-    config = config_of(store.find(good["image"]) or Path())
+    made = store.find(good["image"])
+    assert made is not None
+    config = config_of(made)
     assert config is not None
     assert (config.workdir, config.user) == ("/srv", "nobody")
     assert (store.find(shared["image"]) or Path()).joinpath("copy").read_text() == "tool\n"
-    # The stage ``tools`` exists once for all tasks: four targets, one stage, one pulled image.
-    assert len(store.all()) == 6
+    # The stage ``tools`` exists once for all tasks: a base, four targets, one stage, one pulled image.
+    assert len(store.all()) == 7
+    # An image takes the room of what it changed.
+    assert (made / "usr/bin/env").samefile(base / "usr/bin/env")
+    assert not (made / "etc/passwd").samefile(base / "etc/passwd")
+    assert "x" not in (base / "etc/passwd").read_text().splitlines()
     report = tmp_path / "report.jsonl"
     write_report(list(outcomes.values()), report)
     lines = {line["image"]: line for line in map(json.loads, report.read_text().splitlines())}
     assert lines[broken["image"]]["line"] == 3
     assert lines[good["image"]].keys() == {"image", "state", "seconds", "mib"}
-    assert lines[good["image"]]["mib"] > 10
+    assert lines[good["image"]]["mib"] < 40
     again = run(written(rows, good, shared, verified), store, runtime)
     assert {one.state for one in again.values()} == {ImageState.PRESENT}
 
@@ -110,6 +122,31 @@ def test_removed_image_is_made_again(image: Path, store: ImageStore, runtime: Ru
         store.images.remove(made.entry.name)
     assert run(rows, store, runtime)[row["image"]].state == ImageState.MADE
     assert run(rows, store, runtime, max_gb=0)[row["image"]].state == ImageState.PRESENT
+
+
+def test_only_files_that_are_the_same_become_links(tmp_path: Path) -> None:
+    root, base = tmp_path / "entry/root", tmp_path / "base"
+    for folder in (root, base):
+        for name in ("same", "mode", "time", "content", "deep/same", "linked/a", "new/a"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(b"x" * 5000)
+            os.utime(folder / name, ns=(1, 1))
+    (root / "mode").chmod(0o755)
+    os.utime(root / "time", ns=(1, 2))
+    (root / "content").write_bytes(b"x" * 4999 + b"y")
+    os.utime(root / "content", ns=(1, 1))
+    (base / "new/a").unlink()
+    (base / "linked").rename(tmp_path / "outside")
+    (base / "linked").symlink_to(tmp_path / "outside")
+    os.link(root / "deep/same", root / "deep/other")
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    saved = link_unchanged(root, base)
+    assert saved == (root / "same").stat().st_blocks * 512 > 0
+    linked = [str(path.relative_to(root)) for path in before if any(path.samefile(one) for one in base.rglob("*"))]
+    assert linked == ["same"], "a second name of a file stays with the first"
+    assert {path: path.read_bytes() for path in before} == before
+    assert not (root / "linked/a").samefile(tmp_path / "outside/a")
+    assert [path.name for path in root.parent.iterdir()] == ["root"]
 
 
 def test_rows_without_an_image_are_refused_by_line(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ folder by one shell script that holds the stage's steps in order. A base is the 
 replacement that the user names for it; no base is ever replaced unasked, since another base can change a verdict.
 
 A stage's key is a hash of its base, its steps and the files that it copies, so an unchanged stage is built once and
-shared by all Dockerfiles that have it. Differences from Docker:
+shared by all Dockerfiles that have it. A file that a stage does not change is a hard link to its base's. Differences
+from Docker:
 
 - Where the builder has one user id, every file belongs to that user, and ``RUN`` after ``USER`` runs as that user.
 - Elsewhere ``RUN`` after ``USER`` needs the ``chroot`` of coreutils in the image, or a ``su`` that knows the user.
@@ -281,7 +282,7 @@ class _Build:
                         config.rewrite_script(made)
                     about = f"{self.request.dockerfile.name} on {stage.base}"
                     info = ImageInfo("image", about, kind, 0, time.time(), config=config)
-                    self.store.publish(work, made, entry, info)
+                    self.store.publish(work, made, entry, info, base=root)
         path = self.store.payload(entry)
         if path is None:
             raise InfrastructureError(f"{entry} was removed as soon as it was made")

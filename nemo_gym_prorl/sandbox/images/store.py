@@ -248,13 +248,18 @@ class ImageStore:
         """Return whether :meth:`open` would unpack nothing."""
         return not image.is_file() or self.copies.path(unpacked_entry(image)).is_dir()
 
-    def publish(self, work: Path, made: Path, entry: str, info: ImageInfo) -> Path:
-        """Sanitize what was made in ``work`` and publish it as an image; returns its path."""
+    def publish(self, work: Path, made: Path, entry: str, info: ImageInfo, base: Path | None = None) -> Path:
+        """Sanitize what was made in ``work`` and publish it as an image; returns its path.
+
+        A root folder shares the files that it has in common with ``base``, a root folder of this store.
+        """
         folder = work / "entry"
         folder.mkdir()
         target = folder / (ROOT if info.format == "folder" else SIF)
         made.rename(target)
         size = rootfs.sanitize(target) if info.format == "folder" else target.stat().st_size
+        if base is not None and info.format == "folder" and base.is_relative_to(self.images.folder):
+            size -= rootfs.link_unchanged(target, base)
         write_info(folder, replace(info, bytes=size))
         # After a power cut unwritten files would be empty in an entry that counts as complete.
         flush(folder)

@@ -338,13 +338,14 @@ TREES = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-def lay(tree: Mapping[str, Any], folder: Path, reverse: bool) -> None:
+def lay(tree: Mapping[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True)
-    for name, inner in sorted(tree.items(), reverse=reverse):
+    for name, inner in tree.items():
         if isinstance(inner, bytes):
             (folder / name).write_bytes(inner)
         else:
-            lay(inner, folder / name, reverse)
+            lay(inner, folder / name)
+    return folder
 
 
 def files(tree: Mapping[str, Any], above: str = "") -> dict[str, bytes]:
@@ -359,12 +360,14 @@ def files(tree: Mapping[str, Any], above: str = "") -> dict[str, bytes]:
 def test_digest_tells_trees_apart_and_not_their_order(
     first: dict[str, Any], second: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    root = tmp_path_factory.mktemp("trees")
-    for number, (content, reverse) in enumerate([(first, False), (first, True), (second, False)]):
-        lay(content, root / str(number) / "tests", reverse)
-    digests = [folder_digest(root / str(number)) for number in range(3)]
-    assert digests[0] == digests[1]
-    assert (digests[0] == digests[2]) == (files(first) == files(second))
+    root, listed = tmp_path_factory.mktemp("trees"), Path.iterdir
+    tasks = [lay(content, root / name / "tests").parent for name, content in (("a", first), ("b", second))]
+    digests = [folder_digest(task) for task in tasks]
+    assert (digests[0] == digests[1]) == (files(first) == files(second))
+    for backwards in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "iterdir", lambda folder: iter(sorted(listed(folder), reverse=backwards)))  # noqa: B023
+            assert folder_digest(tasks[0]) == digests[0]
 
 
 def test_links_that_multiply_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
