@@ -107,11 +107,11 @@ def doctor(
     ] = None,
     tasks: Annotated[
         Path | None,
-        typer.Option(file_okay=False, exists=True, help="Check whether the tests of these Harbor tasks run offline."),
+        typer.Option(file_okay=False, help="Check whether the tests of these Harbor tasks run offline."),
     ] = None,
     verifier_tools: Annotated[
         Path | None,
-        typer.Option(file_okay=False, exists=True, help="With --tasks: folder that `prorl image tools` made."),
+        typer.Option(file_okay=False, help="With --tasks: folder that `prorl image tools` made."),
     ] = None,
 ) -> None:
     """Check this machine, an inference endpoint or a folder of tasks, and print how to fix each problem.

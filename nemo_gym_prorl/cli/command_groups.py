@@ -370,9 +370,7 @@ def make_tools(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False, help="Folder to make or complete.")],
     tasks: Annotated[
         list[Path] | None,
-        typer.Option(
-            exists=True, file_okay=False, help="Folder of Harbor tasks: hold what their tests install; repeatable."
-        ),
+        typer.Option(file_okay=False, help="Folder of Harbor tasks: hold what their tests install; repeatable."),
     ] = None,
     packages: Annotated[
         list[str] | None,

@@ -141,12 +141,23 @@ class Grader:
                 output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
                 raise TaskError(
                     f"{task.row.instance_id}: the tests gave no verdict ({verified.note}); "
-                    f"{control.problem}; the tests' output ended with: {output}"
+                    f"{control.problem}; {self._advice(task)}the tests' output ended with: {output}"
                 )
             return Grade(0.0, HarborVerdict.TAMPERED, verified.note[:DETAIL_CHARS], fields)
         reward = self._scalar(task, verified)
         verdict = HarborVerdict.FAILED if reward <= 0 else HarborVerdict.PARTIAL
         return Grade(reward, HarborVerdict.PASSED if reward >= 1 else verdict, verified.note[:DETAIL_CHARS], fields)
+
+    def _advice(self, task: LocatedTask) -> str:
+        needs = task.row.harbor.downloads
+        advice = []
+        if needs.sets and self._settings.tools is None:
+            advice.append("the tests install Python packages, so set verifier_tools (prorl image tools); ")
+        if needs.apt:
+            advice.append(f"the tests install {', '.join(needs.apt)}, which the image could hold; ")
+        if needs.urls:
+            advice.append(f"the tests download {', '.join(needs.urls)}; ")
+        return "".join(advice)
 
     def _fields(self, task: LocatedTask, verified: _Verified, modes: Sequence[GradingMode]) -> dict[str, Any]:
         steps = [

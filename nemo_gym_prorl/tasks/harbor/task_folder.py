@@ -36,6 +36,7 @@ from nemo_gym_prorl.tasks.harbor.task_config import (
     parse_task_config,
     validation_refusal,
 )
+from nemo_gym_prorl.tasks.harbor.verifier_tools import VerifierNeeds, needs_of
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
@@ -87,6 +88,7 @@ class HarborTask(_Table):
         verifier_images: step to image of its separate verifier; the key of a task without steps is ``""``.
         builds: image to the folder of its Dockerfile, relative to the task's, for images that no registry has.
         replaced: image that a Dockerfile names to the base that the user chose in its place.
+        downloads: what the test scripts download, as far as their text says.
     """
 
     folder: str = Field(min_length=1)
@@ -98,6 +100,7 @@ class HarborTask(_Table):
     verifier_images: Mapping[str, VerifierImage] = Field(default_factory=dict)
     builds: Mapping[str, str] = Field(default_factory=dict)
     replaced: Mapping[str, str] = Field(default_factory=dict)
+    downloads: VerifierNeeds = VerifierNeeds()
 
 
 class HarborRow(_Table):
@@ -196,6 +199,7 @@ def make_row(
         verifier_images=_verifier_images(config, images, image),
         builds=images.builds,
         replaced=images.used,
+        downloads=_downloads(folder, config),
     )
     return {
         "responses_create_params": {
@@ -368,6 +372,12 @@ def _verifier_images(config: TaskConfig, images: _Images, image: str) -> dict[st
 def _has_image(folder: Path, table: EnvironmentConfig | None) -> bool:
     named = bool(table and table.docker_image)
     return named or any((folder / name).exists() for name in ("Dockerfile", _COMPOSE_FILE))
+
+
+def _downloads(folder: Path, config: TaskConfig) -> VerifierNeeds:
+    paths = [folder / "tests/test.sh", *(folder / f"steps/{step.name}/tests/test.sh" for step in config.steps)]
+    scripts = [path.read_bytes()[:MAX_TEXT_BYTES].decode(errors="replace") for path in paths if path.is_file()]
+    return needs_of("\n".join(scripts))
 
 
 def _limits(config: TaskConfig) -> dict[str, Any]:

@@ -15,6 +15,8 @@ import pytest
 from nemo_gym_prorl.cli import verifier_tools as maker
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.verifier_tools import RequirementSet, VerifierNeeds, needs_of, verifier_environment
+from tests.prorl_code.conftest import serving
+from tests.tasks.harbor.folders import make_task, play, row_of
 
 
 USUAL = """\
@@ -112,6 +114,18 @@ def test_a_verifier_installs_from_the_folder_alone(tools: Path, tmp_path: Path) 
     assert done.stdout.splitlines()[0] == "it ran", done.stderr
     assert str(tools) not in done.stdout
     assert (home / ".local").exists() is False
+
+
+@pytest.mark.sandbox
+async def test_a_verifier_that_lacks_its_tools_says_what_to_do(tmp_path: Path) -> None:
+    script = "uvx -p 3.13 -w a==1 pytest --ctrf /logs/verifier/ctrf.json\napt-get install -y gcc\n"
+    folder = make_task(tmp_path / "t", test=f"#!/bin/bash\n{script}echo 0 > /logs/verifier/reward.txt\n")
+    row = row_of(folder)
+    assert row["harbor"]["downloads"] == {"sets": [{"python": "3.13", "packages": ["a==1"]}], "apt": ["gcc"]}
+    async with serving("prorl_harbor") as base_url:
+        status, problem, kind = await play(base_url, row, "true")
+    assert (status, kind) == (422, "verifier_error")
+    assert "so set verifier_tools (prorl image tools); the tests install gcc, which the" in problem["detail"]
 
 
 def test_the_doctor_says_what_tests_need(tools: Path, tmp_path: Path) -> None:
