@@ -130,11 +130,11 @@ def test_only_files_that_are_the_same_become_links(tmp_path: Path) -> None:
         for name in ("same", "mode", "time", "content", "deep/same", "linked/a", "new/a"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(b"x" * 5000)
-            os.utime(folder / name, ns=(1, 1))
+            os.utime(folder / name, (1, 1 + 0.5 * (folder == base)))  # the runtime copies whole seconds
     (root / "mode").chmod(0o755)
-    os.utime(root / "time", ns=(1, 2))
+    os.utime(root / "time", (1, 2))
     (root / "content").write_bytes(b"x" * 4999 + b"y")
-    os.utime(root / "content", ns=(1, 1))
+    os.utime(root / "content", (1, 1))
     (base / "new/a").unlink()
     (base / "linked").rename(tmp_path / "outside")
     (base / "linked").symlink_to(tmp_path / "outside")

@@ -136,7 +136,10 @@ def link_unchanged(root: Path, base: Path) -> int:
 def _is_same(name: str, found: os.stat_result, folder: int, other_folder: int) -> bool:
     """Return whether two files are the same, and not links to one file already."""
     other = os.stat(name, dir_fd=other_folder, follow_symlinks=False)
-    facts = [(one.st_mode, one.st_uid, one.st_gid, one.st_size, one.st_mtime_ns, one.st_dev) for one in (found, other)]
+    # The runtime copies whole seconds of the times of a base's files.
+    facts = [
+        (one.st_mode, one.st_uid, one.st_gid, one.st_size, int(one.st_mtime), one.st_dev) for one in (found, other)
+    ]
     if not stat.S_ISREG(found.st_mode) or facts[0] != facts[1] or found.st_nlink > 1:
         return False
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
