@@ -28,8 +28,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Self
+from uuid import uuid4
 
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
@@ -39,7 +40,8 @@ from nemo_gym.base_resources_server import (
 )
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from pydantic_core import to_json
 from starlette.middleware.sessions import SessionMiddleware
 
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
@@ -47,7 +49,7 @@ from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
-from nemo_gym_prorl.http.problems import add_problem_handlers
+from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
 from nemo_gym_prorl.http.server_process import exit_with_starter, raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.factory import StartedSandbox
@@ -183,8 +185,8 @@ class TaskServer(SimpleResourcesServer):
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
         tools = {f"/{each['name']}": self._tool_route(each["name"], each["description"]) for each in self._schemas}
-        for path, route in tools.items():
-            app.post(path, response_class=PlainTextResponse)(route)
+        for path, call in tools.items():
+            app.post(path, response_class=PlainTextResponse)(call)
         app.post(RELEASE_PATH)(self.release_session)
         app.post(LEASE_PATH)(self.renew_leases)
         if self._resumes:
@@ -199,8 +201,13 @@ class TaskServer(SimpleResourcesServer):
         add_problem_handlers(app)
         session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
         cookies = partial(SessionMiddleware, secret_key=session, session_cookie=session)
+        direct = {path: _direct_route(call) for path, call in tools.items()} | {
+            "/seed_session": _direct_route(self.seed_session, TypeAdapter(dict[str, Any])),
+            RELEASE_PATH: _direct_route(self.release_session),
+            "/verify": _direct_route(self.verify, TypeAdapter(TaskVerifyRequest)),
+        }
         guard = partial(KeyGuard, key=self.config.control_token)
-        wrap_outermost(app, lambda rest: guard(DirectRoutes(rest, tools, cookies)))
+        wrap_outermost(app, lambda rest: guard(DirectRoutes(rest, direct, cookies)))
         tune_garbage_collection()
         return app
 
@@ -307,8 +314,6 @@ class TaskServer(SimpleResourcesServer):
 
     def _tool_route(self, tool: str, description: str) -> Callable[[Request], Awaitable[PlainTextResponse]]:
         async def call(request: Request) -> PlainTextResponse:
-            if SESSION_ID_KEY in request.session:
-                request.session[SESSION_ID_KEY] = _key(request)  # setting the key renews the cookie
             try:
                 arguments = await request.json()
             except (ValueError, RecursionError):
@@ -374,4 +379,22 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) ->
 
 
 def _key(request: Request) -> str:
-    return str(request.session.get(SESSION_ID_KEY, ""))
+    return str(request.session[SESSION_ID_KEY])
+
+
+def _direct_route(
+    handle: Callable[..., Awaitable[Any]], body: TypeAdapter[Any] | None = None
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of a route before Gym's application, which reads a JSON body, if any, and writes JSON."""
+
+    async def route(request: Request) -> Response:
+        # Setting the id renews the cookie.
+        request.session[SESSION_ID_KEY] = request.session.get(SESSION_ID_KEY) or str(uuid4())
+        try:
+            given = [] if body is None else [body.validate_json(await request.body())]
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        answer = await handle(request, *given)
+        return answer if isinstance(answer, Response) else Response(to_json(answer), media_type="application/json")
+
+    return route
