@@ -5,6 +5,7 @@
 Tests of single servers are in ``tests/prorl_code``, ``tests/prorl_stem`` and ``tests/tasks``.
 """
 
+import base64
 import importlib
 import json
 import re
@@ -140,6 +141,16 @@ def test_malformed_body_is_the_callers_fault(path: str, body: bytes) -> None:
         assert answer.headers["X-ProRL-Failure-Kind"] == "session_lost"
     else:
         assert (answer.status_code, answer.headers["Content-Type"]) == (422, "application/problem+json")
+
+
+@pytest.mark.parametrize("path", ["/seed_session", "/bash", "/release_session", "/verify", "/close_session"])
+def test_each_answer_renews_the_session(path: str) -> None:
+    """Gym's agents send the cookies of the last answer only."""
+    client, ids = make_client("prorl_code"), []
+    for _ in range(2):
+        [cookie] = client.post(path, json={}).headers.get_list("set-cookie")
+        ids.append(json.loads(base64.b64decode(cookie.partition("=")[2].partition(".")[0]))["session_id"])
+    assert ids[0] == ids[1]
 
 
 async def check(server: str, case: dict[str, Any]) -> None:

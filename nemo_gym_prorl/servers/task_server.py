@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Self
 
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
@@ -38,14 +38,15 @@ from nemo_gym.base_resources_server import (
 )
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from pydantic_core import to_json
 
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
-from nemo_gym_prorl.http.problems import add_problem_handlers
+from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
 from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.factory import StartedSandbox
@@ -192,8 +193,13 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
         app.include_router(health_router(self._loops))
         add_problem_handlers(app)
+        direct = {path: _direct_route(call) for path, call in tools.items()} | {
+            "/seed_session": _direct_route(self.seed_session, TypeAdapter(dict[str, Any])),
+            RELEASE_PATH: _direct_route(self.release_session),
+            "/verify": _direct_route(self.verify, TypeAdapter(TaskVerifyRequest)),
+        }
         key = self.config.control_token
-        wrap_outermost(app, lambda rest: KeyGuard(DirectRoutes(rest, tools, self.in_session), key))
+        wrap_outermost(app, lambda rest: KeyGuard(DirectRoutes(rest, direct, self.in_session), key))
         tune_garbage_collection()
         return app
 
@@ -370,4 +376,20 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) ->
 
 
 def _key(request: Request) -> str:
-    return str(request.session.get(SESSION_ID_KEY, ""))
+    return str(request.session[SESSION_ID_KEY])
+
+
+def _direct_route(
+    handle: Callable[..., Awaitable[Any]], body: TypeAdapter[Any] | None = None
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of a route before Gym's application, which reads a JSON body, if any, and writes JSON."""
+
+    async def route(request: Request) -> Response:
+        try:
+            given = [] if body is None else [body.validate_json(await request.body())]
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        answer = await handle(request, *given)
+        return answer if isinstance(answer, Response) else Response(to_json(answer), media_type="application/json")
+
+    return route
