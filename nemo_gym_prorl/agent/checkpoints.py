@@ -86,7 +86,7 @@ class GymCheckpoint:
 
 
 class CheckpointRecorder:
-    """Takes the checkpoints of one attempt, and restores the attempt from a checkpoint.
+    """Recorder of the checkpoints of one attempt, from which it can be restored.
 
     Args:
         server: the resources server.

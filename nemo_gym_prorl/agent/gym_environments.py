@@ -300,7 +300,7 @@ _PARAMS = "responses_create_params"
 
 
 class SeededSessionHandler(GymEnvironmentHandler):
-    """Runs the tool loop in a session that the caller seeds and closes."""
+    """Tool loop in a session that the caller seeds and closes."""
 
     name = "seeded_session"
 

@@ -163,7 +163,8 @@ def serve(
         list[str],
         typer.Argument(
             metavar="ENVIRONMENT... [OVERRIDE...]",
-            help="Names of environments (see `gym list environments`), and Hydra overrides for Gym (++key=value).",
+            help="Names of environments, shipped (`gym list environments`) or in this folder, and Hydra overrides "
+            "for Gym (++key=value).",
         ),
     ],
     policy_model: Annotated[str, typer.Option(envvar="PRORL_MODEL_NAME", help="Name of the model at the endpoint.")],

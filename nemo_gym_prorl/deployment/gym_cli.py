@@ -66,7 +66,7 @@ class DeploymentError(InfrastructureError):
 
 
 class GymCli:
-    """Builds Gym commands that find this project's servers and share one Python environment.
+    """Builder of Gym commands that find this project's servers and share one Python environment.
 
     Args:
         work_dir: folder for Gym's files; the caller removes it.

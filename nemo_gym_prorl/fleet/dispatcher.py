@@ -87,8 +87,9 @@ class NodeView:
 
 
 class FleetDispatcher:
-    """Distributes rollouts over nodes; see the module. Opens the nodes' clients in :meth:`start` and closes them in
-    :meth:`close`.
+    """Distribution of rollouts over nodes; see the module.
+
+    :meth:`start` opens the nodes' clients, and :meth:`close` closes them.
 
     Args:
         nodes: source of the nodes.

@@ -106,7 +106,7 @@ class _ForwardedJob:
 
 
 class JobForwarder:
-    """Forwards rollouts to one service; see the module.
+    """Forwarder of rollouts to one service; see the module.
 
     Args:
         client: client of the service; open before :meth:`start`.

@@ -58,7 +58,7 @@ class Outage:
 
 
 class CircuitBreaker:
-    """Puts stages on hold while servers are down, for one pipeline.
+    """Circuit breaker of one pipeline: holds stages while their servers are down.
 
     Args:
         calls: calls into the handlers.

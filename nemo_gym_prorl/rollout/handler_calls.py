@@ -65,7 +65,7 @@ QUERY_TIMEOUT_S = 5.0
 
 
 class HandlerCalls:
-    """Calls into the handlers of one pipeline.
+    """Bounded calls into the handlers of one pipeline.
 
     Args:
         handlers: handlers by environment.

@@ -267,7 +267,7 @@ class Checkpoint:
 
 
 class CheckpointRecorder(Protocol):
-    """Keeps the checkpoints of jobs."""
+    """Store of the checkpoints of jobs."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
         """Add a checkpoint of a job, and return once other services can find the checkpoint."""

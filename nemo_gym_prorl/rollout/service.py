@@ -49,7 +49,7 @@ _DISK_S = 1.0
 
 
 class RolloutService(ABC):
-    """Accepts jobs, ends each once, and remembers them.
+    """Service that accepts jobs, ends each once, and remembers them.
 
     Args:
         settings: limits and defaults.

@@ -95,7 +95,7 @@ class SandboxWithSessions(StartedSandbox):
 
 
 class SandboxFactory:
-    """Starts sandboxes of one provider; owns the provider.
+    """Factory of sandboxes of one provider; owns the provider.
 
     Args:
         provider: the provider as in Gym's configuration: one name with its options.

@@ -68,8 +68,8 @@ SNAPSHOT = "snapshot_id"
 class SandboxOptions(Checked):
     """Options of the provider that ``provider_options`` may override per sandbox.
 
-    The kernel enforces a limit where this machine permits that. Otherwise the watchdog enforces memory and disk, and
-    the limit of CPUs has no effect.
+    The watchdog enforces disk, and memory where this machine has no control groups for it. The limit of CPUs needs
+    control groups. The kernel enforces all other limits.
 
     Attributes:
         network: share the host's network; otherwise the sandbox has only a loopback device.

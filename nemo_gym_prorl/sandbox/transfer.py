@@ -33,7 +33,7 @@ Ask = Callable[[Request, Sequence[int]], Awaitable[tuple[Message, list[int]]]]
 
 
 class FileTransfer:
-    """Copies files between the host and one sandbox.
+    """File copies between the host and one sandbox.
 
     Args:
         sandbox: name of the sandbox.

@@ -36,12 +36,12 @@ LOCAL_PROVIDERS = frozenset({"apptainer", OWN_PROVIDER})
 _OPTIONS = ("network", "processes")
 """Requirements without a field in Gym's specification, which the own provider accepts as options."""
 
-_NEEDS = {"cpus": "cpu", "disk_mib": "disk_gib"}
-"""Names of requirements by the provider's field, where they differ."""
+_NEED_OF_PROVIDER_FIELD = {"cpus": "cpu", "disk_mib": "disk_gib"}
+"""Provider's field to the requirement of :class:`.SandboxNeeds`, where the names differ."""
 
 
 class TaskSandboxes:
-    """Starts sandboxes of one provider for tasks.
+    """Sandboxes of one provider for tasks.
 
     Args:
         provider: one provider name with its options, as in Gym's configuration.
@@ -179,6 +179,6 @@ def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:
     if not isinstance(cause, CallerError) or cause.field is None:
         return None
     name = cause.field.rpartition(".")[2]
-    need = _NEEDS.get(name, name)
+    need = _NEED_OF_PROVIDER_FIELD.get(name, name)
     asked = {field.name for field in dataclasses.fields(needs) if getattr(needs, field.name) is not None}
     return CallerError(cause.complaint, field=needs.row_field(need)) if need in asked else None

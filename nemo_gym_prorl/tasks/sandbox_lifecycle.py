@@ -52,7 +52,7 @@ class ShieldedTasks:
 
 
 class SandboxLifecycle:
-    """Starts and stops the sandboxes of one environment.
+    """Lifecycle of the sandboxes of one environment: start, and stop in any case.
 
     Args:
         start_sandbox: starts a sandbox, fresh or from a snapshot. A :class:`CallerError` blames the row; other

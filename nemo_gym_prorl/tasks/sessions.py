@@ -101,7 +101,7 @@ class _Session[Opened: OpenTools, Artefacts]:
 
 @dataclass(slots=True)
 class _Seeding:
-    """Serializes concurrent seeds of one key."""
+    """Lock that serializes concurrent seeds of one key."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     seeds: int = 0
@@ -168,7 +168,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
             InfrastructureError: the sandbox could not be started or prepared.
         """
-        needs = self._task.needs(row)
+        with _as_infrastructure_error("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
+            needs = self._task.needs(row)
         task = self._work.spawn(self._seed(key, row, needs, once, checkpoint))
         try:
             session = await asyncio.shield(task)

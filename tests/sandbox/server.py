@@ -30,7 +30,7 @@ async def busy_sandbox(image: Path, start: Start) -> Shell:
 
 async def main() -> None:
     way = next(way for way in get_args(Start) if way == sys.argv[3])
-    rlimits.raise_open_files_limit()
+    rlimits.raise_supervisor_file_limit()
     gate = asyncio.Semaphore(8)
 
     async def make() -> Shell:

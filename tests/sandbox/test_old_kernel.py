@@ -91,3 +91,9 @@ def test_before_5_14_a_fourth_of_the_users_processes_is_out_of_reach(
     assert process_limit(512, kernel, 4000) == limit
     found = {each.name: each.enforcement for each in enforced_limits(HostFacts(frozenset(), kernel))}
     assert found["processes"] is enforcement
+
+
+def test_a_process_limit_never_exceeds_the_hard_limit_of_the_user() -> None:
+    code = "from nemo_gym_prorl.sandbox.limits import rlimits; print(rlimits.process_limit_here(512))"
+    limited = ["bash", "-c", f'ulimit -SHu 300; exec "{sys.executable}" -c "{code}"']
+    assert int(subprocess.check_output(limited)) <= 300

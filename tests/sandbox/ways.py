@@ -1,15 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that run with both start methods although they test code after the start.
+"""Tests of commands and sessions that ``make test`` runs with both start methods (fixture ``way``).
 
-From there on both ways are the same code: one way to join a sandbox, to start something in it and to end that. So of
-the files about commands and sessions only these tests are run by the runtime, too, where one may see what
-it makes otherwise: users and variables, namespaces to be joined, mounts, terminals. Nor is it tried by both that an
-abuse succeeds where its wall is missing, which says something of the abuse. ``make test-long`` runs all.
+After the start, both methods share their code. So of the files named here only these tests run with ``runtime``, too:
+those of users and variables, joined namespaces, mounts and terminals. A new test with the fixture ``way`` in such a
+file runs with ``direct`` unless it is listed; ``make test-long`` runs all tests with both.
 """
 
 BY_THE_RUNTIME_TOO = {
-    # What is used up is counted and cut by the supervisor.
     "abuse": ("no", "sandboxes_of_root", "every_memory_file_system", "a_fork_bomb"),
     "container": (
         "output_errors_and_exit_code",

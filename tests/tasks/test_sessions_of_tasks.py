@@ -71,6 +71,7 @@ class Sums:
     def needs(self, row: Mapping[str, Any]) -> None:
         if "sum" not in row:
             raise CallerError("missing", field="sum")
+        self._trouble(row, "needs")
 
     async def prepare(self, row: Mapping[str, Any], tools: Sum) -> None:
         self._trouble(row, "prepare")
@@ -185,6 +186,7 @@ async def test_only_another_row_replaces_a_live_session() -> None:
 @pytest.mark.parametrize(
     ("step", "raised", "seen"),
     [
+        ("needs", KeyError("odd"), FailureKind.PROVIDER_UNAVAILABLE),
         ("prepare", ValueError("odd"), FailureKind.PROVIDER_UNAVAILABLE),
         ("artefacts", ValueError("odd"), FailureKind.SESSION_LOST),
         ("artefacts", InfrastructureError("odd"), FailureKind.SESSION_LOST),
@@ -198,10 +200,11 @@ async def test_failing_task_is_never_a_reward(step: str, raised: BaseException, 
     task = Sums()
     sessions = sessions_of(task)
     row = {"sum": 1, step: raised}
-    if step == "prepare":
+    if step in ("needs", "prepare"):
         with pytest.raises(RolloutError, match="odd") as caught:
             await sessions.seed("key", row)
         assert caught.value.kind is seen
+        assert "(test_sessions_of_tasks.py:" in caught.value.reason
     else:
         await sessions.seed("key", row)
         await sessions.release("key")
@@ -210,7 +213,7 @@ async def test_failing_task_is_never_a_reward(step: str, raised: BaseException, 
                 await sessions.verify("key", answer("1"))
             assert caught.value.kind is seen
             assert isinstance(caught.value, TaskError) == isinstance(raised, TaskError)
-    assert task.tools.opened[0].closed
+    assert all(tools.closed for tools in task.tools.opened)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,11 @@ async def test_extracted_files(either: Workspace) -> None:
         None, "solution.py is longer than 262144 bytes"
     )
     await bash(either, "rm -rf /sandbox/workspace; mkdir -p /sandbox/workspace/solution.py")
-    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(None, "solution.py does not exist")
+    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(None, "solution.py is a folder")
+    await bash(either, "cd /sandbox/workspace; rmdir solution.py; ln -s solution.py solution.py")
+    assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(
+        None, "solution.py is a link that leads to itself"
+    )
 
 
 @pytest.mark.parametrize("answer", ['{"content": 5}', '{"content": "%%"}', "[]", "[" * 50_000])

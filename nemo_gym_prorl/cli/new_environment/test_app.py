@@ -14,7 +14,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import ExtractedFile, ToolLimits
 
 
 HERE = Path(__file__).parent
-TASK = runpy.run_path(str(HERE / "app.py"))["Sums"](ToolLimits(30, 120, 10, 16_000))
+TASK = runpy.run_path(str(HERE / "app.py"))["Sums"](ToolLimits())
 
 
 def refused() -> None:

@@ -84,7 +84,7 @@ def messages_of(items: object, turns: Sequence[LedgerTurn] = ()) -> list[Message
 
 
 class _AssistantMessage:
-    """Collects the policy's items since the last message of another role, or since the last sampled turn."""
+    """The policy's items since the last message of another role, or since the last sampled turn."""
 
     def __init__(self) -> None:
         self._anything = False
@@ -217,7 +217,7 @@ class RequestTemplate:
 
 
 class TurnRequests:
-    """Answers turn requests.
+    """Handler of turn requests.
 
     Args:
         runtime: the policy.

@@ -79,7 +79,7 @@ class PlacedResult[T]:
 
 @dataclass(slots=True)
 class BackendDispatcher:
-    """Runs requests on the backends of a pool.
+    """Dispatcher of requests to the backends of a pool.
 
     Args:
         pool: the placement decisions; all events must come from this object.

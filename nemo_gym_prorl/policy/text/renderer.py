@@ -59,7 +59,7 @@ _RESULT_ROLES = ("tool", "function", "ipython")
 
 
 class EscapedSpecials:
-    """Replaces control tokens in observations by placeholder words.
+    """Replacement of control tokens in observations by placeholder words.
 
     Attributes:
         messages: the messages with the placeholders.
@@ -156,7 +156,7 @@ class Continuation:
 
 
 class Renderer:
-    """Renders messages to token ids with one tokenizer and one chat template."""
+    """Renderer of messages to token ids, with one tokenizer and one chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer

@@ -65,7 +65,7 @@ def row_key(row: dict[str, Any], body: bytes) -> bytes | None:
 
 
 class AttachedCallers:
-    """Runs jobs for connected callers.
+    """Jobs of connected callers.
 
     Args:
         pipeline: runs the jobs.

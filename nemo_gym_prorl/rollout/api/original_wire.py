@@ -35,7 +35,7 @@ from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 
 
 class BackendControl(Protocol):
-    """Adds and removes inference backends at the policy's model server."""
+    """Registration of inference backends at the policy's model server."""
 
     async def add(self, address: str) -> None:
         """Add a backend; idempotent."""

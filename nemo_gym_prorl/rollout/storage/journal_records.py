@@ -45,7 +45,7 @@ class Unfinished(NamedTuple):
 
 
 class JournalReader:
-    """Reads the jobs and outcomes of a journal.
+    """Reader of the jobs and outcomes of a journal.
 
     Args:
         place: the journal's folder, for messages.

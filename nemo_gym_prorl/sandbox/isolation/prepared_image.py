@@ -114,7 +114,7 @@ def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> 
     shown = [Bind.parse(text).target for text in order.binds] if root else []
     request = Request(RequestKind.MAKE)
     request.words(len(namespace_without_overmounts()))
-    request.limits(_of_all_users(order) if several else [])
+    request.limits(_limits_of_all_users(order) if several else [])
     for host_id, ranges in zip((order.host_uid, order.host_gid), prepared.parent_ids, strict=True):
         request.text(user_ids.format_id_map(user_ids.sandbox_ids(host_id, uid, several=several, ranges=ranges)))
     request.words(NEW_NAMESPACE_FLAGS | mounts.network_namespace_flag(host_network))
@@ -134,7 +134,7 @@ def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> 
     return request
 
 
-def _of_all_users(order: CreateRequest) -> list[tuple[int, int, int]]:
+def _limits_of_all_users(order: CreateRequest) -> list[tuple[int, int, int]]:
     """Return the process limit of the user namespace of several users, which bounds all of them together."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     most = order.limits[resource.RLIMIT_NPROC]

@@ -185,7 +185,7 @@ def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
     request.words(order.tty is not None, rows, columns, order.echo)
     request.text(order.cwd)
     request.words(_rights(namespaces))
-    files = rlimits.command_open_files_limit()
+    files = rlimits.program_file_limits()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
     request.limits([*limits, *((name, most, most) for name, most in namespaces.limits.items())])
     request.words(order.user is not None)

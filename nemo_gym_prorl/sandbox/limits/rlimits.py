@@ -202,11 +202,12 @@ def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:
 
 
 def process_limit_here(wanted: int) -> int:
-    """Return :func:`process_limit` for this machine."""
+    """Return :func:`process_limit` for this machine, at most this process's hard limit (``ulimit -Hu``)."""
     kernel = HostFacts.of_host(frozenset()).kernel
     machine = min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
-    own, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    return process_limit(wanted, kernel, machine if own == resource.RLIM_INFINITY else min(own, machine))
+    own, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = process_limit(wanted, kernel, machine if own == resource.RLIM_INFINITY else min(own, machine))
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
 def program_limits(processes: int, disk_mib: int) -> dict[int, int]:
@@ -231,17 +232,17 @@ RESERVED_DESCRIPTORS = 64
 _original: list[int] = []
 
 
-def raise_open_files_limit() -> None:
+def raise_supervisor_file_limit() -> None:
     """Raise this process's soft limit to the hard one, permanently."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _original[:] = [soft]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def command_open_files_limit() -> tuple[int, int] | None:
+def program_file_limits() -> tuple[int, int] | None:
     """Return soft and hard limit of programs in a sandbox; ``None`` if this process's limit was not raised.
 
-    The soft limit is the one from before :func:`raise_open_files_limit`.
+    The soft limit is the one from before :func:`raise_supervisor_file_limit`.
     """
     if not _original:
         return None
@@ -249,9 +250,9 @@ def command_open_files_limit() -> tuple[int, int] | None:
     return min(_original[0], hard), hard
 
 
-def restore_open_files_limit() -> None:
-    """Set the limits of :func:`command_open_files_limit`, in a forked child that executes a program of the sandbox."""
-    if limits := command_open_files_limit():
+def set_program_file_limits() -> None:
+    """Set the limits of :func:`program_file_limits`, in a forked child that executes the container runtime."""
+    if limits := program_file_limits():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 

@@ -96,7 +96,7 @@ def become_runtime(
         log = 2
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        rlimits.restore_open_files_limit()
+        rlimits.set_program_file_limits()
         words = [*command, *(f"--bind={bind}" for bind in binds), *options, image, "/bin/sh", "-c", IDLE_SCRIPT]
         os.execve(command[0], words, runtime_environment(folder.parent))
     except OSError as error:

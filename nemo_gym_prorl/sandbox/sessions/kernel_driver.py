@@ -219,7 +219,7 @@ class Shell(InteractiveShell):  # type: ignore[misc]
 
 
 class Driver:
-    """Runs cells one after the other, on an event loop that also runs between them."""
+    """Runner of cells, one after the other, on an event loop that also runs between them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

@@ -60,7 +60,7 @@ class Violation(Exception):
 
 
 class MarkedText:
-    """Splits a stream of text at its marks. Buffers only bytes that may be the beginning of a mark.
+    """Splitter of a stream of text at its marks. Buffers only bytes that may be the beginning of a mark.
 
     Args:
         mark: begins with a NUL byte.
@@ -94,7 +94,7 @@ class MarkedText:
 
 
 class EventReader:
-    """Assembles events from a stream of records; buffers at most one event.
+    """Assembler of events from a stream of records; buffers at most one event.
 
     Args:
         listener: called with the kind and the other parts of each event.

@@ -89,7 +89,7 @@ class StartLimiter:
 
 
 class Creation:
-    """Creates the sandboxes of one supervisor.
+    """Creation of the sandboxes of one supervisor.
 
     Args:
         folder: the supervisor's state folder.

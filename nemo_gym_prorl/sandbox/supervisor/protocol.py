@@ -72,7 +72,7 @@ class CreateRequest:
 
     @property
     def limits(self) -> dict[int, int]:
-        """Hard limits of every program in the sandbox, by ``resource.RLIMIT_*``."""
+        """Soft and hard limits of every program in the sandbox, by ``resource.RLIMIT_*``."""
         return rlimits.program_limits(self.processes, self.disk_mib)
 
 
@@ -255,7 +255,7 @@ _TYPES = {
 
 
 Resource = Literal["disk", "memory", "processes", "terminals"]
-"""The limits of a sandbox that an agent can reach."""
+"""Resources whose exhaustion is reported to the agent by name."""
 
 SHORTAGES = {
     errno.EAGAIN: "no further process can be started on this machine for this user (ulimit -u, pids.max, pid_max)",

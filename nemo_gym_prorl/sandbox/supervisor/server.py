@@ -63,7 +63,7 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import Client, Sandbox
 
 
 class Supervisor:
-    """Serves the requests of one server.
+    """Supervisor of the sandboxes of one server.
 
     Args:
         folder: the supervisor's state folder; this process holds its lock.
@@ -277,7 +277,7 @@ def main() -> None:
     """Run ``supervisor FOLDER OWNER LISTENER``, the last two being descriptors of open sockets."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     # The runtime must not inherit the lock: its left-over processes would make the folder look owned.
-    rlimits.raise_open_files_limit()
+    rlimits.raise_supervisor_file_limit()
     for inherited in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(inherited), int(inherited) <= 2)

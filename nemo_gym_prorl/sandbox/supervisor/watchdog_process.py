@@ -130,7 +130,7 @@ def serve(channel: socket.socket) -> None:
 
 
 class UsageMonitor:
-    """Measures sandboxes in turn, kills processes over a memory limit, and reports violations on ``channel``."""
+    """Watchdog: measures sandboxes, kills processes over a memory limit, and reports violations on ``channel``."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.watched = WatchList()

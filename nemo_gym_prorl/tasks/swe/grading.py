@@ -99,7 +99,7 @@ class Trial:
 
 
 class Grader:
-    """Grades solutions; see the module.
+    """Grader of solutions; see the module.
 
     Args:
         repositories: prepares sandboxes.

@@ -53,7 +53,7 @@ class Parsed:
 
 
 class LogParser:
-    """Parses logs in a worker process with swebench."""
+    """Parser of logs in a worker process, with swebench."""
 
     def __init__(self) -> None:
         self._workers = WorkerPool(__name__)

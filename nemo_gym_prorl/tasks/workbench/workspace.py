@@ -123,6 +123,15 @@ MAX_REASON_CHARS = 500
 SUBMITTED = "Submitted. The task is over: answer without calling a tool."
 ALREADY_SUBMITTED = "Error: the solution was submitted already, the workspace is closed."
 
+_UNREADABLE = {
+    errno.EACCES: "can't be read: permission denied",
+    errno.EBUSY: "can't be read: a program has it open",
+    errno.EINVAL: "is no regular file",
+    errno.EISDIR: "is a folder",
+    errno.ELOOP: "is a link that leads to itself",
+}
+"""Reasons why a file cannot be extracted; any other error means that it does not exist."""
+
 _PROBE_MARK = "prorl-alive"
 
 
@@ -355,10 +364,8 @@ class Workspace:
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise _FileUnavailable(f"is longer than {limit} bytes") from error
-            if error.errno == errno.EBUSY:
-                raise _FileUnavailable("can't be read: a program has it open") from error
             raise_if_machine_error(error)
-            raise _FileUnavailable("does not exist") from error
+            raise _FileUnavailable(_UNREADABLE.get(error.errno or 0, "does not exist")) from error
 
     async def _edit(self, arguments: EditorArguments) -> dict[str, Any] | None:
         try:

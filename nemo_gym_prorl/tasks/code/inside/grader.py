@@ -87,7 +87,7 @@ class BrokenChecker(Exception):
 
 
 class ChildRunner:
-    """Runs tests of one source in children of a zygote."""
+    """Runner of the tests of one source, in children of a zygote."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class ScratchFolder:
 
 
 class Checker:
-    """Compares answers with expected ones, by a built-in checker or the row's program."""
+    """Comparison of answers with expected ones, by a built-in checker or the row's program."""
 
     def __init__(self, job: dict[str, Any], zygote: Zygote) -> None:
         self._checker = job["checker"]
