@@ -35,18 +35,18 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
-H100 = Script(turns=3, step_s=0.0105, each_s=0.000136)
-"""A 4B model: 18 ms a step with 54 requests in flight, 43 ms with 238."""
+STEP_S, EACH_S = 0.0105, 0.000136
+"""A decoding step of an H100 with a 4B model, and what each request in flight adds: 18 ms for 54, 43 ms for 238."""
+BARE_TURNS = 3  # at these steps; all crowds have the same draws in each turn
 SHARED_TOKENS = 1400
 """Tokens of the first message that all rollouts share."""
-PEER = "Gym's stack"
+PEER, SHELLS = "Gym's stack", "3 bare shells + 2 ms"
 WINDOW = (0.2, 0.7)
 """Share of the turns between which a rate is measured, without start and end of the crowd."""
 SUPERVISOR = b"supervisor import server"  # in its command line
 KNOWN_MS = 100.0
 BURN = f"python3 -c 'import time\nwhile time.process_time() < {KNOWN_MS / 1000}: pass'"
-GONE_S = 60
-"""Seconds until the sandboxes of a crowd must be gone."""
+GONE_S = 60  # for the sandboxes of a crowd, after it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,7 @@ class Bench:
 
         Args:
             script: the engine's.
-            rollouts: their number.
-            one: plays a row.
+            rollouts, one: their number, and what plays a row.
             parts: processes of the stack, if there is one.
         """
         await self._engine.call("POST", "/script", orjson.dumps(asdict(script)))
@@ -178,8 +177,9 @@ async def measure(scale: Scale, *, with_peer: bool) -> list[Row]:
                 await bench.play(Script(2), 4, one, parts)  # warm up
                 ours = {number: await bench.play(Script(scale.turns), number, one, parts) for number in scale.rollouts}
                 for number, turns in scale.rollouts.items():
-                    timed = await bench.play(replace(H100, turns=turns), number, one, parts)
-                    bare = await bench.play(replace(H100, turns=min(turns, H100.turns)), number, client)
+                    steps = Script(turns, step_s=STEP_S + number * EACH_S)
+                    timed = await bench.play(steps, number, one, parts)
+                    bare = await bench.play(replace(steps, turns=min(turns, BARE_TURNS)), number, client)
                     rows += rows_at_steps(number, timed, bare, quantile(shell, 0.5), judged=number == least)
                 rows += await meter(bench, "ours", parts, one)
             peer = None
@@ -226,14 +226,14 @@ def saturated(rollouts: int, ours: Played, peer: Played | None) -> list[Row]:
 def rows_at_steps(rollouts: int, ours: Played, bare: Played, shell_ms: float, *, judged: bool) -> list[Row]:
     """Return what an engine at the steps of an H100 shows. Rates are of rollouts that are all under way."""
     p50, p99 = (quantile(ours.tools, share) for share in (0.5, 0.99))
-    about, mine, theirs = (
-        f"tool round trip, {rollouts} rollouts",
-        *(1e3 * rollouts / one.cycle_ms for one in (ours, bare)),
-    )
+    mine, theirs = (1e3 * rollouts / one.cycle_ms for one in (ours, bare))
+    crowd, at_steps = f"{rollouts} rollouts", "at an H100's steps"
     return [
-        Row(f"{about}, p50", "ms", p50, 3 * shell_ms + 2, "3 bare shells + 2 ms", "<= 1" if judged else None),
-        Row(f"{about}, p99", "ms", p99, p50, "its p50", "<= 5" if judged else None),
-        Row(f"turns at an H100's steps, {rollouts} rollouts", "1/s", mine, theirs, "bare client", ">= 0.97"),
+        Row(f"tool round trip, {crowd}, p50", "ms", p50, 3 * shell_ms + 2, SHELLS, "<= 1" if judged else None),
+        Row(f"tool round trip, {crowd}, p99", "ms", p99, p50, "its p50", "<= 5" if judged else None),
+        Row(f"turns {at_steps}, {crowd}", "1/s", mine, theirs, "bare client", ">= 0.97"),
+        Row(f"CPU per turn {at_steps}, {crowd}", "ms", sum(ours.cpu.values())),
+        *(Row(f"CPU per turn {at_steps}, {crowd}: {part}", "ms", figure) for part, figure in ours.cpu.items()),
     ]
 
 

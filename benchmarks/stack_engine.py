@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-in engine with a scripted policy: the turns of a rollout call ``bash`` once each, and the last turn answers.
 
-A turn has a drawn number of tokens and takes that many steps. A step takes longer with each request in flight. The log
-tells when the engine worked for which rollout, so all stacks are measured at the same place: the engine.
+A turn has a drawn number of tokens and takes that many steps. The log tells when the engine worked for which rollout,
+so all stacks are measured at the same place: the engine.
 
 Run: ``python -m benchmarks.stack_engine PORT MODEL_FOLDER``. ``POST /script`` with the fields of :class:`Script`
 starts a new log, ``GET /log`` returns it.
@@ -40,14 +40,13 @@ class Script:
     Attributes:
         turns: turns of a rollout with a tool call.
         command: called in each turn; empty for commands that print code.
-        step_s: seconds of a decoding step.
-        each_s: seconds that each request in flight adds to a step.
+        step_s: seconds of a decoding step. It does not fall with the requests in flight, as an engine's does, so a
+            crowd that keeps the engine less busy gains nothing by it.
     """
 
     turns: int = 20
     command: str = ""
     step_s: float = 0.0
-    each_s: float = 0.0
 
 
 class ScriptedEngine(Engine):
@@ -61,7 +60,6 @@ class ScriptedEngine(Engine):
         self._answer = Sampled(tokenizer, "", "", "All of it is printed now, so this task is done.")
         self._end = b",%d," % tokenizer.token_to_id("<|im_end|>")
         self._script = Script()
-        self._in_flight = 0
         self._rollouts: dict[bytes, int] = {}
         self._log: list[tuple[int, int, float, float]] = []
 
@@ -86,15 +84,10 @@ class ScriptedEngine(Engine):
         rollout = self._rollouts.setdefault(name, len(self._rollouts))  # the same draws in each crowd
         done = turn >= self._script.turns
         one = self._answer if done else self._calls[(rollout + turn * 31) % len(self._calls)]
-        self._in_flight += 1
-        delay_s = one.count * (self._script.step_s + self._script.each_s * self._in_flight)
+        delay_s = one.count * self._script.step_s
         now = time.perf_counter()
         self._log.append((rollout, turn, now, now + delay_s))
-        asyncio.get_running_loop().call_later(delay_s, self._ended)
         return one, delay_s
-
-    def _ended(self) -> None:
-        self._in_flight -= 1
 
     def _call(self, command: str) -> Sampled:
         return Sampled(self.tokenizer, "bash", "command", command)
