@@ -57,6 +57,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
     "images": {
         # One of each that is built on.
         "images_build": (
+            "commands_of_a_template_find_the_images_temporary_folders",
             "a_template_becomes_an_image_that_starts_by_its_name",
             "a_sif_of_a_sif",
             "packages_of_the_machines_distribution_are_a_base",
