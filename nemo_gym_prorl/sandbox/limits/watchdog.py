@@ -42,8 +42,9 @@ MAX_SCAN_S = 10.0
 SCAN_PAUSE_S = 2.0
 """Pause between two scans of one sandbox."""
 
-PROC_SCAN_FRACTION = 0.01
-"""Share of all time for reading every process of the machine, where no control groups list sandboxes' processes."""
+PROC_SCAN_FRACTION = 0.002
+"""Share of all time for reading every process of the machine, where no control groups list sandboxes' processes. Such
+a scan finds what a new watchdog does not know; every look finds the descendants of known processes."""
 
 MAX_LOOKS_OVER_LIMIT = 10
 """Looks in a row above the memory limit, after which killing processes has not helped and the sandbox is ended."""
