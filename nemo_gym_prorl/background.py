@@ -172,6 +172,11 @@ PROCESS_LOOPS = BackgroundLoops()
 _spawned: set[asyncio.Task[Any]] = set()
 
 
+def start_eager_task[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Return a task of the running loop that has run to its first suspension, or to its end."""
+    return asyncio.Task(work, loop=asyncio.get_running_loop(), eager_start=True)
+
+
 def spawn_task[T](work: Coroutine[Any, Any, T], *, expected: type[Exception] | tuple[()] = ()) -> asyncio.Task[T]:
     """Start work that no caller awaits. The work runs until its first wait before this function returns.
 
@@ -186,7 +191,7 @@ def spawn_task[T](work: Coroutine[Any, Any, T], *, expected: type[Exception] | t
         if error is not None and not isinstance(error, expected):
             _log.error("background task failed: %r", error, exc_info=error)
 
-    task = asyncio.eager_task_factory(asyncio.get_running_loop(), work)
+    task = start_eager_task(work)
     if task.done():
         ended(task)
     else:
@@ -206,7 +211,7 @@ def log_exceptions() -> Iterator[None]:
 
 async def run_uncancellable[T](work: Coroutine[Any, Any, T]) -> T:
     """Run work that must not be left half done. A cancelled caller is cancelled after the work has ended."""
-    task = asyncio.eager_task_factory(asyncio.get_running_loop(), work)
+    task = start_eager_task(work)
     cancelled = False
     while not task.done():
         try:

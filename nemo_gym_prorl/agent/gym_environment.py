@@ -40,6 +40,7 @@ from nemo_gym_prorl.agent.gym_http import (
 )
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_row
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits, ToolErrorState, ToolLoop
+from nemo_gym_prorl.background import start_eager_task
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
     CallerError,
@@ -49,7 +50,6 @@ from nemo_gym_prorl.failures import (
     Stage,
     TaskError,
 )
-from nemo_gym_prorl.rollout.handler_calls import start_eager_task
 from nemo_gym_prorl.rollout.job import Checkpoint, Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.storage.checkpoints import restart_without_checkpoint
 

@@ -29,6 +29,7 @@ from urllib.parse import quote
 import orjson
 from starlette.datastructures import Headers
 
+from nemo_gym_prorl.background import start_eager_task
 from nemo_gym_prorl.failures import (
     FAILURE_KIND_HEADER,
     CallerError,
@@ -41,7 +42,6 @@ from nemo_gym_prorl.http.client import ConnectFailed, ConnectionDropped, HttpAns
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.http.server_process import descriptor_exhaustion, is_descriptor_exhaustion
 from nemo_gym_prorl.http.tracing import trace_headers
-from nemo_gym_prorl.rollout.handler_calls import start_eager_task
 from nemo_gym_prorl.rollout.job import Job
 
 
@@ -78,7 +78,7 @@ class CookieJar:
 
     def update(self, headers: Headers) -> None:
         """Store the cookies that an answer sets."""
-        for cookie in headers.getlist("Set-Cookie"):
+        for cookie in (value.decode("latin-1") for name, value in headers.raw if name == b"set-cookie"):
             if '"' in cookie:  # a quoted value may contain separators
                 self.values.update((name, morsel.value) for name, morsel in SimpleCookie(cookie).items())
                 continue

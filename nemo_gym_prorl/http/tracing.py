@@ -65,7 +65,9 @@ def trace_headers() -> dict[str, str]:
     return headers
 
 
+@functools.cache
 def _on() -> bool:
+    """Return whether the process has a tracer provider, as of the first request: a look-up is slow."""
     return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 

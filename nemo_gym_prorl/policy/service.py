@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
-from nemo_gym_prorl.background import is_cancelled
+from nemo_gym_prorl.background import is_cancelled, start_eager_task
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.http.tracing import SpanGroup, note, span
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
@@ -137,7 +137,7 @@ class PolicyService:
             BackendFailed: no backend carried out the request.
         """
         rollout = self._rollout(request)
-        turn = asyncio.ensure_future(self._turn(rollout, request))
+        turn = start_eager_task(self._turn(rollout, request))
         rollout.turns.add(turn)
         try:
             return await turn
@@ -295,7 +295,9 @@ class PolicyService:
                     field="rollout",
                 )
             del self._forgotten[name]
-        rollout = self._rollouts.setdefault(name, RolloutState(request.run))
+        rollout = self._rollouts.get(name)
+        if rollout is None:
+            rollout = self._rollouts[name] = RolloutState(request.run)
         if rollout.run != request.run:
             raise CallerError(f"the rollout {name!r} belongs to run {rollout.run or 'none'!r}", field="X-Rollout-Run")
         self._use(name, rollout)

@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym_prorl.background import start_eager_task
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
     Failure,
@@ -339,11 +340,6 @@ async def _with_timeout(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
     if not task.done():
         raise TimeoutError(f"no answer within {seconds:g} s")
     return task.result()
-
-
-def start_eager_task[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Return a task of the running loop that has run to its first suspension, or to its end."""
-    return asyncio.Task(work, loop=asyncio.get_running_loop(), eager_start=True)
 
 
 _MIN_EXTENSION_S = 1.0

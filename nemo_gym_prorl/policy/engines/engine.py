@@ -91,6 +91,9 @@ class Sampling:
 
     ``extra`` is copied into the request, for parameters of single engines; the named fields override it.
 
+    Attributes:
+        settings: all settings except ``max_tokens``, with neutral values for missing ones.
+
     Raises:
         CallerError: a parameter is invalid, or asks for anything but one continuation with its tokens.
     """
@@ -101,8 +104,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        named = {"temperature": self.temperature, "top_p": self.top_p, "stop": list(self.stop) or None}
+        every = (*self.extra.items(), *named.items(), ("seed", self.seed))
+        given = {name: value for name, value in every if value is not None}
+        object.__setattr__(self, "settings", {**NEUTRAL_SETTINGS, **given})
         if self.max_tokens is not None and self.max_tokens < 1:
             # Engines would report a full context, which ends a rollout and is scored.
             raise CallerError("must be at least 1", field="max_output_tokens")
@@ -116,18 +124,6 @@ class Sampling:
             )
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """All settings except ``max_tokens``, with neutral values for missing ones."""
-        named = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stop": list(self.stop) or None,
-            "seed": self.seed,
-        }
-        given = {name: value for name, value in self.extra.items() if value is not None}
-        return {**NEUTRAL_SETTINGS, **given, **{name: value for name, value in named.items() if value is not None}}
-
-    @property
     def greedy(self) -> bool:
         """Return whether sampling takes the most probable token, which then has probability 1."""
         temperature = self.settings["temperature"]
@@ -138,12 +134,12 @@ class Sampling:
         settings = self.settings
         return Sampling(max_tokens, settings["temperature"], settings["top_p"], extra=extra)
 
-    def as_openai(self) -> dict[str, Any]:
-        """Return the fields of a request to an OpenAI-style engine."""
+    def as_openai(self, max_tokens: int | None) -> dict[str, Any]:
+        """Return the fields of a request to an OpenAI-style engine that samples at most ``max_tokens``."""
         # Engines differ in the threshold of greedy sampling, so each gets an exact 0.
         greedy = {"temperature": 0.0} if self.greedy else {}
-        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        return self.settings | greedy | limit
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        return {**self.settings, **greedy, **limit}
 
 
 class BackendFailed(InfrastructureError):

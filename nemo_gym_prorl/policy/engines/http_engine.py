@@ -136,7 +136,7 @@ class HttpEngine(EngineControl):
             raise Misconfigured(
                 f"{url} answered in an unknown form, not that of this protocol: {error!r}", field="policy_base_url"
             ) from error
-        self._accepted_sampling[url] = request.sampling.probe(1)
+        self._accepted_sampling[url] = request.sampling
         return generation
 
     def forget(self, url: str) -> None:
@@ -280,7 +280,8 @@ class HttpEngine(EngineControl):
 
     async def can_sample(self, url: str) -> bool:
         """Return whether the backend answers a valid request for one token, with the settings of its last success."""
-        sampling = self._accepted_sampling.get(url, Sampling(max_tokens=1))
+        accepted = self._accepted_sampling.get(url)
+        sampling = accepted.probe(1) if accepted is not None else Sampling(max_tokens=1)
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 prompt = (0,) if self.takes_tokens else ()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -40,7 +39,7 @@ class VllmCompletions(HttpEngine):
             # Otherwise tokens of equal text share one key among the most probable tokens.
             **({"return_tokens_as_token_ids": True} if request.top else {}),
             "skip_special_tokens": False,
-            **replace(sampling, max_tokens=room).as_openai(),
+            **sampling.as_openai(room),
         }
         answer = await self._post(target, body, ("prompt", prompt), echoed=True)
         choice = single_choice(answer, target.url)
@@ -81,7 +80,7 @@ class VllmChat(HttpEngine):
             "logprobs": True,
             "top_logprobs": request.top,
             "return_token_ids": True,
-            **request.sampling.as_openai(),
+            **request.sampling.as_openai(request.sampling.max_tokens),
         }
         if request.tools:
             body["tools"] = list(request.tools)
@@ -174,7 +173,7 @@ class SglangGenerate(HttpEngine):
         prompt, sampling = request.prompt, request.sampling
         room = self.sampling_limit(target, len(prompt), sampling.max_tokens)
         parameters = {
-            **_parameters(replace(sampling, max_tokens=None).as_openai()),
+            **_parameters(sampling.as_openai(None)),
             "max_new_tokens": room,
             "skip_special_tokens": False,
         }

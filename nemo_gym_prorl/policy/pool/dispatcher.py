@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.background import BackgroundLoops, is_cancelled, log_exceptions, spawn_task
+from nemo_gym_prorl.background import BackgroundLoops, is_cancelled, log_exceptions, spawn_task, start_eager_task
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, GiveUp, Health, Probe
@@ -149,7 +149,7 @@ class BackendDispatcher:
                     assign = await self._assigned(state)
                 queued_s += time.monotonic() - asked
                 backend = self.pool.backends[assign.backend]
-                state.task = asyncio.ensure_future(self._send(call, backend))
+                state.task = start_eager_task(self._send(call, backend))
                 try:
                     result = await state.task
                 except BackendFailed as error:
