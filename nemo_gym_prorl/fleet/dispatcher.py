@@ -87,9 +87,7 @@ class NodeView:
 
 
 class FleetDispatcher:
-    """Distribution of rollouts over nodes; see the module.
-
-    :meth:`start` opens the nodes' clients, and :meth:`close` closes them.
+    """Distribution of rollouts over nodes. :meth:`start` opens the nodes' clients, and :meth:`close` closes them.
 
     Args:
         nodes: source of the nodes.

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
@@ -108,6 +110,15 @@ class SandboxLifecycle:
         """
         await asyncio.shield(self._tasks.spawn(self._stop(sandbox)))
 
+    @asynccontextmanager
+    async def running(self, needs: SandboxNeeds, snapshot: str | None = None) -> AsyncIterator[Sandbox]:
+        """Start a sandbox, and stop it at the end of the block; raises as :meth:`start` and :meth:`stop`."""
+        sandbox = await self.start(needs, snapshot)
+        try:
+            yield sandbox
+        finally:
+            await self.stop(sandbox)
+
     async def _start(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
         try:
             if self._fetch_image is not None:
@@ -145,3 +156,17 @@ class SandboxLifecycle:
         if stopping.cancelled() or stopping.exception() is not None:
             await asyncio.sleep(STOP_RETRY_S)
             await self._stop(sandbox)
+
+
+@contextmanager
+def as_infrastructure_error(trouble: str, kind: FailureKind) -> Iterator[None]:
+    """Convert unexpected exceptions of a task to infrastructure errors that name file and line."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except (Exception, BaseExceptionGroup, GeneratorExit, asyncio.CancelledError) as error:
+        logger.exception("%s", trouble)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raised_at = f"{Path(where.filename).name}:{where.lineno}"
+        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error} ({raised_at})", kind=kind) from error

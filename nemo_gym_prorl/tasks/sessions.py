@@ -21,12 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from nemo_gym_prorl.failures import (
@@ -38,7 +36,7 @@ from nemo_gym_prorl.failures import (
     TaskError,
 )
 from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
-from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
+from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, as_infrastructure_error, egress_of
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
     CountsToolCalls,
@@ -58,8 +56,7 @@ MAX_CLOSED_KEYS = 100_000
 """Closed caller-assigned keys that are remembered, so that a delayed seed cannot reopen a session."""
 
 LEASE_SWEEPS = 6
-"""Sweeps without a renewal until a lease expires. Counting sweeps keeps leases alive while this server is suspended.
-"""
+"""Sweeps without renewal until a lease expires. A suspended server counts none, so leases outlive the suspension."""
 
 EXHAUSTED_OBSERVATION = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
 
@@ -104,8 +101,9 @@ class _Session[Opened: OpenTools, Artefacts]:
     @property
     def snapshots(self) -> set[str]:
         """Return the snapshots that tools and artefacts hold."""
-        holders = (holder for holder in (self.tools, self.artefacts) if isinstance(holder, HoldsSnapshots))
-        return {name for holder in holders for name in holder.snapshots}
+        return {
+            name for one in (self.tools, self.artefacts) if isinstance(one, HoldsSnapshots) for name in one.snapshots
+        }
 
 
 @dataclass(slots=True)
@@ -121,9 +119,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     Args:
         task: the environment's task.
-        start_sandbox: starts a sandbox; see :class:`.SandboxLifecycle`.
+        start_sandbox, fetch_image: see :class:`.SandboxLifecycle`.
         limits: limits of the sessions.
-        fetch_image: fetches a sandbox's image; see :class:`.SandboxLifecycle`.
         delete_snapshot: deletes a snapshot; idempotent.
     """
 
@@ -185,7 +182,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
             InfrastructureError: the sandbox could not be started or prepared.
         """
-        with _as_infrastructure_error("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
+        with as_infrastructure_error("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
             needs = self._task.needs(row)
         task = self._work.spawn(self._seed(key, row, needs, once, checkpoint))
         try:
@@ -320,7 +317,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
     async def aclose(self) -> None:
         """Close all sessions; sandboxes that are starting are awaited and stopped."""
         self._closing = True
-        await asyncio.gather(*(self._close_quietly(key) for key in list(self._sessions)))
+        await asyncio.gather(*map(self._close_quietly, list(self._sessions)))
         await self._work.drain()
 
     def _require(self, key: str) -> _Session[Opened, Artefacts]:
@@ -423,7 +420,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         sandbox = None if needs is None else await self._sandboxes.start(needs, snapshot)
         tools = None
         try:
-            with _as_infrastructure_error("the session could not be prepared", FailureKind.PROVIDER_UNAVAILABLE):
+            with as_infrastructure_error("the session could not be prepared", FailureKind.PROVIDER_UNAVAILABLE):
                 tools = await self._task.tools.open(sandbox, needs)
                 if checkpoint is None:
                     await self._task.prepare(row, tools)
@@ -441,7 +438,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 return
             try:
                 if keep and session.lost is None:
-                    with _as_infrastructure_error("the artefacts could not be extracted", FailureKind.SESSION_LOST):
+                    with as_infrastructure_error("the artefacts could not be extracted", FailureKind.SESSION_LOST):
                         taking = self._task.artefacts(session.row, session.tools)
                         session.artefacts = await self._until_closed(session, taking)
                     sandbox = session.sandbox
@@ -479,30 +476,21 @@ class Sessions[Opened: OpenTools, Artefacts]:
         if session.lost is not None:
             raise session.lost
 
-        @asynccontextmanager
-        async def open_sandbox(
-            needs: SandboxNeeds | None = None, snapshot: str | None = None
-        ) -> AsyncIterator[Sandbox]:
-            sandbox = await self._sandboxes.start(needs or session.needs or SandboxNeeds(), snapshot)
-            try:
-                yield sandbox
-            finally:
-                await self._sandboxes.stop(sandbox)
+        def open_sandbox(needs: SandboxNeeds | None = None, snapshot: str | None = None) -> Any:
+            return self._sandboxes.running(needs or session.needs or SandboxNeeds(), snapshot)
 
-        with _as_infrastructure_error("grading failed", FailureKind.VERIFIER_ERROR):
+        with as_infrastructure_error("grading failed", FailureKind.VERIFIER_ERROR):
             artefacts = cast(Artefacts, session.artefacts)  # None only if the task extracted None
             grade = await self._task.grade(session.row, artefacts, response, open_sandbox)
-            if not isinstance(grade, Grade):
-                raise TypeError(f"grade() must return a Grade, not {type(grade).__name__}")
-            return grade
+            if isinstance(grade, Grade):
+                return grade
+            raise TypeError(f"grade() must return a Grade, not {type(grade).__name__}")
 
     async def _delete_snapshots(self, session: _Session[Opened, Artefacts]) -> None:
-        delete = self._delete_snapshot
-        if delete is None:
-            return
         for name in session.snapshots:
+            assert self._delete_snapshot is not None
             try:
-                await delete(name)
+                await self._delete_snapshot(name)
             except Exception:
                 logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 
@@ -512,17 +500,3 @@ class Sessions[Opened: OpenTools, Artefacts]:
         except InfrastructureError:
             logger.exception("could not close session %s", key)
             self._sessions.pop(key, None)
-
-
-@contextmanager
-def _as_infrastructure_error(trouble: str, kind: FailureKind) -> Iterator[None]:
-    """Convert a task's unexpected exceptions to infrastructure errors."""
-    try:
-        yield
-    except RolloutError:
-        raise
-    except (Exception, BaseExceptionGroup, GeneratorExit, asyncio.CancelledError) as error:
-        logger.exception("%s", trouble)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raised_at = f"{Path(where.filename).name}:{where.lineno}"
-        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error} ({raised_at})", kind=kind) from error
