@@ -27,14 +27,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from nemo_gym_prorl.failures import (
-    AgentError,
-    CallerError,
-    FailureKind,
-    InfrastructureError,
-    RolloutError,
-    TaskError,
-)
+from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
 from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, as_infrastructure_error, egress_of
 from nemo_gym_prorl.tasks.task import (
@@ -101,9 +94,8 @@ class _Session[Opened: OpenTools, Artefacts]:
     @property
     def snapshots(self) -> set[str]:
         """Return the snapshots that tools and artefacts hold."""
-        return {
-            name for one in (self.tools, self.artefacts) if isinstance(one, HoldsSnapshots) for name in one.snapshots
-        }
+        holders = [one for one in (self.tools, self.artefacts) if isinstance(one, HoldsSnapshots)]
+        return {name for one in holders for name in one.snapshots}
 
 
 @dataclass(slots=True)
@@ -150,7 +142,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     @property
     def resumes(self) -> bool:
-        """Return whether sessions can be checkpointed and resumed elsewhere."""
+        """Return whether sessions can be resumed elsewhere."""
         return isinstance(self._task, ResumableTask) and self._task.resumes
 
     @property
