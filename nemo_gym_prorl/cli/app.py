@@ -19,7 +19,11 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from nemo_gym_prorl.cli.command_groups import data_app, image_app, key_app
+from nemo_gym_prorl.cli.backends import backends_app
+from nemo_gym_prorl.cli.data.commands import data_app
+from nemo_gym_prorl.cli.image.commands import image_app
+from nemo_gym_prorl.cli.keys import key_app
+from nemo_gym_prorl.cli.options import Token, Url
 
 
 app = typer.Typer(
@@ -30,22 +34,6 @@ app = typer.Typer(
 )
 
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PRORL_URL",
-        show_envvar=False,
-        help="URL of the rollout service. Default: PRORL_URL, else the prorl_agent listed by Gym's head server.",
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PRORL_TOKEN",
-        show_envvar=False,
-        help="Key of the service. Prefer PRORL_TOKEN: other users can read command lines.",
-    ),
-]
 GatewayKeys = Annotated[
     Path | None, typer.Option("--keys-file", help="File with the keys of the gateway's clients, see `prorl key`.")
 ]
@@ -67,7 +55,7 @@ def setup() -> None:
     """
     from rich.console import Console
 
-    from nemo_gym_prorl.cli.images import progress_step
+    from nemo_gym_prorl.cli.image.images import progress_step
     from nemo_gym_prorl.sandbox.images.builder import (
         DEFAULT,
         default_image_path,
@@ -129,7 +117,7 @@ def doctor(
         policy["tool_call_parser"] = tool_call_parser
     checks = None
     if tasks is not None:
-        from nemo_gym_prorl.cli.verifier_tools import check_tasks
+        from nemo_gym_prorl.cli.image.verifier_tools import check_tasks
 
         checks = check_tasks(tasks, verifier_tools)
     if not command.show(Console(highlight=False), policy, checks):
@@ -407,52 +395,6 @@ def tail(
     from nemo_gym_prorl.cli import service
 
     service.tail(url, token, after, group)
-
-
-backends_app = typer.Typer(name="backends", help="List, add and drain the inference engines of model servers.")
-ModelUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        help="URL of the model server, or several separated by commas. Default: all listed by Gym's head server.",
-    ),
-]
-
-
-@backends_app.callback(invoke_without_command=True)
-def backends(context: typer.Context, url: ModelUrl = None, token: Token = None) -> None:
-    """List the engines of model servers: health, rollouts, turns in flight and weight version."""
-    if context.invoked_subcommand is None:
-        from nemo_gym_prorl.cli import service
-
-        service.show_backends(url, token)
-
-
-@backends_app.command("add")
-def add_backend(
-    engine: Annotated[str, typer.Argument(help="Base URL of the engine.")],
-    run: Annotated[str | None, typer.Option(help="Use the engine only for rollouts of this run.")] = None,
-    weight_version: Annotated[str | None, typer.Option(help="Label of the engine's weights.")] = None,
-    key: Annotated[str | None, typer.Option(envvar="PRORL_API_KEY", help="Key of the engine.")] = None,
-    url: ModelUrl = None,
-    token: Token = None,
-) -> None:
-    """Add an engine, on which rollouts are then placed."""
-    from nemo_gym_prorl.cli import service
-
-    service.add_backend(url, token, engine, run, weight_version, key)
-
-
-@backends_app.command("drain")
-def drain_backend(
-    engine: Annotated[str, typer.Argument(help="URL or id of the engine, as `prorl backends` prints it.")],
-    url: ModelUrl = None,
-    token: Token = None,
-) -> None:
-    """Place no new rollouts on an engine; its current rollouts continue."""
-    from nemo_gym_prorl.cli import service
-
-    service.drain_backend(url, token, engine)
 
 
 app.add_typer(backends_app)

@@ -211,8 +211,7 @@ class Container:
         supervisor = await SupervisorConnection.to(folder)
         spec = ContainerSpec(**{**description["spec"], "image": Path(description["spec"]["image"])})
         container = cls(description["sandbox_id"], spec, supervisor, description["host_id"])
-        container.environment = dict(description["environment"])
-        container.workdir = description["workdir"]
+        container.environment, container.workdir = dict(description["environment"]), description["workdir"]
         container.image = Path(description["image"])
         await supervisor.ask(CheckRequest(container.name))
         return container

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nemo_gym_prorl.cli.images import build_all, write_report
+from nemo_gym_prorl.cli.image.images import build_all, write_report
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
 from nemo_gym_prorl.sandbox.images import batch

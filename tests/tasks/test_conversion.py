@@ -21,8 +21,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
-from nemo_gym_prorl.cli.data import convert as convert_file
-from nemo_gym_prorl.cli.images import images_to_pull
+from nemo_gym_prorl.cli.data.convert import convert as convert_file
+from nemo_gym_prorl.cli.image.images import images_to_pull
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.code_rows import read_metadata, read_problem

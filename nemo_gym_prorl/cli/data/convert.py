@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``prorl data``: converts published datasets into rows of an environment, and a corpus into an offline search index.
 
-Each task family has a function that converts one record into a row, and a command in ``command_groups.py``. All
+Each task family has a function that converts one record into a row, and a command in ``commands.py``. All
 families share reading, writing and the handling of unusable records.
 """
 
