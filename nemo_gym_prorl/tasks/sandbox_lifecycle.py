@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
@@ -58,6 +59,7 @@ class SandboxLifecycle:
         start_sandbox: starts a sandbox, fresh or from a snapshot. A :class:`CallerError` blames the row; other
             exceptions become ``provider_unavailable``.
         fetch_image: downloads or builds the image of a sandbox, which may be slow; fails like ``start_sandbox``.
+        delete_snapshot: deletes a snapshot; idempotent.
         max_starts: limit on concurrent starts.
         stop_timeout_s: seconds that a stop may take.
         tasks: runs starts and stops.
@@ -67,6 +69,7 @@ class SandboxLifecycle:
         self,
         start_sandbox: Callable[[SandboxNeeds, str | None], Awaitable[Sandbox]],
         fetch_image: Callable[[SandboxNeeds], Awaitable[None]] | None,
+        delete_snapshot: Callable[[str], Awaitable[None]] | None = None,
         *,
         max_starts: int,
         stop_timeout_s: float,
@@ -74,6 +77,7 @@ class SandboxLifecycle:
     ) -> None:
         self._start_sandbox = start_sandbox
         self._fetch_image = fetch_image
+        self._delete_snapshot = delete_snapshot
         self._starts = asyncio.Semaphore(max_starts)
         self._stop_timeout_s = stop_timeout_s
         self._tasks = tasks
@@ -99,6 +103,26 @@ class SandboxLifecycle:
             InfrastructureError: ``session_release_failed``: the sandbox did not stop in time; further stops follow.
         """
         await asyncio.shield(self._tasks.spawn(self._stop(sandbox)))
+
+    @asynccontextmanager
+    async def opened(
+        self, own: SandboxNeeds, needs: SandboxNeeds | None = None, snapshot: str | None = None
+    ) -> AsyncIterator[Sandbox]:
+        """Start a sandbox with ``needs``, else with ``own``, for the length of a block."""
+        sandbox = await self.start(needs or own, snapshot)
+        try:
+            yield sandbox
+        finally:
+            await self.stop(sandbox)
+
+    async def delete_snapshots(self, names: Iterable[str]) -> None:
+        """Delete snapshots; never raises."""
+        for name in names if self._delete_snapshot is not None else ():
+            assert self._delete_snapshot is not None
+            try:
+                await self._delete_snapshot(name)
+            except Exception:
+                logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 
     async def _start(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
         try:

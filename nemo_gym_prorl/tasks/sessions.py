@@ -21,12 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 from nemo_gym_prorl.failures import (
@@ -49,6 +48,7 @@ from nemo_gym_prorl.tasks.task import (
     ResumableTools,
     SandboxNeeds,
     Task,
+    task_errors,
 )
 
 
@@ -135,12 +135,12 @@ class Sessions[Opened: OpenTools, Artefacts]:
         delete_snapshot: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._task = task
-        self._delete_snapshot = delete_snapshot
         self._limits = limits
         self._work = ShieldedTasks()
         self._sandboxes = SandboxLifecycle(
             start_sandbox,
             fetch_image,
+            delete_snapshot,
             max_starts=limits.max_sandbox_starts,
             stop_timeout_s=limits.stop_timeout_s,
             tasks=self._work,
@@ -184,7 +184,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
             InfrastructureError: the sandbox could not be started or prepared.
         """
-        with _as_infrastructure_error("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
+        with task_errors("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
             needs = self._task.needs(row)
         task = self._work.spawn(self._seed(key, row, needs, once, checkpoint))
         try:
@@ -387,7 +387,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         if session.work is not None:
             session.work.cancel()
         await self._release(session, keep=False)
-        await self._delete_snapshots(session)
+        await self._sandboxes.delete_snapshots(session.snapshots)
         self._sessions.pop(key, None)
 
     async def _verify(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
@@ -397,7 +397,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             async with session.lock:
                 if session.grade is None:
                     session.grade = await self._until_closed(session, self._grade(session, response))
-                    await self._delete_snapshots(session)
+                    await self._sandboxes.delete_snapshots(session.snapshots)
                     session.artefacts = None
                 return session.grade
         finally:
@@ -422,7 +422,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         sandbox = None if needs is None else await self._sandboxes.start(needs, snapshot)
         tools = None
         try:
-            with _as_infrastructure_error("the session could not be prepared", FailureKind.PROVIDER_UNAVAILABLE):
+            with task_errors("the session could not be prepared", FailureKind.PROVIDER_UNAVAILABLE):
                 tools = await self._task.tools.open(sandbox, needs)
                 if checkpoint is None:
                     await self._task.prepare(row, tools)
@@ -440,7 +440,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 return
             try:
                 if keep and session.lost is None:
-                    with _as_infrastructure_error("the artefacts could not be extracted", FailureKind.SESSION_LOST):
+                    with task_errors("the artefacts could not be extracted", FailureKind.SESSION_LOST):
                         taking = self._task.artefacts(session.row, session.tools)
                         session.artefacts = await self._until_closed(session, taking)
                     sandbox = session.sandbox
@@ -477,32 +477,13 @@ class Sessions[Opened: OpenTools, Artefacts]:
         if session.lost is not None:
             raise session.lost
 
-        @asynccontextmanager
-        async def open_sandbox(
-            needs: SandboxNeeds | None = None, snapshot: str | None = None
-        ) -> AsyncIterator[Sandbox]:
-            sandbox = await self._sandboxes.start(needs or session.needs or SandboxNeeds(), snapshot)
-            try:
-                yield sandbox
-            finally:
-                await self._sandboxes.stop(sandbox)
-
-        with _as_infrastructure_error("grading failed", FailureKind.VERIFIER_ERROR):
+        open_sandbox = partial(self._sandboxes.opened, session.needs or SandboxNeeds())
+        with task_errors("grading failed", FailureKind.VERIFIER_ERROR):
             artefacts = cast(Artefacts, session.artefacts)  # None only if the task extracted None
             grade = await self._task.grade(session.row, artefacts, response, open_sandbox)
             if not isinstance(grade, Grade):
                 raise TypeError(f"grade() must return a Grade, not {type(grade).__name__}")
             return grade
-
-    async def _delete_snapshots(self, session: _Session[Opened, Artefacts]) -> None:
-        delete = self._delete_snapshot
-        if delete is None:
-            return
-        for name in session.snapshots:
-            try:
-                await delete(name)
-            except Exception:
-                logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 
     async def _close_quietly(self, key: str) -> None:
         try:
@@ -510,17 +491,3 @@ class Sessions[Opened: OpenTools, Artefacts]:
         except InfrastructureError:
             logger.exception("could not close session %s", key)
             self._sessions.pop(key, None)
-
-
-@contextmanager
-def _as_infrastructure_error(trouble: str, kind: FailureKind) -> Iterator[None]:
-    """Convert a task's unexpected exceptions to infrastructure errors."""
-    try:
-        yield
-    except RolloutError:
-        raise
-    except (Exception, BaseExceptionGroup, GeneratorExit, asyncio.CancelledError) as error:
-        logger.exception("%s", trouble)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raised_at = f"{Path(where.filename).name}:{where.lineno}"
-        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error} ({raised_at})", kind=kind) from error
