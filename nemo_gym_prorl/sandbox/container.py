@@ -90,8 +90,7 @@ class Container:
         sessions_started: programs that have served as sessions in the sandbox.
         environment: variables of all commands.
         workdir: working directory of commands.
-        published_workdir: working folder that the image was published with; empty if none.
-        published_user: user that the image was published with; empty for root.
+        published: working folder and user that the image was published with; empty if it has none.
     """
 
     def __init__(self, name: str, spec: ContainerSpec, supervisor: SupervisorConnection, host_id: int) -> None:
@@ -110,8 +109,7 @@ class Container:
         self.sessions_started: set[str] = set()
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
-        self.published_workdir = ""
-        self.published_user = ""
+        self.published = ("", "")
         self._on_end: list[Callable[[], None]] = []
         self._supervisor = supervisor
         supervisor.watch(name, self._on_event)
@@ -157,9 +155,8 @@ class Container:
             container.start_method, container.fallback_reason = reply.start_method, reply.fallback_reason
             rlimits.warn_slow_start_once(reply.fallback_reason)
             container.environment = {**defaults.environment(reply.environment, spec), **spec.env}
-            if defaults.config:
-                container.published_workdir, container.published_user = defaults.config.workdir, defaults.config.user
-            await container.configure({}, spec.workdir or container.published_workdir)
+            container.published = (own.workdir, own.user) if (own := defaults.config) else ("", "")
+            await container.configure({}, spec.workdir or container.published[0])
         except BaseException:
             await container.close()
             raise

@@ -163,8 +163,7 @@ class SingularityProvider(SnapshotSupport):
 
     def published(self, handle: SandboxHandle) -> tuple[str, str]:
         """Return working folder and user that the image was published with; empty if it has none."""
-        container = container_of(handle)
-        return container.published_workdir, container.published_user
+        return container_of(handle).published
 
     async def check(self, handle: SandboxHandle) -> None:
         """Attribute the end of the sandbox, or of a process in it; see :meth:`.container.Container.check`.

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
@@ -68,6 +66,7 @@ class SandboxLifecycle:
         start_sandbox: starts a sandbox, fresh or from a snapshot. A :class:`CallerError` blames the row; other
             exceptions become ``provider_unavailable``.
         fetch_image: downloads or builds the image of a sandbox, which may be slow; fails like ``start_sandbox``.
+        delete_snapshot: deletes a snapshot; idempotent.
         max_starts: limit on concurrent starts.
         stop_timeout_s: seconds that a stop may take.
         tasks: runs starts and stops.
@@ -77,6 +76,7 @@ class SandboxLifecycle:
         self,
         start_sandbox: Callable[[SandboxNeeds, str | None], Awaitable[Sandbox]],
         fetch_image: Callable[[SandboxNeeds], Awaitable[None]] | None,
+        delete_snapshot: Callable[[str], Awaitable[None]] | None = None,
         *,
         max_starts: int,
         stop_timeout_s: float,
@@ -84,6 +84,7 @@ class SandboxLifecycle:
     ) -> None:
         self._start_sandbox = start_sandbox
         self._fetch_image = fetch_image
+        self._delete_snapshot = delete_snapshot
         self._starts = asyncio.Semaphore(max_starts)
         self._stop_timeout_s = stop_timeout_s
         self._tasks = tasks
@@ -111,13 +112,24 @@ class SandboxLifecycle:
         await asyncio.shield(self._tasks.spawn(self._stop(sandbox)))
 
     @asynccontextmanager
-    async def running(self, needs: SandboxNeeds, snapshot: str | None = None) -> AsyncIterator[Sandbox]:
-        """Start a sandbox, and stop it at the end of the block; raises as :meth:`start` and :meth:`stop`."""
-        sandbox = await self.start(needs, snapshot)
+    async def opened(
+        self, own: SandboxNeeds, needs: SandboxNeeds | None = None, snapshot: str | None = None
+    ) -> AsyncIterator[Sandbox]:
+        """Start a sandbox with ``needs``, else with ``own``, for the length of a block."""
+        sandbox = await self.start(needs or own, snapshot)
         try:
             yield sandbox
         finally:
             await self.stop(sandbox)
+
+    async def delete_snapshots(self, names: Iterable[str]) -> None:
+        """Delete snapshots; never raises."""
+        for name in names if self._delete_snapshot is not None else ():
+            assert self._delete_snapshot is not None
+            try:
+                await self._delete_snapshot(name)
+            except Exception:
+                logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 
     async def _start(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
         try:
@@ -156,17 +168,3 @@ class SandboxLifecycle:
         if stopping.cancelled() or stopping.exception() is not None:
             await asyncio.sleep(STOP_RETRY_S)
             await self._stop(sandbox)
-
-
-@contextmanager
-def as_infrastructure_error(trouble: str, kind: FailureKind) -> Iterator[None]:
-    """Convert unexpected exceptions of a task to infrastructure errors that name file and line."""
-    try:
-        yield
-    except RolloutError:
-        raise
-    except (Exception, BaseExceptionGroup, GeneratorExit, asyncio.CancelledError) as error:
-        logger.exception("%s", trouble)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raised_at = f"{Path(where.filename).name}:{where.lineno}"
-        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error} ({raised_at})", kind=kind) from error

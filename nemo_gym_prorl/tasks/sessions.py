@@ -25,11 +25,12 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
 from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
-from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, as_infrastructure_error, egress_of
+from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
     CountsToolCalls,
@@ -40,6 +41,7 @@ from nemo_gym_prorl.tasks.task import (
     ResumableTools,
     SandboxNeeds,
     Task,
+    task_errors,
 )
 
 
@@ -125,12 +127,12 @@ class Sessions[Opened: OpenTools, Artefacts]:
         delete_snapshot: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._task = task
-        self._delete_snapshot = delete_snapshot
         self._limits = limits
         self._work = ShieldedTasks()
         self._sandboxes = SandboxLifecycle(
             start_sandbox,
             fetch_image,
+            delete_snapshot,
             max_starts=limits.max_sandbox_starts,
             stop_timeout_s=limits.stop_timeout_s,
             tasks=self._work,
@@ -174,7 +176,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
             InfrastructureError: the sandbox could not be started or prepared.
         """
-        with as_infrastructure_error("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
+        with task_errors("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
             needs = self._task.needs(row)
         task = self._work.spawn(self._seed(key, row, needs, once, checkpoint))
         try:
@@ -377,7 +379,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         if session.work is not None:
             session.work.cancel()
         await self._release(session, keep=False)
-        await self._delete_snapshots(session)
+        await self._sandboxes.delete_snapshots(session.snapshots)
         self._sessions.pop(key, None)
 
     async def _verify(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
@@ -387,7 +389,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             async with session.lock:
                 if session.grade is None:
                     session.grade = await self._until_closed(session, self._grade(session, response))
-                    await self._delete_snapshots(session)
+                    await self._sandboxes.delete_snapshots(session.snapshots)
                     session.artefacts = None
                 return session.grade
         finally:
@@ -412,7 +414,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         sandbox = None if needs is None else await self._sandboxes.start(needs, snapshot)
         tools = None
         try:
-            with as_infrastructure_error("the session could not be prepared", FailureKind.PROVIDER_UNAVAILABLE):
+            with task_errors("the session could not be prepared", FailureKind.PROVIDER_UNAVAILABLE):
                 tools = await self._task.tools.open(sandbox, needs)
                 if checkpoint is None:
                     await self._task.prepare(row, tools)
@@ -430,7 +432,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 return
             try:
                 if keep and session.lost is None:
-                    with as_infrastructure_error("the artefacts could not be extracted", FailureKind.SESSION_LOST):
+                    with task_errors("the artefacts could not be extracted", FailureKind.SESSION_LOST):
                         taking = self._task.artefacts(session.row, session.tools)
                         session.artefacts = await self._until_closed(session, taking)
                     sandbox = session.sandbox
@@ -468,23 +470,13 @@ class Sessions[Opened: OpenTools, Artefacts]:
         if session.lost is not None:
             raise session.lost
 
-        def open_sandbox(needs: SandboxNeeds | None = None, snapshot: str | None = None) -> Any:
-            return self._sandboxes.running(needs or session.needs or SandboxNeeds(), snapshot)
-
-        with as_infrastructure_error("grading failed", FailureKind.VERIFIER_ERROR):
+        open_sandbox = partial(self._sandboxes.opened, session.needs or SandboxNeeds())
+        with task_errors("grading failed", FailureKind.VERIFIER_ERROR):
             artefacts = cast(Artefacts, session.artefacts)  # None only if the task extracted None
             grade = await self._task.grade(session.row, artefacts, response, open_sandbox)
             if isinstance(grade, Grade):
                 return grade
             raise TypeError(f"grade() must return a Grade, not {type(grade).__name__}")
-
-    async def _delete_snapshots(self, session: _Session[Opened, Artefacts]) -> None:
-        for name in session.snapshots:
-            assert self._delete_snapshot is not None
-            try:
-                await self._delete_snapshot(name)
-            except Exception:
-                logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 
     async def _close_quietly(self, key: str) -> None:
         try:

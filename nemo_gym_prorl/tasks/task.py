@@ -15,17 +15,24 @@ Only artefacts and the response pass from the policy to grading.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.network_access import Network
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 
+
+logger = logging.getLogger(__name__)
 
 _MAX_REWARD = sys.float_info.max
 
@@ -380,3 +387,17 @@ class CombinedToolSet[First: OpenTools, Second: OpenTools]:
             await first.close()
             raise
         return CombinedTools(first, second, self._names_of_first)
+
+
+@contextmanager
+def task_errors(trouble: str, kind: FailureKind) -> Iterator[None]:
+    """Convert unexpected exceptions of a task to infrastructure errors."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except (Exception, BaseExceptionGroup, GeneratorExit, asyncio.CancelledError) as error:
+        logger.exception("%s", trouble)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raised_at = f"{Path(where.filename).name}:{where.lineno}"
+        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error} ({raised_at})", kind=kind) from error
