@@ -190,7 +190,12 @@ class AgentPhase:
             InfrastructureError: the sandbox has ended.
         """
         for hook in self.task.hooks(self.step):
-            done = await self._bash(hook.command, hook.timeout_sec, user=hook.user)
+            try:
+                user = await usable_user(self._sandbox, hook.user)
+            except SetupFailed as error:
+                logger.warning("%s: a collect hook did not run: %s", self.task.row.instance_id, error.reason)
+                continue
+            done = await self._bash(hook.command, hook.timeout_sec, user=user)
             if done.return_code:
                 logger.warning("%s: a collect hook failed: %s", self.task.row.instance_id, excerpt(done))
         if self.task.config.is_separate(self.step):

@@ -15,6 +15,7 @@ import posixpath
 import shlex
 import tarfile
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from nemo_gym_prorl.tasks.sandbox import HasContainer
 ARCHIVE = "artifacts.tar"
 """Name of the archive in its folder."""
 
-COLLECT_TIMEOUT_S = 600.0  # reading gigabytes from a loaded disk
+COLLECT_TIMEOUT_S = 600.0  # for all artifacts: reading gigabytes from a loaded disk
 
 MAX_BYTES = 4 << 30
 """Bytes of all artifacts together; members after the limit are left out."""
@@ -52,11 +53,12 @@ async def collect(
     kept = tempfile.TemporaryDirectory(prefix="prorl-harbor-")
     os.chmod(kept.name, 0o755)  # noqa: PTH101  # takes no time
     raw: dict[str, Path] = {}
+    deadline = time.monotonic() + COLLECT_TIMEOUT_S
     for number, (source, artifact) in enumerate(zip(sources, artifacts, strict=True)):
         excluded = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in artifact.exclude)
         member = shlex.quote(source.lstrip("/") or ".")
         command = f"rm -rf {_UNSANITIZED}; tar -cf {_UNSANITIZED} -C / {excluded} -- {member}"
-        await sandbox.exec(command, cwd="/", timeout_s=COLLECT_TIMEOUT_S)
+        await sandbox.exec(command, cwd="/", timeout_s=max(1.0, deadline - time.monotonic()))
         # Without an archive the verifier decides on nothing.
         with contextlib.suppress(CallerError):
             await sandbox.download(_UNSANITIZED, Path(kept.name, f"raw-{number}"))

@@ -3,9 +3,9 @@
 """Grade a Harbor rollout: verify its steps in order, and attribute a missing verdict.
 
 No verdict is never a reward. Whether the agent prevented the verdict is decided by a control run: the task's own
-solution is played and verified on the same set-up, once per image, digest, tools and mode. If that gives a verdict,
-the agent is to blame and gets 0. Otherwise, and without a solution, the task cannot be graded here, which is a
-:class:`TaskError`.
+solution is played and verified on the same set-up, once per image, digest, tools and mode. If that gives a verdict, and
+a second verification of the agent's work none, the agent is to blame and gets 0. Otherwise, and without a solution, the
+task cannot be graded here, which is a :class:`TaskError`.
 
 ``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
 solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
@@ -128,21 +128,13 @@ class Grader:
             InfrastructureError: grading failed.
         """
         strict = self._strict is True
-        verified = await self._verify_steps(task, work, strict, open_sandbox)
+        verified = await self._verified(task, work, strict, open_sandbox)
         is_open = self._strict == "auto" and not verified.no_verdict and self._scalar(task, verified) > 0
         if is_open and await self._strict_works(task, work, open_sandbox):
             strict = True
-            verified = await self._verify_steps(task, work, strict, open_sandbox)
-        modes = modes_of(task, strict)
-        fields = self._fields(task, verified, modes)
+            verified = await self._verified(task, work, strict, open_sandbox)
+        fields = self._fields(task, verified, modes_of(task, strict))
         if verified.no_verdict:
-            control = await self._control(task, work, strict, open_sandbox)
-            if control.problem:
-                output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
-                raise TaskError(
-                    f"{task.row.instance_id}: the tests gave no verdict ({verified.note}); "
-                    f"{control.problem}; {self._advice(task)}the tests' output ended with: {output}"
-                )
             return Grade(0.0, HarborVerdict.TAMPERED, verified.note[:DETAIL_CHARS], fields)
         reward = self._scalar(task, verified)
         verdict = HarborVerdict.FAILED if reward <= 0 else HarborVerdict.PARTIAL
@@ -185,6 +177,27 @@ class Grader:
                 f"{', '.join(rewards)}"
             )
         return reward
+
+    async def _verified(
+        self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
+    ) -> _Verified:
+        """Verify the steps. A result without a verdict is the agent's doing.
+
+        Raises:
+            TaskError: the task's own solution gets no verdict either.
+        """
+        verified = await self._verify_steps(task, work, strict, open_sandbox)
+        if not verified.no_verdict:
+            return verified
+        control = await self._control(task, work, strict, open_sandbox)
+        if control.problem:
+            output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
+            raise TaskError(
+                f"{task.row.instance_id}: the tests gave no verdict ({verified.note}); "
+                f"{control.problem}; {self._advice(task)}the tests' output ended with: {output}"
+            )
+        # The machine may have been at fault the first time.
+        return await self._verify_steps(task, work, strict, open_sandbox)
 
     async def _verify_steps(
         self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
