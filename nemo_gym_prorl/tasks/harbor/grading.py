@@ -3,9 +3,9 @@
 """Grade a Harbor rollout: verify its steps in order, and attribute a missing verdict.
 
 No verdict is never a reward. Whether the agent prevented the verdict is decided by a control run: the task's own
-solution is played and verified on the same set-up, once per image, digest, tools and mode. If that gives a verdict, and
-a second verification of the agent's work none, the agent is to blame and gets 0. Otherwise, and without a solution, the
-task cannot be graded here, which is a :class:`TaskError`.
+solution is played and verified on the same set-up, once per image, digest, tools and mode. If that gives a verdict,
+and a second verification of the agent's work none, the agent is to blame and gets 0. Otherwise, and without a
+solution, the task cannot be graded here, which is a :class:`TaskError`.
 
 ``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
 solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
