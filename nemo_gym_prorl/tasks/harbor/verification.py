@@ -4,7 +4,7 @@
 
 A sandbox gets these mounts, which nothing that the agent left can redirect: see ``layer_archive`` of the sandboxes.
 
-- ``/tests``: a copy of the tests, read-only.
+- ``/tests``: a copy of the tests, which tests may write to.
 - ``/logs/verifier``: an empty folder of the host, from which the reward is read after the sandbox has ended.
 - with verifier tools: their folder, read-only and first on ``PATH``, and ``env``, ``uv`` and ``uvx`` in
   ``~/.local/bin``, where test scripts look for an installed ``uv``.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import posixpath
 import secrets
@@ -28,7 +29,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -192,11 +193,11 @@ async def _run_tests(
             env={**mounts.env, **task.verifier_env(step)},
         )
     )
-    watching = asyncio.ensure_future(_wait_until_full(mounts.logs, mounts.settings.logs_mib << 20))
+    watching = asyncio.ensure_future(_wait_until_full(mounts.limits))
     try:
         await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            return f"the tests wrote more than {mounts.settings.logs_mib} MiB to {LOGS}"
+            return f"the tests wrote more than {mounts.settings.logs_mib} MiB to {LOGS} or {TESTS}"
         done = running.result()
     finally:
         for work in (running, watching):
@@ -204,28 +205,35 @@ async def _run_tests(
         await asyncio.wait((running, watching))
     if user is not None:
         # Files of other users inside could not be deleted by this server.
-        await sandbox.exec(f"chmod -R a+rwX {LOGS}", cwd="/", timeout_s=LAY_TIMEOUT_S)
+        await sandbox.exec(f"chmod -R a+rwX {LOGS} {TESTS}", cwd="/", timeout_s=LAY_TIMEOUT_S)
     if done.error_type == "timeout":
         return f"the tests did not end within {limit_s:g} s"
     return "" if done.error_type is None else f"the tests could not run: {excerpt(done)}"
 
 
-async def _wait_until_full(folder: Path, limit: int) -> None:
-    """Return when a folder has more bytes than ``limit``, or more than :data:`MAX_LOG_FILES` files."""
-    while not await asyncio.to_thread(_is_full, folder, limit):  # noqa: ASYNC110  # only the disk knows
+async def _wait_until_full(limits: Mapping[Path, tuple[int, int]]) -> None:
+    """Return when a folder has more bytes or more files than its limits."""
+    while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # only the disk knows
         await asyncio.sleep(CHECK_LOGS_S)
 
 
-def _is_full(folder: Path, limit: int) -> bool:
+def _is_full(limits: Mapping[Path, tuple[int, int]]) -> bool:
+    return any(
+        limit < now for folder, most in limits.items() for limit, now in zip(most, _usage(folder, *most), strict=True)
+    )
+
+
+def _usage(folder: Path, most_bytes: float = math.inf, most_files: float = math.inf) -> tuple[int, int]:
+    """Return bytes and files of a folder, counted no further than the given numbers."""
     size = files = 0
     for path, folders, names in os.walk(folder):
         files += len(folders) + len(names)
         for name in names:
             with contextlib.suppress(OSError):
                 size += Path(path, name).lstat().st_blocks * 512
-        if size > limit or files > MAX_LOG_FILES:
-            return True
-    return False
+        if size > most_bytes or files > most_files:
+            break
+    return size, files
 
 
 class _Mounts:
@@ -233,6 +241,7 @@ class _Mounts:
 
     Attributes:
         logs: the verifier's folder.
+        limits: folders that the tests can write to: bytes and files that each may have.
         script: text of the test script; empty if the image has it.
         env: variables of the tests for the tools.
         exports: shell commands before the tests, for the tools.
@@ -245,6 +254,7 @@ class _Mounts:
         self._state = state
         self.settings = settings
         self.logs = Path()
+        self.limits: dict[Path, tuple[int, int]] = {}
         self.script = ""
         self.env: dict[str, str] = {}
         self.exports = ""
@@ -270,6 +280,7 @@ class _Mounts:
         self.logs = folder / "logs"
         self.logs.mkdir()
         self.logs.chmod(0o777)
+        self._limit(self.logs)
         return [f"{self.logs}:{LOGS}"]
 
     def _add_tests(self, folder: Path) -> list[str]:
@@ -284,7 +295,14 @@ class _Mounts:
                 (tests / name).chmod(0o755 if os.access(path, os.X_OK) or name == "test.sh" else 0o644)
         with contextlib.suppress(OSError):
             self.script = (tests / "test.sh").read_text(errors="replace")
-        return [f"{tests}:{TESTS}:ro"]
+        for path in [tests, *tests.rglob("*")]:
+            path.chmod(0o777 if path.is_dir() else path.stat().st_mode | 0o666)
+        self._limit(tests)
+        return [f"{tests}:{TESTS}"]
+
+    def _limit(self, folder: Path) -> None:
+        size, files = _usage(folder)
+        self.limits[folder] = (size + (self.settings.logs_mib << 20), files + MAX_LOG_FILES)
 
     def _add_artifacts(self) -> list[str]:
         kept = self._state.artifacts

@@ -144,6 +144,7 @@ NO_VERDICT = {
         "true --ctrf=/logs/verifier/c.json; echo 1 > /logs/verifier/reward.txt"
     ),
     "too many logs": "echo 1 > /logs/verifier/reward.txt; head -c 20M /dev/zero > /logs/verifier/log; sleep 60",
+    "too much beside the tests": "echo 1 > /logs/verifier/reward.txt; head -c 20M /dev/zero > /tests/big; sleep 60",
     "several rewards, and none that counts": 'echo \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json',
     "a verifier that ends its sandbox": "kill -9 -1",
 }
@@ -158,6 +159,13 @@ async def test_a_verifier_that_cannot_run_is_never_a_reward(tmp_path: Path, name
         for command in (ANSWER, "true"):
             reply = await play(base_url, row_of(folder), command)
             assert shown(reply) == (422, None, "verifier_error"), reply
+
+
+async def test_tests_can_write_beside_themselves(tmp_path: Path) -> None:
+    writes = says("mkdir /tests/deep/build && echo x >> /tests/deep/data && touch /tests/.cache")
+    row = row_of(make_task(tmp_path / "t", test=writes, files={"tests/deep/data": "x\n"}))
+    async with serving("prorl_harbor") as base_url:
+        assert shown(await play(base_url, row, "true")) == PASSED
 
 
 USERS = """
