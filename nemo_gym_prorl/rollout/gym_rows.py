@@ -347,7 +347,7 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> TurnTokens 
     if prompt[:kept] != before:
         kept = next(compress(count(), map(ne, prompt, before)), min(len(prompt), kept))
     observed = prompt[kept:]
-    if not set(map(type, [*observed, *sampled])) <= {int} or not set(map(type, log_probs)) <= {int, float}:
+    if not {*map(type, observed), *map(type, sampled)} <= {int} or not {*map(type, log_probs)} <= {int, float}:
         return None
     experts = item.get("routed_experts")
     try:
@@ -356,7 +356,8 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> TurnTokens 
             return None
     except (OverflowError, TypeError, ValueError):
         return None
-    fine = min((*turn.observed, *turn.sampled), default=0) >= 0 and all(map(math.isfinite, turn.log_probs))
+    # The lists are read, since each number of an array would become an object again.
+    fine = min(observed, default=0) >= 0 and min(sampled, default=0) >= 0 and all(map(math.isfinite, log_probs))
     return turn if fine else None
 
 
