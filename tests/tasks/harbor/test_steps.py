@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of several steps, and separate verifiers, over HTTP."""
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.sandbox.snapshots import default_folder
-from tests.prorl_code.conftest import RESPONSE, Client, serving
+from tests.prorl_code.conftest import RESPONSE, Client, build, serving
+from tests.rollout.serving import serve
 from tests.tasks.harbor.folders import PLAIN, make_task, play, row_of, says, shown
 
 
@@ -121,6 +123,21 @@ async def test_a_closed_session_leaves_no_snapshot(base_url: str, tmp_path: Path
         await client.tool("submit")
         assert (await client.post("/close_session"))[0] == 200
     assert list(default_folder().iterdir()) == []
+
+
+async def test_the_sweeper_spares_snapshots_of_live_sessions(tmp_path: Path) -> None:
+    server = build("prorl_harbor")
+    async with serve(server.setup_webserver()) as url, Client(url) as client:
+        assert (await client.post("/seed_session", steps_task(tmp_path / "t")))[0] == 200
+        await client.tool("submit")
+        [held] = default_folder().iterdir()
+        orphan = held.with_name(f"{server.snapshot_prefix}-{'0' * 12}")
+        orphan.touch()
+        for path in (held, orphan):
+            os.utime(path, (0, 0))
+        await server._sweep_snapshots()
+        assert list(default_folder().iterdir()) == [held]
+        assert (await client.post("/close_session"))[0] == 200
 
 
 async def test_a_set_up_that_always_fails_is_the_tasks_fault(base_url: str, tmp_path: Path) -> None:
