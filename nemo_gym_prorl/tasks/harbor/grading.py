@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grade a Harbor rollout: verify its steps in order, and attribute a missing verdict.
 
-A missing verdict is never a reward. A control run decides whether the agent prevented the verdict: the task's own
-solution is played and verified on the same set-up, once per image, digest, tools and mode. If the control run gives a
-verdict, and a second verification of the agent's work gives none, the agent gets 0. Otherwise, and without a solution,
-the task cannot be graded here, which is a :class:`TaskError`.
+A control run shows first that a reward means something here: the task's own solution is played and verified on the
+same set-up, once per image, digest, tools and mode. If the solution earns nothing, no rollout of the task is graded,
+which is a :class:`TaskError`: the tests may need a network, or processes of the agent, which have ended. Refusing only
+failed rollouts would bias the sample.
+
+A missing verdict is never a reward either. If the solution gets a verdict, and a second verification of the agent's
+work none, the agent prevented the verdict and gets 0. Without a solution the task cannot be graded then.
 
 ``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
 solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
@@ -18,7 +21,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -36,7 +39,7 @@ logger = logging.getLogger(__name__)
 Strict = Literal["auto"] | bool
 
 RETRY_CONTROL_S = 600.0
-"""Seconds after which a control run that gave no verdict is repeated: the machine may have been at fault."""
+"""Seconds after which a control run without a reward is repeated: the machine may have been at fault."""
 
 MAX_REMEMBERED_CONTROLS = 10_000  # bounds memory
 
@@ -73,19 +76,17 @@ class HarborWork:
     failed: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Control:
     """Result of a control run.
 
     Attributes:
-        problem: why a step got no verdict; empty if all did.
-        reward: reward of the solution.
+        reward: reward of the solution; 0 if it could not be played or got no verdict.
+        problem: why the reward is not positive.
     """
 
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    at: float | None = None
+    reward: float
     problem: str = ""
-    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class Grader:
         self._settings = settings
         self._strict = strict
         self._snapshot_name = snapshot_name
-        self._controls: OrderedDict[tuple[str, ...], _Control] = OrderedDict()
+        self._controls: OrderedDict[tuple[str, ...], tuple[float, asyncio.Task[_Control]]] = OrderedDict()
 
     async def grade(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> Grade:
         """Grade a rollout.
@@ -128,6 +129,13 @@ class Grader:
             InfrastructureError: grading failed.
         """
         strict = self._strict is True
+        if task.has_solution:
+            control = await self._control(task, work, strict, open_sandbox)
+            if control.problem:
+                raise TaskError(
+                    f"{task.row.instance_id}: the task's own solution earns nothing here: {control.problem}; "
+                    f"{self._advice(task)}the tests may also need services of the agent, which do not run during them"
+                )
         verified = await self._verified(task, work, strict, open_sandbox)
         is_open = self._strict == "auto" and not verified.no_verdict and self._scalar(task, verified) > 0
         if is_open and await self._strict_works(task, work, open_sandbox):
@@ -184,17 +192,16 @@ class Grader:
         """Verify the steps. A result without a verdict is the agent's doing.
 
         Raises:
-            TaskError: the task's own solution gets no verdict either.
+            TaskError: there is no verdict, and no solution to compare with.
         """
         verified = await self._verify_steps(task, work, strict, open_sandbox)
         if not verified.no_verdict:
             return verified
-        control = await self._control(task, work, strict, open_sandbox)
-        if control.problem:
+        if not task.has_solution:
             output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
             raise TaskError(
-                f"{task.row.instance_id}: the tests gave no verdict ({verified.note}); "
-                f"{control.problem}; {self._advice(task)}the tests' output ended with: {output}"
+                f"{task.row.instance_id}: the tests gave no verdict ({verified.note}), and there is no solution to compare "
+                f"with; {self._advice(task)}the tests' output ended with: {output}"
             )
         # The machine may have been at fault the first time.
         return await self._verify_steps(task, work, strict, open_sandbox)
@@ -224,31 +231,35 @@ class Grader:
         if GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
             return False
         strict = await self._control(task, work, True, open_sandbox)
-        if strict.problem or strict.reward <= 0 or strict.reward >= 1:
-            return not strict.problem and strict.reward > 0
+        if strict.problem or strict.reward >= 1:
+            return not strict.problem
         return strict.reward >= (await self._control(task, work, False, open_sandbox)).reward
 
     async def _control(self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox) -> _Control:
-        """Return the result of the control run, which is played once for all rollouts of the task."""
+        """Return the result of the control run, which is played once for all rollouts of the task.
+
+        It goes on when a rollout that waits for it is cancelled or out of time.
+        """
         harbor = task.row.harbor
         key = (task.row.image, harbor.digest, str(self._settings.tools), str(strict))
-        control = self._controls.setdefault(key, _Control())
-        while len(self._controls) > MAX_REMEMBERED_CONTROLS:
-            self._controls.popitem(last=False)
-        async with control.lock:
-            is_stale = control.at is None or (control.problem and time.monotonic() > control.at + RETRY_CONTROL_S)
-            if is_stale:
-                await self._play_solution(control, task, work, strict, open_sandbox)
-                control.at = time.monotonic()
-        return control
+        began, playing = self._controls.get(key, (0.0, None))
+        if playing is None or _is_stale(playing, began):
+            playing = asyncio.create_task(self._play_solution(task, work, strict, open_sandbox))
+            self._controls[key] = time.monotonic(), playing
+            while len(self._controls) > MAX_REMEMBERED_CONTROLS:
+                self._controls.popitem(last=False)
+        return await asyncio.shield(playing)
+
+    async def aclose(self) -> None:
+        """End the control runs."""
+        playing = [task for _, task in self._controls.values() if not task.done()]
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
 
     async def _play_solution(
-        self, control: _Control, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
-    ) -> None:
-        control.problem, control.reward = "", 0.0
-        if any(task.solution(step) is None for step in task.steps):
-            control.problem = "the task has no solution to compare with"
-            return
+        self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
+    ) -> _Control:
         try:
             async with open_sandbox(task.needs()) as sandbox:
                 assert isinstance(sandbox, HasContainer)
@@ -264,11 +275,21 @@ class Grader:
                 finally:
                     work.snapshots += phase.snapshots
         except (AgentError, CallerError, SetupFailed) as error:
-            control.problem = f"nor could the task's own solution be played: {error.reason}"
-            return
+            return _Control(0.0, f"it could not be played: {error.reason}")
         played = HarborWork(phase.folder, phase.states, [])
         verified = await self._verify_steps(task, played, strict, open_sandbox)
+        output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
+        ended = f"; the tests' output ended with: {output}" if output else ""
         if verified.no_verdict:
-            control.problem = f"nor on the task's own solution ({verified.note})"
-        else:
-            control.reward = self._scalar(task, verified)
+            return _Control(0.0, f"no verdict ({verified.note}){ended}")
+        reward = self._scalar(task, verified)
+        return _Control(reward, "" if reward > 0 else f"reward {reward:g}{ended}")
+
+
+def _is_stale(playing: asyncio.Task[_Control], began: float) -> bool:
+    """Return whether a control run is repeated: it failed, or the machine may have been at fault for its result."""
+    if not playing.done():
+        return False
+    if playing.cancelled() or playing.exception() is not None:
+        return True
+    return bool(playing.result().problem) and time.monotonic() > began + RETRY_CONTROL_S

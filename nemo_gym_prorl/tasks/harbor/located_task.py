@@ -90,6 +90,11 @@ class LocatedTask:
         """The steps, at least one."""
         return self.config.steps or (None,)
 
+    @property
+    def has_solution(self) -> bool:
+        """Whether each step has a solution."""
+        return all(self.solution(step) is not None for step in self.steps)
+
     def needs(self) -> SandboxNeeds:
         """Return the requirements of the agent's sandbox."""
         row = self.row

@@ -182,5 +182,9 @@ class HarborTasks:
         """Verify the steps; see :mod:`.grading`."""
         return await self._grader.grade(self._located(row), artefacts, open_sandbox)
 
+    async def aclose(self) -> None:
+        """End the control runs."""
+        await self._grader.aclose()
+
     def _located(self, row: Mapping[str, Any]) -> LocatedTask:
         return LocatedTask.of(row, self._root, self._variables)

@@ -42,7 +42,7 @@ start_period_sec = 60
 start_interval_sec = 0.1
 """
 HOOK = '[[verifier.collect]]\ncommand = "cp answer /logs/artifacts/kept"\n[[verifier.collect]]\ncommand = "false"\n'
-PASSED, FAILED = (200, 1.0, "passed"), (200, 0.0, "failed")
+PASSED, FAILED, REFUSED = (200, 1.0, "passed"), (200, 0.0, "failed"), (422, None, "verifier_error")
 
 BEHAVIOURS = {
     "the tests run in the working folder": ({"test": says("[ $PWD = /app ]")}, "true", PASSED),
@@ -110,7 +110,9 @@ BEHAVIOURS = {
 @pytest.mark.parametrize("name", BEHAVIOURS)
 async def test_behaviours_of_the_format(base_url: str, tmp_path: Path, name: str) -> None:
     task, command, result = BEHAVIOURS[name]
-    reply = await play(base_url, row_of(make_task(tmp_path / "t", **task)), command)
+    # The default solution solves the default tests only.
+    folder = make_task(tmp_path / "t", **({"solve": None} if "test" in task else {}), **task)
+    reply = await play(base_url, row_of(folder), command)
     assert shown(reply) == result, reply
 
 
@@ -180,9 +182,9 @@ WHO = says('[ "$(cat /tmp/who)" = "daemon daemon" ] && [ $(id -un) = games ]')
 several = pytest.mark.skipif(bool(multi_user_error()), reason="this user has no range of ids")
 
 
-@pytest.mark.parametrize(("users", "result"), [pytest.param(True, PASSED, marks=several), (False, FAILED)])
+@pytest.mark.parametrize(("users", "result"), [pytest.param(True, PASSED, marks=several), (False, REFUSED)])
 async def test_agent_and_tests_have_their_users(tmp_path: Path, users: bool, result: object) -> None:
-    """A sandbox with one user runs all commands as that user."""
+    """A sandbox with one user runs all commands as that user, so that the solution earns nothing either."""
     folder = make_task(tmp_path / "t", toml=PLAIN + USERS, test=WHO, solve="echo daemon daemon > /tmp/who")
     row, provider = row_of(folder), {"singularity": {"users": users}}
     async with serving("prorl_harbor", sandbox_provider=provider) as base_url, Client(base_url) as client:

@@ -185,7 +185,7 @@ HANDED_IN = {
 async def test_a_separate_verifier_sees_artifacts_alone(base_url: str, tmp_path: Path, name: str) -> None:
     command, expected = HANDED_IN[name]
     toml = SEPARATE + f'env = {{ EXPECTED = "{expected}" }}\n{PLAIN}'
-    reply = await play(base_url, row_of(make_task(tmp_path / "t", toml=toml, test=SEEN)), command)
+    reply = await play(base_url, row_of(make_task(tmp_path / "t", toml=toml, test=SEEN, solve=None)), command)
     assert shown(reply) == (200, 1.0, "passed"), reply
     assert reply[1]["grading_mode"] == "separate"
 
@@ -195,7 +195,7 @@ async def test_strict_grading_keeps_the_working_folder_and_artifacts(tmp_path: P
         "[ -e /app/in ] && [ ! -e /app/old ] && [ -e /data/kept ] && [ ! -e /data/other ] && [ ! -e /elsewhere ]"
     )
     toml = f'artifacts = ["/data/kept"]\n{PLAIN}'
-    folder = make_task(tmp_path / "t", toml=toml, test=test, files={"environment/old": ""})
+    folder = make_task(tmp_path / "t", toml=toml, test=test, solve=None, files={"environment/old": ""})
     command = "touch in /elsewhere; rm old; mkdir /data; touch /data/kept /data/other"
     async with serving("prorl_harbor", strict=True) as url:
         reply = await play(url, row_of(folder), command)
