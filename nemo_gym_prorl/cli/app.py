@@ -105,14 +105,8 @@ def doctor(
         Literal["vllm", "vllm_chat", "nemo_rl", "sglang"] | None,
         typer.Option(help="Protocol of the endpoint. Default: vllm, or vllm_chat without a tokenizer."),
     ] = None,
-    tasks: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Check whether the tests of these Harbor tasks run offline."),
-    ] = None,
-    verifier_tools: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="With --tasks: folder that `prorl image tools` made."),
-    ] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Check whether tests of these Harbor tasks run offline.")] = None,
+    verifier_tools: Annotated[Path | None, typer.Option(help="Folder of `prorl image tools`, for --tasks.")] = None,
 ) -> None:
     """Check this machine, an inference endpoint or a folder of tasks, and print how to fix each problem.
 
@@ -127,12 +121,7 @@ def doctor(
         policy = {"base_url": [policy_url], "model": policy_model or tokenizer or "", "api_key": policy_key}
         policy |= {"tokenizer": tokenizer, "chat_template": chat_template, "engine": engine}
         policy["tool_call_parser"] = tool_call_parser
-    checks = None
-    if tasks is not None:
-        from nemo_gym_prorl.cli.verifier_tools import check_tasks
-
-        checks = check_tasks(tasks, verifier_tools)
-    if not command.show(Console(highlight=False), policy, checks):
+    if not command.show(Console(highlight=False), policy, tasks, verifier_tools):
         raise typer.Exit(1)
 
 

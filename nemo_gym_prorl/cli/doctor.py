@@ -17,7 +17,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -375,13 +375,19 @@ def _last_line(text: str) -> str:
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 
 
-def show(console: Console, policy: Mapping[str, Any] | None = None, checks: Iterable[Check] | None = None) -> bool:
+def show(
+    console: Console,
+    policy: Mapping[str, Any] | None = None,
+    tasks: Path | None = None,
+    tools: Path | None = None,
+) -> bool:
     """Print the findings and their fixes; return whether rollouts can run.
 
     Args:
         console: console for the table.
         policy: settings of a :class:`PolicyConfig`; if given, its engine and tokenizer are checked, not the machine.
-        checks: if given, these are shown, and the machine is not checked.
+        tasks: folder of Harbor tasks; if given, their tests are checked, not the machine.
+        tools: folder of verifier tools for ``tasks``.
     """
     # The start of a sandbox logs warnings about limits, which are findings of a check.
     before = logging.root.manager.disable
@@ -390,7 +396,12 @@ def show(console: Console, policy: Mapping[str, Any] | None = None, checks: Iter
         with console.status("checking"):
             if policy is not None:
                 checks = asyncio.run(_examine_policy(policy))
-            checks = list(examine() if checks is None else checks)
+            elif tasks is not None:
+                from nemo_gym_prorl.cli.verifier_tools import check_tasks  # imports this module
+
+                checks = check_tasks(tasks, tools)
+            else:
+                checks = list(examine())
     finally:
         logging.disable(before)
     # Fixes are printed below findings, so that both fit a terminal of 80 columns.
