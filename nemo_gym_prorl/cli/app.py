@@ -93,14 +93,8 @@ def doctor(
         Literal["vllm", "vllm_chat", "nemo_rl", "sglang"] | None,
         typer.Option(help="Protocol of the endpoint. Default: vllm, or vllm_chat without a tokenizer."),
     ] = None,
-    tasks: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="Check whether the tests of these Harbor tasks run offline."),
-    ] = None,
-    verifier_tools: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="With --tasks: folder that `prorl image tools` made."),
-    ] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Check whether tests of these Harbor tasks run offline.")] = None,
+    verifier_tools: Annotated[Path | None, typer.Option(help="Folder of `prorl image tools`, for --tasks.")] = None,
 ) -> None:
     """Check this machine, an inference endpoint or a folder of tasks, and print how to fix each problem.
 

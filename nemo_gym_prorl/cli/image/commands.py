@@ -180,44 +180,18 @@ def build_all_images(
 
 @image_app.command("tools")
 def make_tools(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False, help="Folder to make or complete.")],
-    tasks: Annotated[
-        list[Path] | None,
-        typer.Option(file_okay=False, help="Folder of Harbor tasks: hold what their tests install; repeatable."),
-    ] = None,
-    packages: Annotated[
-        list[str] | None,
-        typer.Option("--packages", help="'NAME==VERSION NAME…': Python packages installed together; repeatable."),
-    ] = None,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make or complete.")],
+    tasks: Annotated[list[Path] | None, typer.Option(help="Folder of Harbor tasks to equip; repeatable.")] = None,
+    packages: Annotated[list[str] | None, typer.Option(help="'NAME==VERSION NAME…': one set; repeatable.")] = None,
     pythons: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--python", help="Version that uv installs, or folder of a relocatable Python that is copied; repeatable."
-        ),
+        list[str] | None, typer.Option("--python", help="Version, or folder of a relocatable Python; repeatable.")
     ] = None,
-    build: Annotated[
-        bool, typer.Option("--build", help="Build packages that have no wheel, which runs their code.")
-    ] = False,
+    build: Annotated[bool, typer.Option("--build", help="Build what has no wheel, which runs its code.")] = False,
 ) -> None:
-    """Make a folder of tools for verifiers without a network: uv, Python and wheels (setting `verifier_tools`).
+    """Make a folder of uv, Python and wheels for tests without a network. Exit code 1 if packages can't be had."""
+    from nemo_gym_prorl.cli.image.verifier_tools import show_tools
 
-    Exit code 1 if some packages can't be held.
-    """
-    from rich.console import Console
-
-    from nemo_gym_prorl.cli.image import verifier_tools
-    from nemo_gym_prorl.cli.image.images import progress_step
-    from nemo_gym_prorl.tasks.harbor.verifier_tools import RequirementSet
-
-    sets = [one for path in tasks or () for one in verifier_tools.sets_of_tasks(path)]
-    sets += [RequirementSet("", tuple(sorted(words.split()))) for words in packages or ()]
-    console = Console(highlight=False)
-    with progress_step(console, "tools") as say:
-        problems = verifier_tools.make_tools(folder, list(dict.fromkeys(sets)), pythons or (), say, build=build)
-        say(str(folder))
-    for problem in problems:
-        console.print(problem, markup=False, soft_wrap=True)
-    if problems:
+    if show_tools(folder, tasks or (), packages or (), pythons or (), build):
         raise typer.Exit(1)
 
 

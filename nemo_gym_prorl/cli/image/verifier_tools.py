@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import uv
+from rich.console import Console
 
 from nemo_gym_prorl.cli.doctor import Check, Level
+from nemo_gym_prorl.cli.image.images import progress_step
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.verifier_tools import (
     APT_CONFIG,
@@ -64,6 +66,21 @@ def sets_of_tasks(folder: Path) -> list[RequirementSet]:
     """Return the packages that the test scripts of all tasks below a folder install."""
     found = [one for needs in needs_of_tasks(folder).values() for one in needs.sets if one.packages]
     return list(dict.fromkeys(found))
+
+
+def show_tools(
+    folder: Path, tasks: Sequence[Path], packages: Sequence[str], pythons: Sequence[str], build: bool
+) -> list[str]:
+    """Make a tools folder, show its steps, and return and print what can't be held; see :func:`make_tools`."""
+    sets = [one for path in tasks for one in sets_of_tasks(path)]
+    sets += [RequirementSet("", tuple(sorted(words.split()))) for words in packages]
+    console = Console(highlight=False)
+    with progress_step(console, "tools") as say:
+        problems = make_tools(folder, list(dict.fromkeys(sets)), pythons, say, build=build)
+        say(str(folder))
+    for problem in problems:
+        console.print(problem, markup=False, soft_wrap=True)
+    return problems
 
 
 def check_tasks(folder: Path, tools: Path | None) -> list[Check]:
@@ -134,7 +151,9 @@ def make_tools(
     for name in (BIN, PYTHON, WHEELS):
         (target / name).mkdir(parents=True, exist_ok=True)
     for name in ("uv", "uvx"):
-        shutil.copy2(Path(uv.find_uv_bin()).with_name(name), target / BIN / name)
+        # A program that runs cannot be written to, but replaced.
+        copy = Path(shutil.copy2(Path(uv.find_uv_bin()).with_name(name), target / BIN / f"{name}.new"))
+        copy.rename(target / BIN / name)
     (target / APT_CONFIG).write_text(APT_SETTINGS)
     have: dict[str, Path] = {}
     for python in pythons:

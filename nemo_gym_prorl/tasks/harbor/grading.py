@@ -200,8 +200,8 @@ class Grader:
         if not task.has_solution:
             output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
             raise TaskError(
-                f"{task.row.instance_id}: the tests gave no verdict ({verified.note}), and there is no solution to compare "
-                f"with; {self._advice(task)}the tests' output ended with: {output}"
+                f"{task.row.instance_id}: the tests gave no verdict ({verified.note}), and there is no solution to "
+                f"compare with; {self._advice(task)}the tests' output ended with: {output}"
             )
         # The machine may have been at fault the first time.
         return await self._verify_steps(task, work, strict, open_sandbox)
