@@ -228,7 +228,7 @@ class Grader:
 
     async def _strict_works(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> bool:
         """Return whether the mode ``strict`` can grade the task: its own solution earns all that it can."""
-        if GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
+        if not task.has_solution or GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
             return False
         strict = await self._control(task, work, True, open_sandbox)
         if strict.problem or strict.reward >= 1:
