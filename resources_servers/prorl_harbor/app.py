@@ -29,6 +29,8 @@ class ProRLHarborConfig(TaskServerConfig):
     @model_validator(mode="after")
     def _tools_are_complete(self) -> Self:
         if self.verifier_tools is not None:
+            if not self.verifier_tools.is_absolute():
+                raise ValueError(f"verifier_tools: must be an absolute path, not {self.verifier_tools}")
             for name in (BIN, PYTHON, WHEELS):
                 if not (self.verifier_tools / name).is_dir():
                     raise ValueError(

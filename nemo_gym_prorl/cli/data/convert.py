@@ -272,7 +272,7 @@ def convert_harbor(
         source: a task's folder, a folder of such folders, a registry, a file of packed tasks, or ``URL@REF[#FOLDER]``.
         output: as in :func:`convert`.
         name: data set of a registry.
-        replaced: image that a Dockerfile names to the base used in its place.
+        replaced: image that a task or its Dockerfile names to the one used in its place.
         force_build: whether Dockerfiles are built although tasks name a ``docker_image``.
         data_source: as in :func:`convert`; ``harbor`` if ``None``.
         dry_run: as in :func:`convert`.
@@ -282,7 +282,7 @@ def convert_harbor(
         InfrastructureError: a repository cannot be fetched.
     """
     from nemo_gym_prorl.sandbox.dockerfile.builder import inspect_dockerfile
-    from nemo_gym_prorl.sandbox.images.reference import parse_registry
+    from nemo_gym_prorl.sandbox.images.reference import parse
     from nemo_gym_prorl.tasks.harbor.task_folder import DockerfileFacts, make_row
 
     taken: dict[str, Path] = {}
@@ -296,7 +296,7 @@ def convert_harbor(
         folder = record["folder"]
         row = make_row(folder, replaced=replaced, force_build=force_build, facts_of=facts_of)
         for image in (row["image"], *(one["image"] for one in row["harbor"].get("verifier_images", {}).values())):
-            parse_registry(image, "docker_image")
+            parse(image, "docker_image")
         if (other := taken.setdefault(row["instance_id"], folder)) != folder:
             raise CallerError(f"{row['instance_id']!r} is the name of {other}, too", field="name")
         unused.difference_update(row["harbor"].get("replaced", ()))
@@ -306,7 +306,7 @@ def convert_harbor(
         yield from _harbor_tasks(source, name)
         if unused:
             raise CallerError(
-                f"no Dockerfile that is built names {min(unused)!r}; see --force-build", field="--replace"
+                f"no task names {min(unused)!r}, nor a Dockerfile that is built; see --force-build", field="--replace"
             )
 
     return convert_records(tasks(), source, "task", output, row_of, data_source, dry_run=dry_run)

@@ -87,7 +87,7 @@ class HarborTask(_Table):
         image_workdir: working folder that the Dockerfile sets; empty if it sets none.
         verifier_images: step to image of its separate verifier; the key of a task without steps is ``""``.
         builds: image to the folder of its Dockerfile, relative to the task's, for images that no registry has.
-        replaced: image that a Dockerfile names to the base that the user chose in its place.
+        replaced: image that the task or its Dockerfile names to the one that the user chose in its place.
         downloads: what the test scripts download, as far as their text says.
     """
 
@@ -176,7 +176,8 @@ def make_row(
     Args:
         folder: the folder with ``task.toml``.
         data_source: name of the data set.
-        replaced: image that a Dockerfile names to the base used in its place. It is part of the image's name.
+        replaced: image that the task or its Dockerfile names to the one used in its place; a base is part of the
+            built image's name.
         force_build: whether a Dockerfile is built although the task names a ``docker_image``.
         facts_of: reads a Dockerfile, and raises :class:`CallerError` if it cannot be built. By default all of
             ``replaced`` counts, and user and working folder are left to the image.
@@ -321,9 +322,13 @@ class _Images:
         if (self.folder / context / _COMPOSE_FILE).exists():
             raise CallerError("Compose is not supported", field=f"{context}/{_COMPOSE_FILE}")
         if docker_image is not None and not (self.force_build and dockerfile.exists()):
-            if not docker_image.strip():
+            named = docker_image.strip().removeprefix("docker://")
+            if not named:
                 raise CallerError("is empty", field=field)
-            return f"docker://{docker_image.strip().removeprefix('docker://')}", DockerfileFacts()
+            if (base := self.replaced.get(named)) is not None:
+                self.used[named] = base
+                return base, DockerfileFacts()
+            return f"docker://{named}", DockerfileFacts()
         if not dockerfile.exists():
             raise CallerError("missing, and there is no docker_image", field=f"{context}/Dockerfile")
         used, facts = self.replaced, DockerfileFacts()
