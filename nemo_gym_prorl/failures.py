@@ -31,6 +31,9 @@ MACHINE_ERRNOS = frozenset(
 FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
 """Response header that marks an answer as a failure of the server, rather than an observation or a reward."""
 
+FINAL = "; final"
+"""End of that header if the server has already waited for as long as a rollout may be held up."""
+
 
 class FailureKind(StrEnum):
     """Ways in which a rollout ends without a reward: the shared vocabulary of NeMo Gym 0.7, and ``bad_row``."""
@@ -106,17 +109,25 @@ class InfrastructureError(RolloutError):
             starts while that server is unreachable. ``None`` if no connection failed.
         field: the wrong field in the configuration of one of our servers, such as ``"image"``; ``None`` if no field is
             wrong.
+        final: whether the rollout has waited for as long as it may be held up, so that it is not retried.
     """
 
     origin = Origin.INFRASTRUCTURE
     default_kind = FailureKind.PROVIDER_UNAVAILABLE
 
     def __init__(
-        self, reason: str, *, kind: FailureKind | None = None, server: str | None = None, field: str | None = None
+        self,
+        reason: str,
+        *,
+        kind: FailureKind | None = None,
+        server: str | None = None,
+        field: str | None = None,
+        final: bool = False,
     ) -> None:
         super().__init__(reason, kind=kind)
         self.server = server
         self.field = field
+        self.final = final
 
 
 class AgentError(RolloutError):
@@ -207,6 +218,7 @@ class Failure:
         timed_out: a stage budget ran out; the job ends as ``timed_out`` rather than ``failed``.
         server: the server whose connection failed, if the handler named the server.
         traceback: the end of the traceback of an unexpected exception.
+        final: no retry, though infrastructure failed (:class:`InfrastructureError`).
     """
 
     kind: FailureKind
@@ -216,11 +228,12 @@ class Failure:
     timed_out: bool = False
     server: str | None = None
     traceback: str | None = None
+    final: bool = False
 
     @property
     def retryable(self) -> bool:
         """Return whether a retry can help: only for infrastructure. The job limits the number of attempts."""
-        return self.origin is Origin.INFRASTRUCTURE
+        return self.origin is Origin.INFRASTRUCTURE and not self.final
 
     @property
     def connection_lost(self) -> bool:
@@ -257,6 +270,7 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
             clean_text(getattr(error, "reason", None) or _text(error)),
             timed_out=isinstance(error, BudgetExceeded),
             server=clean_text(server) if (server := getattr(error, "server", None)) is not None else None,
+            final=getattr(error, "final", False) is True,
         )
     # Lazy: the sandbox supervisor is forked often, must stay small and has no event loop.
     from asyncio import CancelledError

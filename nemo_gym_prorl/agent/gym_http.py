@@ -32,6 +32,7 @@ from starlette.datastructures import Headers
 from nemo_gym_prorl.background import start_eager_task
 from nemo_gym_prorl.failures import (
     FAILURE_KIND_HEADER,
+    FINAL,
     CallerError,
     FailureKind,
     InfrastructureError,
@@ -169,8 +170,10 @@ class GymServer:
             ) from error
         jar.update(answer.headers)
         if (kind := answer.headers.get(FAILURE_KIND_HEADER)) is not None:
-            error_class = TaskError if answer.status in BAD_ROW_STATUSES else InfrastructureError
-            raise error_class(f"{self.name} {path}: {answer.error_text(2000)}", kind=_reported_kind(kind))
+            reason, told = f"{self.name} {path}: {answer.error_text(2000)}", _reported_kind(kind.removesuffix(FINAL))
+            if answer.status in BAD_ROW_STATUSES:
+                raise TaskError(reason, kind=told)
+            raise InfrastructureError(reason, kind=told, final=kind.endswith(FINAL))
         return answer
 
     async def _request(self, method: str, url: str, headers: Mapping[str, str], data: Sequence[bytes]) -> HttpAnswer:
@@ -276,6 +279,8 @@ class BackgroundCleanup:
     def __init__(self, bound_s: float = 60.0) -> None:
         self._bound_s = bound_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self._not_renewed: set[str] = set()
+        """Renewals that failed the last time, by name; each outage is logged once."""
         self.leases: dict[str, tuple[Job, GymServer, str]] = {}
         """By lease: the rollout that owns it, and the server and path at which to renew it."""
 
@@ -286,10 +291,23 @@ class BackgroundCleanup:
         for lease, (_, server, path) in self.leases.items():
             by_route[server, path].append(lease)
         for (server, path), leases in by_route.items():
-            self.start(
-                f"renewing leases at {server.name}", server.post(path, {"leases": leases}, CookieJar()), RENEW_S
-            )
+            self.start(f"renewing leases at {server.name}", self._renew(server, path, leases))
         return RENEW_S
+
+    async def _renew(self, server: GymServer, path: str, leases: list[str]) -> None:
+        try:
+            async with asyncio.timeout(RENEW_S):
+                await server.post(path, {"leases": leases}, CookieJar())
+        except Exception as error:
+            if server.name not in self._not_renewed:
+                why = str(error) or f"no answer within {RENEW_S:g} s"
+                fix = "its sessions end after 30 s without renewal; look at its load and its log"
+                LOGGER.warning("cannot renew leases at %s: %s: %s; %s", server.name, type(error).__name__, why, fix)
+            self._not_renewed.add(server.name)
+        else:
+            if server.name in self._not_renewed:
+                LOGGER.warning("leases at %s are renewed again", server.name)
+            self._not_renewed.discard(server.name)
 
     def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
         """Run ``work`` in the background. The task never raises; errors are logged under the name ``what``."""
@@ -313,4 +331,5 @@ class BackgroundCleanup:
             async with asyncio.timeout(bound_s):
                 await work
         except Exception as error:  # the rollout's result is final
-            LOGGER.warning("%s failed: %s: %s", what, type(error).__name__, error)
+            why = str(error) or f"not done within {bound_s:g} s"
+            LOGGER.warning("%s failed: %s: %s", what, type(error).__name__, why)

@@ -36,6 +36,7 @@ HEAD_S = 30.0  # read timeout of the head server, which may be busy starting ser
 CALL_S = 180.0  # read timeout of a service: a cancellation answers when the sandboxes are deleted
 STREAM_S = 60.0  # read timeout of the event stream: three missed heartbeats of 15 s
 
+_ENGINES_S = 5.0  # a hanging model server must not hold up `prorl status` for long
 _BACKENDS = "/v1/backends"
 _PAGE = 1000  # rollouts per request: the service's maximum
 
@@ -253,7 +254,7 @@ def cancel(url: str | None, token: str | None, ids: list[str], group: str | None
 
 def show_backends(url: str | None, token: str | None) -> None:
     """Print the engines of each model server."""
-    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True, width=1000)  # URLs stay in one piece
     for model in _models(url, token):
         found = model.get(_BACKENDS, "backends", "waiting")
         table = Table(box=None, pad_edge=False)
@@ -264,7 +265,9 @@ def show_backends(url: str | None, token: str | None) -> None:
             numbers = str(engine["live_rollouts"]), str(engine["in_flight"]), str(engine["limit"] or "")
             run, weights = engine["run"] or "", engine["weight_version"] or ""
             table.add_row(engine["id"], engine["url"], run, states, *numbers, weights)
-        console.print(f"{model.url}: {len(found['backends'])} engines, {found['waiting']} turns waiting", markup=False)
+        engines, turns = len(found["backends"]), found["waiting"]
+        engines_text = f"{engines} engine{'s' * (engines != 1)}, {turns} turn{'s' * (turns != 1)} waiting"
+        console.print(f"{model.url}: {engines_text}", markup=False)
         if found["backends"]:
             console.print(table)
 
@@ -338,15 +341,40 @@ def pools_line(status: Mapping[str, Any]) -> str:
 
 def show_status(url: str | None, token: str | None) -> None:
     """Print the state of the service."""
-    status = connect(url, token).get("/status", "stages", "held", "states", "sessions", "draining")
-    held = [
-        Text(visible(f"{name} cannot be reached, so its rollouts are on hold: {held['reason']}"), style="red")
+    service = connect(url, token)
+    status = service.get("/status", "stages", "held", "states", "sessions", "draining")
+    down = [
+        f"{name} cannot be reached since {_clock(held['since'])}, so its rollouts are on hold: {held['reason']}"
         for name, held in status["held"].items()
     ]
+    down += _engines_down(service.url, token)
     states = ", ".join(f"{count} {state}" for state, count in status["states"].items() if count) or "no rollouts"
     more = "; draining" if status["draining"] else ""
     console = Console(highlight=False, emoji=False)
-    console.print(Group(pools(status), *held, f"{states}; {status['sessions']} sandboxes held{more}"))
+    lines = (Text(visible(line), style="red") for line in down)
+    console.print(Group(pools(status), *lines, f"{states}; {status['sessions']} sandboxes held{more}"), soft_wrap=True)
+
+
+def _engines_down(agent: str, token: str | None) -> Iterator[str]:
+    """Yield a line per engine that is down, and per model server that does not answer; none if the head server lists
+    another deployment than the agent's."""
+    try:
+        if agent not in (found.rstrip("/") for found in find_servers(head_url(), token, "prorl_agent").values()):
+            return
+        models = find_servers(head_url(), token, "prorl_model")
+    except Exception:  # no head server, or a gateway
+        return
+    for name, model in models.items():
+        try:
+            for engine in Service(model, token, _ENGINES_S).get(_BACKENDS, "backends")["backends"]:
+                if (since := engine.get("down_since")) is not None:
+                    yield f"engine {engine['url']} of {name} is down since {_clock(since)}; its turns wait"
+        except Exception as error:
+            yield f"model server {name} cannot say which engines are down: {error}"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
@@ -424,7 +452,7 @@ def tail(url: str | None, token: str | None, after: str | None, group: str | Non
 
 
 def _transition(event: Mapping[str, Any]) -> str:
-    moment = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+    moment = _clock(event["at"])
     end = "" if event.get("reward") is None else f" reward {event['reward']:g}"
     end += "" if event.get("failure_kind") is None else f" {event['failure_kind']}"
     return f"{event['cursor']} {moment} {event['id']} {event['state']}{end}"

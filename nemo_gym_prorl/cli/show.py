@@ -88,7 +88,7 @@ def file_table(found: Mapping[int, Mapping[str, Any]]) -> Table:
         job = _job(row)
         about, state = (row.get("task_id", ""), "") if job is None else (job["id"], job["state"])
         count = sum(1 for _ in turns(items(part(row, "response", "output"))))
-        cells.append((str(number), str(about), str(state), str(row.get("reward", "")), str(count)))
+        cells.append((str(number), str(about), str(state), _reward(row, job), str(count)))
     return _table(("line", "rollout", "state", "reward", "turns"), cells)
 
 
@@ -104,17 +104,25 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
 def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield state, reward, failures, and the verdict's other fields."""
     if (job := _job(row)) is None:
-        yield "", "reward", str(row.get("reward"))
+        yield "", "reward", _reward(row, job)
     else:
-        reward = "" if job.get("reward") is None else f", reward {job['reward']:g}"
         ended = "" if job["state"] in _TERMINAL else ", not ended"
-        yield "", "rollout", f"{job['id']}: {job['state']}{reward}{ended}"
+        ended += f", ended by {job['finish_reason']}" if job.get("finish_reason") else ""
+        yield "", "rollout", f"{job['id']}: {job['state']}, reward {_reward(row, job)}{ended}"
         for failure, times in distinct_failures(job):
             what = job["state"] if failure == job.get("failure") else "failed attempt"
             yield "", what, f"{failure_line(failure, times)}\n{failure.get('traceback') or ''}"
     for key, value in row.items():
         if key not in _NO_VERDICT and not key.startswith("_") and isinstance(value, str | int | float | bool):
             yield "", key, str(value)
+
+
+def _reward(row: Mapping[str, Any], job: Mapping[str, Any] | None) -> str:
+    """Return the reward, or `-` if nothing was scored, and whether the row is masked."""
+    scored = "failure_kind" not in row if job is None else job["state"] == "succeeded"
+    reward = row.get("reward") if job is None or job.get("reward") is None else job["reward"]
+    number = f"{reward:g}" if isinstance(reward, int | float) else str(reward or "")
+    return (number if scored else "-") + (" masked" if row.get("mask_sample") or (job or {}).get("masked") else "")
 
 
 def _item(item: Mapping[str, Any]) -> tuple[str, str]:

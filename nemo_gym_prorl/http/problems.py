@@ -22,7 +22,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, RolloutError, TaskError
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, FINAL, CallerError, RolloutError, TaskError
 from nemo_gym_prorl.http.problem_document import TYPE_PREFIX, Problem, field_errors, in_words, readable
 
 
@@ -99,7 +99,7 @@ def problem_of(error: RolloutError) -> ProblemError:
     repeats 500 a few times only. A broken task is 422, which no client repeats."""
     if not isinstance(error, CallerError):
         errors = [{"field": error.field, "message": error.reason}] if error.field else None
-        said = {FAILURE_KIND_HEADER: error.kind.value}
+        said = {FAILURE_KIND_HEADER: error.kind.value + (FINAL if getattr(error, "final", False) else "")}
         status = 422 if isinstance(error, TaskError) else 500
         return ProblemError(status, error.kind.value, error.reason, errors=errors, headers=said)
     errors = [{"field": error.field, "message": error.complaint}] if error.field else None

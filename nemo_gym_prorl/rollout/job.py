@@ -11,8 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
@@ -320,6 +320,7 @@ class Job:
         forked_from: ``id`` of the parent rollout, ``turn`` of the fork, and ``lost`` parts of the environment.
         resume_point: checkpoints of other services that INIT looks for.
         tries: ids at nodes so far, for a job of a fleet gateway.
+        working: returns the stage that works on the job, and its seconds of work so far.
     """
 
     id: str
@@ -357,6 +358,15 @@ class Job:
     resume_point: ResumePoint | None = None
     tries: list[str] = field(default_factory=list)
     scope: str | None = None
+    working: Callable[[], tuple[Stage, float]] | None = None
+
+    def timings(self) -> dict[Stage, StageTime]:
+        """Return a copy of :attr:`times` that has the work of the current attempt so far."""
+        times = {stage: replace(time) for stage, time in self.times.items()}
+        if self.working is not None:
+            stage, seconds = self.working()
+            times[stage].worked_s += seconds
+        return times
 
     def fits(self, state: JobState | None, group: str | None, after: int) -> bool:
         """Return whether the job matches the given state and group and has a number above ``after``."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -295,6 +296,7 @@ class Pipeline(RolloutService):
         outage_s = partial(self._outages.outage_s, job.environment)
         control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, self._spawn, outage_s)
         self._outages.watch(job.environment)
+        job.working = lambda: (stage, self._clock() - started - attempt.idle_s)
         if control.cancelled is not None:
             attempt.interrupt(control.cancelled)
         raised: BaseException | None = None
@@ -309,6 +311,7 @@ class Pipeline(RolloutService):
             value = self._calls.timed_out(job)
             if value is not None:
                 control.timed_out, error = classify(error, stage), None
+        job.working = None
         spent.worked_s += self._clock() - started - attempt.idle_s
         spent.waited_s += attempt.idle_s
         if error is None and stage is Stage.INIT:
@@ -370,7 +373,8 @@ class Pipeline(RolloutService):
             self._execute(self.scheduler.worked(job.id, None))
             return
         self._start_over(job, control, again)
-        delay = min(self.settings.retry_delay_s * 2 ** (tries - 1), 30.0)
+        # Jitter, so that rollouts that an outage ended together do not come back together.
+        delay = min(self.settings.retry_delay_s * 5 ** (tries - 1), 30.0) * random.uniform(0.8, 1.2)
         LOGGER.info(
             "job %s: %s in %s (%s), try %d in %.1f s", job.id, failure.kind, stage, failure.reason, tries + 1, delay
         )
@@ -433,7 +437,6 @@ class Pipeline(RolloutService):
     def _requeue(self, job: Job, stage: Stage) -> None:
         control = self._controls[job.id]
         control.retry = None
-        control.since = self._clock()
         self._execute(self.scheduler.requeue(job.id, stage))
         self._await_siblings(job.id, job.budgets.eval)
 

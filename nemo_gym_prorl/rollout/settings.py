@@ -92,7 +92,8 @@ class PipelineSettings(ServiceSettings):
     checkpoint_s: Seconds = 3600.0
     """Time for which the checkpoints of a rollout are kept after its end."""
 
-    retry_delay_s: ClassVar[float] = 0.5
-    """Pause before the second try; it doubles with each further try, up to 30 s. Tests override it."""
+    retry_delay_s: ClassVar[float] = 1.0
+    """Pause before the second try, give or take a fifth; five times as long with each further try, up to 30 s. Tests
+    override it."""
     probe_s: ClassVar[float] = 3.0
     """Pause between two probes of a server that is out. Tests override it."""

@@ -443,10 +443,13 @@ class Container:
         if event["event"] == "limit":
             self.notes.append(event["reason"])
             return
+        LOGGER.warning("sandbox %s has ended early: %s", self.name, event["reason"])
         if event.get("resource"):
             self._fault = SandboxExhausted(f"sandbox {self.name} was ended: {event['reason']}", event["resource"])
         elif event.get("inside"):
-            self._fault = SandboxBroken(f"sandbox {self.name} was ended from inside")
+            self._fault = SandboxBroken(f"sandbox {self.name} was ended from inside: {event['reason']}")
+        elif event["reason"] not in self.notes:
+            self.notes.append(event["reason"])
         self._ended()
 
     def _ended(self) -> None:

@@ -30,6 +30,7 @@ class ServerBase(SimpleServer):
     @classmethod
     def run_webserver(cls) -> Any:
         """Start the server, and end it with the Gym process that started it, also while it waits for Gym's Ray."""
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         exit_with_starter()
         return super().run_webserver()
 

@@ -13,6 +13,7 @@ from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, o
 
 
 SEED, TURN, VERIFY = "/seed_session", "/v1/responses", "/verify"
+NO_ENGINE = "provider_unavailable"
 
 
 @pytest.mark.parametrize(
@@ -26,8 +27,10 @@ SEED, TURN, VERIFY = "/seed_session", "/v1/responses", "/verify"
         (TURN, status(422), "bad_row", ["bad_row"]),
         (VERIFY, status(422), "verifier_error", ["verifier_error"]),
         (SEED, status(422, X_ProRL_Failure_Kind="verifier_error"), "verifier_error", ["verifier_error"]),
+        (TURN, status(500, X_ProRL_Failure_Kind="provider_unavailable"), None, ["provider_unavailable"]),
+        (TURN, status(500, X_ProRL_Failure_Kind="provider_unavailable; final"), NO_ENGINE, [NO_ENGINE]),
     ],
-    ids=["redirect", "key", "forgotten", "verifier", "row", "turn", "verdict", "task"],
+    ids=["redirect", "key", "forgotten", "verifier", "row", "turn", "verdict", "task", "engine", "no engine"],
 )
 async def test_the_deployments_faults_are_tried_again_and_the_rows_are_not(
     path: str, answer: Any, failed: str | None, attempts: list[str]
@@ -39,7 +42,8 @@ async def test_the_deployments_faults_are_tried_again_and_the_rows_are_not(
     async with deployment(environment, policy, max_attempts=2) as at:
         done = await at.run(COLLECTED)
     assert (done.get("failure_kind"), done["rollout"]["failed_attempts"]) == (failed, attempts)
-    assert (done["reward"], done.get("_ng_failure_terminal", False)) == ((0.0, True) if failed else (1.0, False))
+    assert done["reward"] == (0.0 if failed else 1.0)
+    assert done.get("_ng_failure_terminal", False) == (failed not in (None, NO_ENGINE))
     assert "/elsewhere" not in peer.paths(), "redirects are not followed"
 
 

@@ -3,13 +3,16 @@
 """How rollouts end at their servers: tokens of what was complete, sessions given back, nothing kept for nobody."""
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.agent import gym_http
 from nemo_gym_prorl.agent.conversation import fetch_waited_s
-from nemo_gym_prorl.agent.gym_http import Address, GymServer
+from nemo_gym_prorl.agent.gym_http import Address, BackgroundCleanup, GymServer
 from nemo_gym_prorl.http.client import HttpClient
+from nemo_gym_prorl.rollout.job import Job
 from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
 
 
@@ -184,3 +187,31 @@ async def test_a_session_that_comes_up_too_late_is_given_back(how: str, grace_s:
         await until(lambda: "/close_session" in environment.paths())
     assert environment.paths() == ["/seed_session", "/give_back", "/close_session"]
     assert "session=1" in environment.headers[-1]["cookie"], "with the session's own cookie"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(None, "InfrastructureError: .* cannot be reached"), (hang(60), "TimeoutError: no answer within 0.1 s")],
+    ids=["away", "hangs"],
+)
+async def test_leases_that_cannot_be_renewed_are_said_once(
+    answer: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gym_http, "RENEW_S", 0.1)
+    policy = Policy(instead={"/lease": answer} if answer else {})
+    async with deployment(policy=policy) as at:
+        http, cleanup = HttpClient(), BackgroundCleanup()
+        server = GymServer("environment", Address(at.policy_url if answer else "http://127.0.0.1:9"), http)
+        cleanup.leases["one"] = Job("r", {}, b"", "planned", "planned", 0.0), server, "/lease"
+        for number in range(4):
+            if number == 3:
+                policy.instead.clear()
+                server.url = at.policy_url
+            await cleanup.renew()
+            await cleanup.close(5.0)
+        await http.close()
+    told = [record.message for record in caplog.records if "leases" in record.message]
+    assert len(told) == 2, told
+    assert re.search(said, told[0])
+    assert "its sessions end after 30 s" in told[0]
+    assert told[1] == "leases at environment are renewed again"

@@ -71,7 +71,7 @@ async def test_a_trajectory_reads_well_in_80_columns(tmp_path: Path) -> None:
     assert max(len(line) for line in output.splitlines()) <= 80
     lines = [" ".join(line.split()) for line in output.splitlines()]
     for line in (
-        "turn item text", "reward 1.0", "verdict passed", "message system Be good.", "message user Go",
+        "turn item text", "reward 1", "verdict passed", "message system Be good.", "message user Go",
         "1 reasoning First I look around.", "1 function_call_output line 0", "[… 1889 characters]", "line 399",
         "2 function_call bash (malformed) {\"command\":", "3 message assistant Done \\x1b]0;owned\\x07 [red]now[/].",
     ):  # fmt: skip
@@ -106,7 +106,7 @@ async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_pa
     code, output = await prorl("show", str(path))
     assert (code, [line.split() for line in output.splitlines()][1:]) == (
         0,
-        [["1", "1.0", "3"], ["2", "other", "0.25", "3"]],
+        [["1", "1", "3"], ["2", "other", "0.25", "3"]],
     )
     code, output = await prorl("show", f"{path}:2")
     assert (code, ["task_id", "other"] in [line.split() for line in output.splitlines()]) == (0, True)
@@ -239,6 +239,26 @@ FAILED = {
     },
 }
 ODD = {"response": 5, "rollout": {"steps": 7, "timings": []}, "reward": "x"}
+
+
+@pytest.mark.parametrize(
+    ("row", "listed", "shown"),
+    [
+        (ROW | {"reward": 0.0}, "1 0 3", "reward 0"),
+        (GOOD, "1 run-1-0 succeeded 0.5 masked 2", "run-1-0: succeeded, reward 0.5 masked, ended by max_steps"),
+        (GOOD | {"mask_sample": False}, "1 run-1-0 succeeded 0.5 2", "reward 0.5, ended by max_steps"),
+        (FAILED, "1 run-1-1 failed - masked 0", "run-1-1: failed, reward - masked"),
+        (FAILED | {"rollout": None, "task_id": ""}, "1 - masked 0", "reward - masked"),
+    ],
+    ids=["scored", "scored and masked", "ended by its limit", "failed", "failed in Gym's own run"],
+)
+def test_no_reward_is_shown_where_none_was_earned(row: dict[str, Any], listed: str, shown: str) -> None:
+    page = io.StringIO()
+    console = Console(file=page, width=120)
+    console.print(file_table({1: row}), rollout_table(row, full=False))
+    lines = [" ".join(line.split()) for line in page.getvalue().splitlines()]
+    assert lines[1] == listed
+    assert any(line.endswith(shown) for line in lines), lines
 
 
 READ = """

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``prorl backends`` with two running model servers, found by a head server or by their addresses."""
 
+import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -10,7 +12,7 @@ from fastapi import FastAPI
 
 from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.policy.http.api import add_control_routes
-from tests.cli.command_line import TOKEN, prorl
+from tests.cli.command_line import TOKEN, prorl, service
 from tests.policy.runtimes import hosted
 from tests.rollout.serving import serve
 
@@ -52,6 +54,34 @@ async def test_engines_are_listed_added_and_drained_at_each_model_server(models:
         code, said = await prorl("backends", "drain", f"{ENGINE}/", PRORL_HEAD=url)
         assert (code, said.count("gets no new rollouts")) == (0, 2), said
         assert (await prorl("backends", PRORL_HEAD=url))[1].count("draining") == 2
+
+
+@pytest.mark.parametrize(
+    ("of_the_agent", "health", "expected"),
+    [
+        (True, "down", r"engine http://127.0.0.1:9/v1 of m0 is down since \d\d:\d\d:\d\d; its turns wait"),
+        (True, "away", "model server m0 cannot say which engines are down: no rollout service answers at "),
+        (True, "up", None),
+        (False, "down", None),
+    ],
+    ids=["engine down", "model server away", "up", "another deployment"],
+)
+async def test_status_names_the_engines_that_are_down(of_the_agent: bool, health: str, expected: str | None) -> None:
+    head, app = FastAPI(), FastAPI()
+    async with hosted() as runtime, service() as (agent, _):
+        add_control_routes(app, runtime)
+        async with serve(app) as model, serve(head) as url:
+            runtime.dispatcher.apply(runtime.pool.add("e", ENGINE))
+            if health == "down":
+                runtime.pool.backends["e"].failed(time.monotonic())
+            model = "http://127.0.0.1:9" if health == "away" else model
+            servers = {"prorl_agent": agent if of_the_agent else "http://127.0.0.1:9", "prorl_model": model}
+            listed = [{"process_name": "m0", "name": name, "url": at} for name, at in servers.items()]
+            head.get("/server_instances")(lambda: listed)
+            code, said = await prorl("status", url=agent, PRORL_HEAD=url)
+    assert code == 0, said
+    assert re.search(expected or "no rollouts;", said), said
+    assert ("down" in said) == (expected is not None)
 
 
 @pytest.mark.parametrize(

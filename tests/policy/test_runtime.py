@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, serve
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.problems import problem_of
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
     Misconfigured,
@@ -84,8 +85,9 @@ async def answer_later(host: PolicyRuntime) -> asyncio.Task[Any]:
 
 async def test_an_engine_that_never_comes_fails_a_turn_in_time() -> None:
     async with hosted(f"http://127.0.0.1:{free_port()}", unreachable_s=0.3) as host:
-        with pytest.raises(BackendFailed, match=r"no backend served for 0\.3 s"):
+        with pytest.raises(BackendFailed, match=r"no backend served for 0\.3 s") as caught:
             await asyncio.wait_for(await answer_later(host), 20)
+    assert problem_of(caught.value).headers == {"X-ProRL-Failure-Kind": "provider_unavailable; final"}
 
 
 def sglang() -> FastAPI:

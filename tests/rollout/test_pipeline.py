@@ -264,6 +264,47 @@ def test_who_is_blamed_for_a_fault_and_whether_it_is_tried_again(
     run_in_virtual_time(play())
 
 
+@pytest.mark.parametrize("stage", Stage)
+def test_what_a_stage_has_worked_so_far_is_said_while_it_works(stage: Stage) -> None:
+    async def play() -> None:
+        pipeline = Bench(PipelineSettings()).pipeline()
+        job = pipeline.submit(JobRequest({"plan": {stage.value: [Act("ok", 30.0)]}}))
+        for seconds in (10.0, 20.0, 30.0):
+            await asyncio.sleep(10)
+            assert job_json(job, with_result=False)["timings"][stage]["worked_s"] == pytest.approx(seconds)
+        await pipeline.wait(job)
+        assert job.timings() == job.times
+
+    run_in_virtual_time(play())
+
+
+@pytest.mark.parametrize("cancel_after_s", [None, 0.5, 4.0])
+@pytest.mark.parametrize("stage", Stage)
+def test_a_retry_comes_after_a_pause_that_holds_no_slot_and_can_be_cancelled(
+    stage: Stage, cancel_after_s: float | None
+) -> None:
+    """An outage of a second, or of five, of what a stage needs costs no rollout."""
+
+    async def play() -> None:
+        now = asyncio.get_running_loop().time
+        pipeline = Bench(PipelineSettings(stages=PoolSizes(init=1, ready=0, run=1, eval=1))).pipeline()
+        job = pipeline.submit(JobRequest({"plan": {stage.value: [Act("infrastructure")] * 2 + [Act()]}}))
+        if cancel_after_s is not None:
+            await asyncio.sleep(cancel_after_s)
+            neighbour = pipeline.submit(JobRequest({}))
+            await pipeline.wait(neighbour)
+            assert (neighbour.state, now()) == (JobState.SUCCEEDED, cancel_after_s), "the slot was free"
+            await pipeline.cancel(job)
+            assert (job.state, now()) == (JobState.CANCELLED, cancel_after_s)
+            return
+        await pipeline.wait(job)
+        assert (job.state, job.times[stage].attempts) == (JobState.SUCCEEDED, 3)
+        assert 0.8 * (1 + 5) <= now() <= 1.2 * (1 + 5)
+        assert sum(spent.waited_s for spent in job.times.values()) == pytest.approx(now()), "the pause is waiting"
+
+    run_in_virtual_time(play())
+
+
 def test_a_release_that_hangs_fails_the_attempt_and_nothing_is_scored() -> None:
     """Scoring while the agent may still act would be wrong: the attempt is lost, the slot is not."""
     job = finished(

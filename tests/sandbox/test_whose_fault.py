@@ -27,7 +27,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor import client, lifecycle, sandbox
+from nemo_gym_prorl.sandbox.supervisor import client, lifecycle, sandbox, state_dir
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost, SandboxRefused
 from tests.sandbox.requests import request_for
 from tests.sandbox.without import Off, Without
@@ -277,18 +277,41 @@ async def test_a_terminal_that_a_program_inside_takes_first_is_no_lost_sandbox(
         await asyncio.wait([taking])
 
 
-async def test_a_sandbox_that_was_ended_from_inside_is_the_agents_doing(kernel_image: Path, runtime: Runtime) -> None:
-    async with await Container.start(ContainerSpec(image=kernel_image, start="runtime"), runtime) as container:
+@pytest.mark.parametrize(
+    ("start", "inside", "error", "reason"),
+    [
+        ("runtime", True, SandboxBroken, "was ended from inside: its first process (exited with code|was ended by)"),
+        ("runtime", False, SandboxLost, r"has ended; its first process was killed \(SIGKILL\) from outside"),
+        ("direct", False, SandboxLost, r"has ended; its first process was killed \(SIGKILL\) from outside"),
+    ],
+)
+async def test_who_ended_a_sandbox_is_said_and_logged(
+    kernel_image: Path,
+    runtime: Runtime,
+    caplog: pytest.LogCaptureFixture,
+    start: Start,
+    inside: bool,
+    error: type[Exception],
+    reason: str,
+) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image, start=start), runtime) as container:
         ended = asyncio.Event()
         container.on_end(ended.set)
-        with contextlib.suppress(SandboxBroken):
-            await container.execute(["python3", "-c", END_FROM_INSIDE], timeout_s=30)
-        with pytest.raises(SandboxBroken, match="ended from inside"):
+        if inside:
+            with contextlib.suppress(SandboxBroken):
+                await container.execute(["python3", "-c", END_FROM_INSIDE], timeout_s=30)
+        else:
+            [number, *_] = (container.folder / state_dir.PID_NAMESPACE_FILE).read_text().split()
+            os.kill(int(number), signal.SIGKILL)
+            await asyncio.wait_for(ended.wait(), 30)
+        with pytest.raises(error, match=reason):
             await container.check()
-        async with asyncio.timeout(30):
-            await ended.wait()
-        with pytest.raises(SandboxBroken, match="ended from inside"):
+        await asyncio.wait_for(ended.wait(), 30)
+        with pytest.raises(error, match=reason):
             await container.run("true")
+        logged = [record.message for record in caplog.records if container.name in record.message]
+        assert len(logged) == 1, logged
+        assert "has ended early: its first process " in logged[0]
 
 
 async def test_a_first_process_from_a_prepared_image_cannot_be_ended_from_inside(

@@ -9,6 +9,7 @@ labelled and given new weights while rollouts run.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.http.applications import health_router
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
-from nemo_gym_prorl.policy.pool.backend import Backend
+from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.conversations import SavedTurn, saved_turns
@@ -211,11 +212,13 @@ def _listing(runtime: PolicyRuntime, run: str | None) -> dict[str, Any]:
 
 
 def _described(runtime: PolicyRuntime, backend: Backend) -> dict[str, Any]:
+    since = backend.down_since if backend.health is Health.DOWN else None  # by the pool's monotonic clock
     return {
         "id": backend.id,
         "url": backend.url,
         "run": backend.run,
         "health": backend.health,
+        "down_since": None if since is None else time.time() - (time.monotonic() - since),
         "draining": backend.draining,
         "paused": backend.paused,
         "weight_version": backend.weight_version,

@@ -268,6 +268,8 @@ class Backend:
     failovers: int = 0
     """Requests that failed here and were sent to another backend."""
     probe_at: float | None = None
+    down_since: float | None = None
+    """Pool time of the first failure since its last answer."""
     hot: bool = False
     """The backend reported that it is over capacity."""
     turns: int = 0
@@ -342,6 +344,7 @@ class Backend:
     def failed(self, now: float) -> None:
         """Record a failed request or probe, and schedule the next probe."""
         self.health = Health.DOWN
+        self.down_since = now if self.down_since is None else self.down_since
         self.probe_at = now + min(_PROBE_MIN_WAIT_S * 2**self.failures, _PROBE_MAX_WAIT_S)
         self.failures = min(self.failures + 1, 16)
 
@@ -363,7 +366,7 @@ class Backend:
         its peers', and stops being slow when they take no longer. A backend whose cache is full is not slow, because
         its rollouts explain the longer turns.
         """
-        self.failures, self.probe_at = 0, None
+        self.failures, self.probe_at, self.down_since = 0, None, None
         self.health = Health.UP
         self.turns += 1
         # Turn times are heavy-tailed; a geometric mean limits the effect of one long answer.

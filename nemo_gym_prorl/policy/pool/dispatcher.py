@@ -198,7 +198,7 @@ class BackendDispatcher:
     async def _assigned(self, state: _TicketState) -> Assign:
         while state.assign is None:
             if state.given_up_reason is not None:
-                raise BackendFailed(state.given_up_reason)
+                raise BackendFailed(state.given_up_reason, final=True)
             state.changed.clear()
             await state.changed.wait()
         assign, state.assign, state.aborted = state.assign, None, False

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
@@ -289,7 +288,7 @@ class JobView(BaseModel):
             priority=job.priority,
             submitted_at=job.submitted_at,
             finished_at=job.finished_at,
-            timings={stage: replace(time) for stage, time in job.times.items()},
+            timings=job.timings(),
             turns=job.progress.turns,
             tool_calls=job.progress.tool_calls,
             finish_reason=job.progress.finish_reason,

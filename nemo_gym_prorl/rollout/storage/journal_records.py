@@ -241,7 +241,7 @@ def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
 
 
 def _failure(told: dict[str, Any]) -> Failure:
-    known = {field.name: told[field.name] for field in fields(Failure)}
+    known = {field.name: told[field.name] for field in fields(Failure) if field.name in told}
     stage = Stage(told["stage"]) if told["stage"] else None
     return Failure(**known | {"kind": FailureKind(told["kind"]), "origin": Origin(told["origin"]), "stage": stage})
 

@@ -304,7 +304,8 @@ class Sandboxes:
             ):
                 self.end_early(sandbox, sandbox.over_memory, "memory")
             else:
-                self.end_early(sandbox, inside=not self._was_killed(sandbox, code))
+                inside = not self._was_killed(sandbox, code)
+                self.end_early(sandbox, inside=inside, ending=_first_process_ending(code, inside=inside))
 
     def _was_killed(self, sandbox: Sandbox, code: int) -> bool:
         """Return whether the first process was killed from outside. Processes inside cannot kill it, except through
@@ -314,7 +315,9 @@ class Sandboxes:
             not reported_by_runtime or sandbox.request.uid == 0 or self._lacked_memory(sandbox)
         )
 
-    def end_early(self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
+    def end_early(
+        self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False, ending: str = ""
+    ) -> None:
         """End a sandbox that no client asked to end, and report that to its clients.
 
         Args:
@@ -322,12 +325,13 @@ class Sandboxes:
             reason: text of the limit that the sandbox exceeded; empty if it exceeded none.
             resource: name of that limit.
             inside: whether processes of the sandbox ended it.
+            ending: how its first process ended, if that ended it.
         """
         if sandbox.stage is not SandboxStage.UP:
             return
         if reason:
             sandbox.send_event("limit", reason, resource)
-        sandbox.send_event("gone", reason, resource, inside=inside)
+        sandbox.send_event("gone", reason or ending, resource, inside=inside)
         self._close(sandbox)
 
     def _close(self, sandbox: Sandbox) -> None:
@@ -427,6 +431,13 @@ class Sandboxes:
             if error.reply.get("errno") not in state_dir.OTHER_USERS_ERRORS or is_machine_root():
                 raise
             await self._children.run(partial(_remove_tree, sandbox.folder))
+
+
+def _first_process_ending(code: int, *, inside: bool) -> str:
+    """Return how the first process of a sandbox ended that no request and no limit ended."""
+    if inside or code not in KILL_STATUSES:
+        return "its first process " + (f"was ended by signal {-code}" if code < 0 else f"exited with code {code}")
+    return "its first process was killed (SIGKILL) from outside, by no request or limit of this service"
 
 
 def _remove_tree(folder: Path) -> Reply:
