@@ -27,7 +27,7 @@ from nemo_gym_prorl.rollout.gym_rows import (
     put_tokens,
     take_tokens,
 )
-from nemo_gym_prorl.rollout.queues import Member
+from nemo_gym_prorl.rollout.scheduling.queues import Member
 from nemo_gym_prorl.rollout.settings import Budgets
 from nemo_gym_prorl.rollout.turns import NO_STEPS, TurnTiming
 

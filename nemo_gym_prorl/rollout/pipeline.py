@@ -43,12 +43,12 @@ from nemo_gym_prorl.failures import (
     drop_tracebacks,
 )
 from nemo_gym_prorl.http.tracing import SpanGroup, failed, note, span
-from nemo_gym_prorl.rollout.circuit_breaker import CircuitBreaker, Outage
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.handler_calls import Attempt, HandlerCalls
 from nemo_gym_prorl.rollout.job import Checkpoint, Job, JobState, Outcome, Progress, ResumePoint, Trajectory
 from nemo_gym_prorl.rollout.request import Fork, JobRequest, resolve_fork_turn
-from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
+from nemo_gym_prorl.rollout.scheduling.circuit_breaker import CircuitBreaker, Outage
+from nemo_gym_prorl.rollout.scheduling.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.service import RolloutService, restarted, shutting_down
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.status import VERSION, EnvironmentView, HeldView, StatusView, stage_pools

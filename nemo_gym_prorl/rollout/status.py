@@ -11,10 +11,10 @@ from typing import Self
 from pydantic import BaseModel, Field
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.circuit_breaker import Outage
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.scheduler import StageScheduler
+from nemo_gym_prorl.rollout.scheduling.circuit_breaker import Outage
+from nemo_gym_prorl.rollout.scheduling.scheduler import StageScheduler
 from nemo_gym_prorl.rollout.settings import ServiceSettings
 
 

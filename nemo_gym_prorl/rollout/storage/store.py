@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.queues import is_under_fair_share
 from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.scheduling.queues import is_under_fair_share
 
 
 if TYPE_CHECKING:  # clients have no database

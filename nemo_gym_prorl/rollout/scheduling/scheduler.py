@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.queues import FairQueue, GroupBarrier, Member, is_under_fair_share
+from nemo_gym_prorl.rollout.scheduling.queues import FairQueue, GroupBarrier, Member, is_under_fair_share
 from nemo_gym_prorl.rollout.settings import PoolSizes
 
 

@@ -27,7 +27,7 @@ from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage
 from nemo_gym_prorl.rollout.handler_calls import HandlerCalls
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
+from nemo_gym_prorl.rollout.scheduling.scheduler import StageScheduler, Start
 
 
 LOGGER = logging.getLogger(__name__)
