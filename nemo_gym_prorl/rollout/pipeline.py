@@ -5,12 +5,9 @@
 Slots are counters in :class:`~.scheduler.StageScheduler`, not worker tasks, so an exception cannot take a slot out of
 service. Each `Start` becomes one task that always gives its slot back. The pipeline bounds the faults of a handler:
 
-- A handler raises or returns an invalid value: the fault is classified and ends the attempt; infrastructure failures
-  are retried.
-- A server of the environment is down: no rollout of the environment starts until the server answers, and the attempt
-  is not counted.
-- A stage exceeds its budget: the stage is cancelled. Waiting for a backend is not charged to RUN, and a handler may
-  let the progress of RUN count.
+- A handler raises or returns an invalid value: the fault ends the attempt; infrastructure failures are retried.
+- A server of the environment is down: its rollouts wait until the server answers, and the attempt is not counted.
+- A stage exceeds its budget: the stage is cancelled. Waiting for a backend is not charged to RUN.
 - A stage ignores cancellation: after a grace the call is abandoned and counted; its slot comes back, and a session
   that it returns later is released.
 - A verifier scores siblings together and some never come: the waiting siblings end as ``cohort_incomplete``.

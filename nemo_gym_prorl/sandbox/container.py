@@ -184,7 +184,6 @@ class Container:
 
     def describe(self) -> dict[str, Any]:
         """Return a JSON description of the sandbox for :meth:`attach`."""
-        spec = {**asdict(self.spec), "image": str(self.spec.image)}
         return {
             "sandbox_id": self.name,
             "supervisor": str(self._supervisor.folder),
@@ -192,7 +191,7 @@ class Container:
             "environment": self.environment,
             "workdir": self.workdir,
             "image": str(self.image),
-            "spec": spec,
+            "spec": {**asdict(self.spec), "image": str(self.spec.image)},
         }
 
     @classmethod
@@ -205,8 +204,8 @@ class Container:
         folder = Path(description["supervisor"])
         if not await asyncio.to_thread((folder / "socket").exists):
             raise SandboxLost(f"sandbox {description['sandbox_id']} has ended, and its owner too")
-        supervisor = await SupervisorConnection.to(folder)
         spec = ContainerSpec(**{**description["spec"], "image": Path(description["spec"]["image"])})
+        supervisor = await SupervisorConnection.to(folder)
         container = cls(description["sandbox_id"], spec, supervisor, description["host_id"])
         container.environment, container.workdir = dict(description["environment"]), description["workdir"]
         container.image = Path(description["image"])
@@ -430,8 +429,7 @@ class Container:
         try:
             await asyncio.shield(self._supervisor.ask(DestroyRequest(self.name)))
         except SandboxLost:
-            # The sandbox ended with its supervisor.
-            return
+            return  # the sandbox ended with its supervisor
 
     async def __aenter__(self) -> Container:
         return self
