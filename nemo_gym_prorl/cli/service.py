@@ -368,7 +368,7 @@ def _engines_down(agent: str, token: str | None) -> Iterator[str]:
         try:
             for engine in Service(model, token, _ENGINES_S).get(_BACKENDS, "backends")["backends"]:
                 if (since := engine.get("down_since")) is not None:
-                    yield f"engine {engine['url']} of {name} is down since {_clock(since)}; its turns wait"
+                    yield f"engine {engine['url']} of {name} is down since {_clock(since)}"
         except Exception as error:
             yield f"model server {name} cannot say which engines are down: {error}"
 

@@ -370,11 +370,8 @@ class Pipeline(RolloutService):
             self._execute(self.scheduler.worked(job.id, None))
             return
         self._start_over(job, control, again)
-        # Jitter, so that rollouts that an outage ended together do not come back together.
         delay = min(self.settings.retry_delay_s * 5 ** (tries - 1), 30.0) * random.uniform(0.8, 1.2)
-        LOGGER.info(
-            "job %s: %s in %s (%s), try %d in %.1f s", job.id, failure.kind, stage, failure.reason, tries + 1, delay
-        )
+        LOGGER.info("job %s: %s in %s (%s), retry in %.1f s", job.id, failure.kind, stage, failure.reason, delay)
         self._set_aside(job, again, delay)
 
     def _set_aside(self, job: Job, again: Stage, delay: float) -> None:

@@ -93,7 +93,7 @@ class PipelineSettings(ServiceSettings):
     """Time for which the checkpoints of a rollout are kept after its end."""
 
     retry_delay_s: ClassVar[float] = 1.0
-    """Pause before the second try, give or take a fifth; five times as long with each further try, up to 30 s. Tests
-    override it."""
+    """Pause before the second try, give or take a fifth, so that rollouts that failed together come back apart; five
+    times as long with each further try, up to 30 s. Tests override it."""
     probe_s: ClassVar[float] = 3.0
     """Pause between two probes of a server that is out. Tests override it."""

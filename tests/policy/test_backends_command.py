@@ -59,7 +59,7 @@ async def test_engines_are_listed_added_and_drained_at_each_model_server(models:
 @pytest.mark.parametrize(
     ("of_the_agent", "health", "expected"),
     [
-        (True, "down", r"engine http://127.0.0.1:9/v1 of m0 is down since \d\d:\d\d:\d\d; its turns wait"),
+        (True, "down", r"engine http://127.0.0.1:9/v1 of m0 is down since \d\d:\d\d:\d\d"),
         (True, "away", "model server m0 cannot say which engines are down: no rollout service answers at "),
         (True, "up", None),
         (False, "down", None),
