@@ -164,6 +164,7 @@ async def stage() -> AsyncIterator[Stage]:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.mark.long("starts and kills servers in processes of their own")
 async def test_a_rollout_whose_servers_are_killed_goes_on_where_it_was(stage: Stage) -> None:
     async with stage.service(checkpoint_turns=1) as service:
         await service.submit(counting(10), "undisturbed")

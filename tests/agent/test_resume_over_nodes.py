@@ -210,6 +210,7 @@ async def test_siblings_begin_at_any_node_where_their_parent_was(fleet: Fleet) -
             assert any(job.forked_from for job in listing.rollouts), "both have some"
 
 
+@pytest.mark.long("restarts nodes")
 async def test_a_node_is_killed_and_at_most_a_turn_is_lost(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarder, "GIVE_UP_S", 1.0)  # nobody tells that it is gone, as with a list of addresses
     client = fleet.client
@@ -237,6 +238,7 @@ async def test_a_node_is_killed_and_at_most_a_turn_is_lost(fleet: Fleet, monkeyp
     assert (status, "10, 11, 12" in problem["detail"]) == (409, True)
 
 
+@pytest.mark.long("restarts nodes")
 async def test_a_service_that_is_restarted_goes_on_by_its_journal(fleet: Fleet, tmp_path: Path) -> None:
     wanted = await fleet.client.wait("undisturbed")
 

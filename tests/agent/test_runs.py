@@ -112,7 +112,8 @@ def calls(job: Any) -> list[dict[str, Any]]:
     return [json.loads(item["arguments"]) for item in output if item["type"] == "function_call"]
 
 
-@pytest.mark.parametrize("batches", [3, pytest.param(15, marks=pytest.mark.long("300 rollouts each"))])
+@pytest.mark.long("300 rollouts of each trainer")
+@pytest.mark.parametrize("batches", [15])
 async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(batches: int, pair: Crowd) -> None:
     count, at, own = batches * GROUPS * SIZE, pair, pair.engine("own")
     with in_thread(own) as own_url:

@@ -228,7 +228,12 @@ async def test_an_interpreter_without_gym_is_refused(tmp_path):
         await GymCli(tmp_path, python=str(bare)).prepare()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+KINDER = pytest.mark.long("kinder than SIGKILL")
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(kind, marks=KINDER) for kind in (signal.SIGTERM, signal.SIGINT))]
+)
 async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.Signals, tmp_path: Path):
     """A worker of Ray that ends kills its children."""
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
@@ -314,6 +319,7 @@ reaper.wait()
 """
 
 
+@pytest.mark.long("kills owners of a tree in many states")
 async def test_what_only_a_killed_owner_could_remove_goes_with_the_tree(tmp_path: Path):
     """And the command has its grace, though two processes say that it is over."""
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())

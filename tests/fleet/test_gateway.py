@@ -210,6 +210,7 @@ async def test_what_waits_and_what_runs_is_cancelled() -> None:
         assert (await there.client.wait("s")).state is JobState.SUCCEEDED
 
 
+@pytest.mark.long("waits for a time-out of 20 s; test_bad_nodes.py loses services as well")
 async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

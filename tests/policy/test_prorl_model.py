@@ -213,7 +213,13 @@ class Simple:
                 self._said.append({"type": "function_call_output", "call_id": item["call_id"], "output": "a frog"})
 
 
-@pytest.mark.parametrize("carries", [True, False], ids=["with ids", "without ids"])
+@pytest.mark.parametrize(
+    "carries",
+    [
+        pytest.param(True, id="with ids", marks=pytest.mark.long("the easier case: the caller echoes ids")),
+        pytest.param(False, id="without ids"),
+    ],
+)
 async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path: Path, carries: bool) -> None:
     """Empty and reasoning-only turns stay in one chain or count as ambiguous; no sampled token is tokenised again."""
     scripts = list(itertools.permutations(ODD, 3))

@@ -35,7 +35,9 @@ async def nothing_is_left() -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize(
+    "released", [True, pytest.param(False, marks=pytest.mark.long("the supervisor dies a stage earlier"))]
+)
 async def test_killed_supervisor_during_grading_gives_no_wrong_reward(client: Client, released: bool) -> None:
     rng = random.Random(released)
     met = 0
