@@ -61,7 +61,7 @@ def test_a_run_is_written_and_only_a_full_one_changes_the_table(
     setting, read = report.read("shell")
     assert read == rows
     assert {"machine", "load", "date", "tree", "packages"} <= setting.keys()
-    line = "|shell|start|3 ms|2 (peer)|1.5|<= 1|**missed**|"
+    line = "| shell | start | 3 ms | 2 (peer) | 1.5 | <= 1 | **missed** |"
     assert page.read_text() == f"before\n{report.BEGIN}{report.table()}{report.END}after\n"
     assert page.read_text().splitlines()[4] == line
 

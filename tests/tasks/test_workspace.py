@@ -229,7 +229,7 @@ async def test_agent_cannot_fake_a_disk_error() -> None:
         holding = asyncio.create_task(sandbox.exec(f"python3 -c '{TERMINAL}'", timeout_s=60))
         await _there(sandbox, "/tmp/linked")
         assert (await workspace.extract_file(SOLUTION_FILE, limit=LONGEST)) == ExtractedFile(
-            None, "solution.py does not exist"
+            None, "solution.py is no regular file"
         )
         holding.cancel()
         await asyncio.wait([holding])

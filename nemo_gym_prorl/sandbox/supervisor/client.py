@@ -242,7 +242,7 @@ class SupervisorConnection:
                 future.exception()
         self._exits.clear()
         for watcher in list(self._watchers.values()):
-            watcher({"event": "gone"})
+            watcher({"event": "gone", "reason": "its supervisor has ended"})
         self._loop.run_in_executor(None, cleanup_dead_supervisor, self.folder)
 
 
