@@ -29,6 +29,7 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.filesystems import read_text
 from nemo_gym_prorl.sandbox.dockerfile.context import (
     CopyPlan,
     CopySource,
@@ -36,7 +37,7 @@ from nemo_gym_prorl.sandbox.dockerfile.context import (
     read_ignore_rules,
     write_archive,
 )
-from nemo_gym_prorl.sandbox.dockerfile.instructions import parse
+from nemo_gym_prorl.sandbox.dockerfile.instructions import MAX_BYTES, parse
 from nemo_gym_prorl.sandbox.dockerfile.stages import (
     CopyStep,
     FolderStep,
@@ -194,11 +195,7 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
         InfrastructureError: a base cannot be pulled, or a step failed; with the last words of the step.
     """
     check_name(request.name)
-    try:
-        text = request.dockerfile.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CallerError(f"{request.dockerfile}: {error}", field="Dockerfile") from error
-    stages = split_stages(parse(text), request.args, machine())
+    stages = split_stages(parse(_text_of(request.dockerfile)), request.args, machine())
     named = [stage.name for stage in stages]
     if request.target and request.target.lower() not in named:
         raise CallerError(
@@ -225,10 +222,7 @@ def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
     Raises:
         CallerError: the Dockerfile is wrong, or an instruction has no support; names the line.
     """
-    try:
-        stages = split_stages(parse(path.read_text()), {}, machine())
-    except (OSError, UnicodeDecodeError) as error:
-        raise CallerError(f"cannot be read: {error}", field="Dockerfile") from error
+    stages = split_stages(parse(_text_of(path)), {}, machine())
     configs: list[OciConfig] = []
     for number, stage in enumerate(stages):
         parent = find_stage(stages[:number], stage.base)
@@ -237,6 +231,13 @@ def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
     workdir = configs[-1].workdir
     known = replace(configs[-1], workdir="" if workdir.startswith(_UNKNOWN_FOLDER) else workdir)
     return frozenset(_images_named(stages)), known
+
+
+def _text_of(dockerfile: Path) -> str:
+    try:
+        return read_text(dockerfile, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise CallerError(f"{dockerfile}: {error}", field="Dockerfile") from error
 
 
 def _images_named(stages: Sequence[Stage]) -> set[str]:
