@@ -29,15 +29,15 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.filesystems import read_text
 from nemo_gym_prorl.sandbox.dockerfile.context import (
     CopyPlan,
     CopySource,
     plan_copy,
     read_ignore_rules,
+    text_of,
     write_archive,
 )
-from nemo_gym_prorl.sandbox.dockerfile.instructions import MAX_BYTES, parse
+from nemo_gym_prorl.sandbox.dockerfile.instructions import parse
 from nemo_gym_prorl.sandbox.dockerfile.stages import (
     CopyStep,
     FolderStep,
@@ -195,7 +195,7 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
         InfrastructureError: a base cannot be pulled, or a step failed; with the last words of the step.
     """
     check_name(request.name)
-    stages = split_stages(parse(_text_of(request.dockerfile)), request.args, machine())
+    stages = split_stages(parse(text_of(request.dockerfile)), request.args, machine())
     named = [stage.name for stage in stages]
     if request.target and request.target.lower() not in named:
         raise CallerError(
@@ -222,7 +222,7 @@ def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
     Raises:
         CallerError: the Dockerfile is wrong, or an instruction has no support; names the line.
     """
-    stages = split_stages(parse(_text_of(path)), {}, machine())
+    stages = split_stages(parse(text_of(path)), {}, machine())
     configs: list[OciConfig] = []
     for number, stage in enumerate(stages):
         parent = find_stage(stages[:number], stage.base)
@@ -231,13 +231,6 @@ def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
     workdir = configs[-1].workdir
     known = replace(configs[-1], workdir="" if workdir.startswith(_UNKNOWN_FOLDER) else workdir)
     return frozenset(_images_named(stages)), known
-
-
-def _text_of(dockerfile: Path) -> str:
-    try:
-        return read_text(dockerfile, MAX_BYTES)
-    except (OSError, ValueError) as error:
-        raise CallerError(f"{dockerfile}: {error}", field="Dockerfile") from error
 
 
 def _images_named(stages: Sequence[Stage]) -> set[str]:

@@ -312,8 +312,13 @@ def read_ignore_rules(context: Path, dockerfile: Path) -> IgnoreRules:
     """Return the rules of ``DOCKERFILE.dockerignore``, else of the context's ``.dockerignore``, else none."""
     for path in (dockerfile.with_name(f"{dockerfile.name}.dockerignore"), context / ".dockerignore"):
         if path.is_file():
-            try:
-                return IgnoreRules.parse(read_text(path, MAX_BYTES, "surrogateescape"))
-            except (OSError, ValueError) as error:
-                raise CallerError(f"{path.name}: {error}", field="Dockerfile") from error
+            return IgnoreRules.parse(text_of(path, "surrogateescape"))
     return IgnoreRules()
+
+
+def text_of(path: Path, errors: str = "strict") -> str:
+    """Return the text of a Dockerfile or a ``.dockerignore``; a :class:`CallerError` says why it cannot be read."""
+    try:
+        return read_text(path, MAX_BYTES, errors)
+    except (OSError, ValueError) as error:
+        raise CallerError(f"{path}: {error}", field="Dockerfile") from error

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.task_config import validation_refusal
-from nemo_gym_prorl.tasks.harbor.task_folder import CONFIG_FILE, MAX_FILES, refusing_anything
+from nemo_gym_prorl.tasks.harbor.task_folder import CONFIG_FILE, MAX_DEPTH, MAX_FILES, refusing_anything
 
 
 GIT_TIMEOUT_S = 1800.0  # large repositories over slow connections
@@ -38,8 +38,6 @@ MAX_TASK_BYTES = 2 << 30
 
 MAX_HEADER_BYTES = 16 << 10
 """Bytes of a header of an archive that holds a long name."""
-
-MAX_DEPTH = 32
 
 _GIT_URL = re.compile(
     r"(?P<url>(?:(?:https?|ssh|git|file)://[^/#\s]*/|[\w.-]+@[\w.-]+:)[^#\s]+?)"

@@ -59,6 +59,8 @@ MAX_FILES = 100_000
 MAX_TREE_BYTES = 4 << 30
 """Bytes of the files of a folder, holes included."""
 
+MAX_DEPTH = 100
+
 _NOT_CONTENT = frozenset({".DS_Store", ".git", "__pycache__"})
 _COMPOSE_FILE = "docker-compose.yaml"
 
@@ -306,8 +308,9 @@ def tree(top: Path, root: Path) -> Iterator[tuple[str, Path]]:
         else:
             raise CallerError("is no file, folder or link", field=where)
         visited += 1
-        if visited + len(left) > MAX_FILES or total > MAX_TREE_BYTES:
-            raise CallerError(f"more than {MAX_FILES} files or {MAX_TREE_BYTES >> 30} GiB", field=above_all)
+        if visited + len(left) > MAX_FILES or total > MAX_TREE_BYTES or len(above) > MAX_DEPTH:
+            most = f"{MAX_FILES} files, {MAX_TREE_BYTES >> 30} GiB or {MAX_DEPTH} levels of folders"
+            raise CallerError(f"more than {most}", field=above_all)
     yield from sorted(found.items())
 
 
