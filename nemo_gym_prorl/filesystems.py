@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The type of the file system that holds a path, where the type decides what works there.
+"""The type of the file system that holds a path, where the type decides what works there; and untrusted files.
 
 Locks, Unix sockets and overlays belong to one machine. On a file system that machines share they hang, fail, or hold
 for one machine only. Files on a file system in memory use up memory.
@@ -8,7 +8,9 @@ for one machine only. Files on a file system in memory use up memory.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from pathlib import Path
 
 
@@ -39,6 +41,23 @@ def filesystem_type_in(mounts: str, path: str) -> str:
         if len(target) >= len(best) and (path == target or path.startswith(target.rstrip("/") + "/")):
             best, kind = target, after.split()[0]
     return kind
+
+
+def read_text(path: Path, limit: int, errors: str = "strict") -> str:
+    """Return the text of an untrusted file, without a byte order mark.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        ValueError: it is no regular file, has more than ``limit`` bytes, or is not UTF-8.
+    """
+    # O_NONBLOCK: it may be a pipe that nobody writes to.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit >> 20} MiB")
+    return content.decode("utf-8-sig", errors)
 
 
 def is_in_memory(kind: str) -> bool:

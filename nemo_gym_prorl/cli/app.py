@@ -406,7 +406,9 @@ def main() -> None:
     try:
         app()
     except RolloutError as error:
-        sys.exit(f"prorl: {error.reason}")
+        from nemo_gym_prorl.cli.show import visible
+
+        sys.exit(f"prorl: {visible(error.reason)}")
     except Exception as error:
         from nemo_gym_prorl.http.problem_document import ApiError  # imports pydantic, which is slow
 

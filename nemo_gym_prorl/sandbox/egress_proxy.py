@@ -78,6 +78,9 @@ _HOP_BY_HOP = frozenset(
 )
 """Fields of one connection, which are not passed on; ``Host`` is written anew from the URL that was checked."""
 
+_FRAMING = frozenset({"content-length", "transfer-encoding", "trailer", "host", "expect"})
+"""Fields that decide where a request ends and whom it is for, which ``Connection`` must not take away."""
+
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -143,6 +146,8 @@ def parse_request(head: bytes) -> Request:
     path = "/" if tunnel or not found[3] else found[3] if found[3].startswith("/") else f"/{found[3]}"
     given = [(name.lower(), value) for name, value in fields]
     named = {name.strip().lower() for key, value in given if key == "connection" for name in value.split(",")}
+    if taken := sorted(named & _FRAMING):
+        raise Refusal(400, f"Connection must not name {taken[0]}")
     lengths = {value for name, value in given if name == "content-length"}
     encodings = [value.lower() for name, value in given if name == "transfer-encoding"]
     if (

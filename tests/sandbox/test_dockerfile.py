@@ -196,6 +196,17 @@ def test_the_program_of_the_image(lines: str, entrypoint: tuple[str, ...], comma
         ("ENV A=${B:-x", "} is missing"),
         ("ENV A=" + "${B:-" * 2000 + "}" * 2000, "line 2: ENV: more than 50 expansions are nested"),
         ("ENV A", "line 2: ENV: 'A': needs NAME=VALUE"),
+        (
+            "ENV a0=aaaa\n" + "".join(f"ENV a{n + 1}=$a{n}$a{n}\n" for n in range(40)),
+            "more than 1000 variables, or 128 KiB",
+        ),
+        (
+            "ARG a=" + "a" * 65536 + "\nCOPY " + "$a" * 40 + " b",
+            "line 3: COPY: variables are expanded to more than 1 MiB",
+        ),
+        ("ENV " + "".join(f"a{n}=b " for n in range(1100)), "line 2: ENV: more than 1000 variables"),
+        ("RUN a\n" * 1100, "line 1001: RUN: more than 1000 instructions"),
+        ('RUN "' + '\\"' * 200_000 + " <<E", "line 2: RUN: the here-document E has no end"),
         ("FRMO y", "line 2: FRMO: has no support here"),
     ],
 )

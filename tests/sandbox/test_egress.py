@@ -137,6 +137,17 @@ def test_any_head_is_one_request_or_refused(first: str, odd: str, rest: str) -> 
     assert passed_on.lower().count(b"\r\nhost:") == passed_on.lower().count(b"\r\nconnection: close\r\n") == 1
 
 
+@pytest.mark.parametrize(
+    "name", ["content-length", "Content-Length", "close, transfer-encoding", "Host", "trailer", "x,\tcontent-length"]
+)
+def test_connection_takes_no_framing_away(name: str) -> None:
+    """Else the target would read the body as a request to a host that was not checked."""
+    fields = f"Connection: {name}\r\nContent-Length: 5"
+    with pytest.raises(Refusal, match="Connection must not name") as refused:
+        parse_request(f"POST http://a.example/ HTTP/1.1\r\n{fields}\r\n\r\n".encode())
+    assert refused.value.status == 400
+
+
 def ways_around(allowed: int, other: int) -> dict[str, tuple[str, str | None]]:
     """Requests for a server at :data:`OTHER`, by name; where only :data:`ALLOWED` is allowed."""
     get = "GET http://{}/ HTTP/1.1".format

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +197,31 @@ def test_images_are_made_side_by_side_and_any_failure_is_an_outcome(store: Image
     assert outcomes["no network"] == "no network"
     assert "no space" in outcomes["[Errno 28] no space"]
     assert outcomes["deep"] == "RecursionError: deep"
+
+
+@pytest.mark.parametrize(
+    ("put", "context", "said"),
+    [
+        (os.mkfifo, "environment", "Dockerfile: is no file"),
+        (lambda file: file.symlink_to("../../secret"), "environment", "is a link that leaves the task's folder"),
+        (lambda file: file.symlink_to("/dev/zero"), "environment", "is a link that leaves the task's folder"),
+        (lambda file: file.write_bytes(b"\xff"), "environment", "can't decode byte 0xff"),
+        (lambda file: file.touch(), "..", "Dockerfile: is a link that leaves the task's folder"),
+        (lambda file: file.touch(), "a\0b", "Dockerfile: missing"),
+    ],
+    ids=["pipe", "host's file", "device", "no text", "context outside", "NUL in the context"],
+)
+def test_hostile_dockerfile_is_one_failed_image(
+    put: Callable[[Path], object], context: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("TOKEN=of-the-host")
+    (tmp_path / "Dockerfile").write_text("TOKEN=of-the-host")
+    row = task(tmp_path / "task", "FROM debian:13\n", "base")
+    (tmp_path / "task/environment/Dockerfile").unlink()
+    put(tmp_path / "task/environment/Dockerfile")
+    row["harbor"]["builds"] = {row["image"]: context}
+    rows = written(tmp_path / "rows.jsonl", row)
+    [outcome] = build_all(rows, Puller(ImageStore(tmp_path / "store"), None), 1, None, Console(quiet=True))  # type: ignore[arg-type]
+    assert outcome.state == ImageState.FAILED
+    assert said in outcome.reason
+    assert "TOKEN" not in outcome.reason

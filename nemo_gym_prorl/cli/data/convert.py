@@ -169,7 +169,7 @@ def _print(summary: Summary, unit: str) -> None:
     console = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
-        console.print(visible(text), markup=False, soft_wrap=True)
+        console.print(visible(text).replace("\n", "\\n"), markup=False, soft_wrap=True)
 
     for refusal in summary.refused[:MAX_MESSAGES]:
         say(f"{unit} {refusal.place}: {refusal.reason}")
@@ -283,7 +283,7 @@ def convert_harbor(
     """
     from nemo_gym_prorl.sandbox.dockerfile.builder import inspect_dockerfile
     from nemo_gym_prorl.sandbox.images.reference import parse
-    from nemo_gym_prorl.tasks.harbor.task_folder import DockerfileFacts, make_row
+    from nemo_gym_prorl.tasks.harbor.task_folder import DockerfileFacts, make_row, refusing_anything
 
     taken: dict[str, Path] = {}
     unused = set(replaced)
@@ -294,7 +294,8 @@ def convert_harbor(
 
     def row_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
         folder = record["folder"]
-        row = make_row(folder, replaced=replaced, force_build=force_build, facts_of=facts_of)
+        with refusing_anything():
+            row = make_row(folder, replaced=replaced, force_build=force_build, facts_of=facts_of)
         for image in (row["image"], *(one["image"] for one in row["harbor"].get("verifier_images", {}).values())):
             parse(image, "docker_image")
         if (other := taken.setdefault(row["instance_id"], folder)) != folder:
@@ -316,9 +317,10 @@ def _harbor_tasks(source: str, name: str | None) -> Iterator[tuple[str, Any]]:
     """Yield the place of each task and its folder; a task that cannot be had is a :class:`CallerError`."""
     from nemo_gym_prorl.sandbox.images.entries import cache_dir
     from nemo_gym_prorl.tasks.harbor import sources
+    from nemo_gym_prorl.tasks.harbor.task_folder import refusing_anything
 
     def say(text: str) -> None:
-        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+        Console(stderr=True, highlight=False).print(visible(text), markup=False, soft_wrap=True)
 
     cache, path = cache_dir() / "harbor", Path(source).expanduser()
     if name is not None and path.suffix != ".json":
@@ -330,9 +332,10 @@ def _harbor_tasks(source: str, name: str | None) -> Iterator[tuple[str, Any]]:
             yield place, found if isinstance(found, CallerError) else {"folder": found}
     elif path.suffix == ".parquet":
         for number, record in records(path):
-            place = f"{number} ({record.get('path')})"
+            place = f"{number} ({record.get('path')!s:.200})"
             try:
-                folder = sources.unpacked(record, cache)
+                with refusing_anything():
+                    folder = sources.unpacked(record, cache)
             except CallerError as error:
                 yield place, error
             else:

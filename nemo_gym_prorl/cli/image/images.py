@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nemo_gym_prorl.cli.show import json_lines
+from nemo_gym_prorl.cli.show import json_lines, visible
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
 from nemo_gym_prorl.sandbox.images.batch import ImageJob, ImageOutcome, ImageState, make_images, pull_job
@@ -29,7 +29,7 @@ from nemo_gym_prorl.sandbox.images.pull import Puller, images_in_rows
 from nemo_gym_prorl.sandbox.images.reference import RegistryImage, parse, parse_registry
 from nemo_gym_prorl.sandbox.images.store import Image, ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.tasks.harbor.task_folder import HarborTask, built_image, parse_row
+from nemo_gym_prorl.tasks.harbor.task_folder import HarborTask, built_image, parse_row, plain_file, refusing_anything
 
 
 GIB = 1 << 30
@@ -108,7 +108,9 @@ def print_outcomes(outcomes: Sequence[ImageOutcome], console: Console) -> bool:
     )
     for outcome in outcomes:
         if outcome.reason:
-            console.print(f"[red]{escape(outcome.name)}[/]: {escape(outcome.reason)}", soft_wrap=True)
+            console.print(
+                f"[red]{escape(visible(outcome.name))}[/]: {escape(visible(outcome.reason))}", soft_wrap=True
+            )
     return not any(outcome.reason for outcome in outcomes)
 
 
@@ -135,11 +137,11 @@ class _HarborBuild:
         Raises:
             CallerError: the folder has changed since the row was made, or the Dockerfile cannot be built.
         """
-        folder = Path(task.folder, task.builds[name])
-        images = sorted(inspect_dockerfile(folder / "Dockerfile")[0])
+        root, context = Path(task.folder).resolve(), task.builds[name]
+        images = sorted(inspect_dockerfile(plain_file(root, f"{context}/Dockerfile"))[0])
         replaced = {image: task.replaced[image] for image in images if image in task.replaced}
-        if built_image(Path(task.folder), task.builds[name], replaced) != name:
-            raise CallerError(f"{folder} has changed; make the rows again with `prorl data harbor`")
+        if built_image(root, context, replaced) != name:
+            raise CallerError(f"{str(root / context)!r} has changed; make the rows again with `prorl data harbor`")
         return cls(name, task, replaced, [parse_registry(image, "FROM") for image in images if image not in replaced])
 
     def make(self, store: ImageStore, runtime: Runtime) -> Path:
@@ -170,7 +172,8 @@ def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, conso
                 store.find(name)
                 outcomes.append(ImageOutcome(name, ImageState.PRESENT))
             else:
-                builds.append(_HarborBuild.of(name, task))
+                with refusing_anything():
+                    builds.append(_HarborBuild.of(name, task))
         except CallerError as error:
             outcomes.append(ImageOutcome(name, ImageState.FAILED, error.reason))
     bases = [base for build in builds for base in build.bases]

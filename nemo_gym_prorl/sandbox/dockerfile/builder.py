@@ -34,6 +34,7 @@ from nemo_gym_prorl.sandbox.dockerfile.context import (
     CopySource,
     plan_copy,
     read_ignore_rules,
+    text_of,
     write_archive,
 )
 from nemo_gym_prorl.sandbox.dockerfile.instructions import parse
@@ -194,11 +195,7 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
         InfrastructureError: a base cannot be pulled, or a step failed; with the last words of the step.
     """
     check_name(request.name)
-    try:
-        text = request.dockerfile.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CallerError(f"{request.dockerfile}: {error}", field="Dockerfile") from error
-    stages = split_stages(parse(text), request.args, machine())
+    stages = split_stages(parse(text_of(request.dockerfile)), request.args, machine())
     named = [stage.name for stage in stages]
     if request.target and request.target.lower() not in named:
         raise CallerError(
@@ -225,10 +222,7 @@ def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
     Raises:
         CallerError: the Dockerfile is wrong, or an instruction has no support; names the line.
     """
-    try:
-        stages = split_stages(parse(path.read_text()), {}, machine())
-    except (OSError, UnicodeDecodeError) as error:
-        raise CallerError(f"cannot be read: {error}", field="Dockerfile") from error
+    stages = split_stages(parse(text_of(path)), {}, machine())
     configs: list[OciConfig] = []
     for number, stage in enumerate(stages):
         parent = find_stage(stages[:number], stage.base)

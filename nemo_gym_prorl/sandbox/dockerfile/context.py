@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.filesystems import read_text
+from nemo_gym_prorl.sandbox.dockerfile.instructions import MAX_BYTES
 from nemo_gym_prorl.sandbox.dockerfile.stages import CopyStep
 from nemo_gym_prorl.sandbox.images import rootfs
 
@@ -310,5 +312,13 @@ def read_ignore_rules(context: Path, dockerfile: Path) -> IgnoreRules:
     """Return the rules of ``DOCKERFILE.dockerignore``, else of the context's ``.dockerignore``, else none."""
     for path in (dockerfile.with_name(f"{dockerfile.name}.dockerignore"), context / ".dockerignore"):
         if path.is_file():
-            return IgnoreRules.parse(path.read_text(errors="surrogateescape"))
+            return IgnoreRules.parse(text_of(path, "surrogateescape"))
     return IgnoreRules()
+
+
+def text_of(path: Path, errors: str = "strict") -> str:
+    """Return the text of a Dockerfile or a ``.dockerignore``; a :class:`CallerError` says why it cannot be read."""
+    try:
+        return read_text(path, MAX_BYTES, errors)
+    except (OSError, ValueError) as error:
+        raise CallerError(f"{path}: {error}", field="Dockerfile") from error

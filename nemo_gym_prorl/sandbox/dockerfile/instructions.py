@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nemo_gym_prorl.failures import CallerError
 
@@ -22,6 +22,11 @@ _KNOWN = _NO_EFFECT | {"ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM",
 _DIRECTIVE = re.compile(r"#\s*(syntax|escape|check)\s*=\s*(\S+)\s*$", re.IGNORECASE)
 HEREDOC = re.compile(r"(?<!\S)\d*<<(-?)(?:\"([^\"\n]+)\"|'([^'\n]+)'|([^\s<>|&;()\"'$]+))")
 _HEREDOC_OWNERS = frozenset({"ADD", "COPY", "RUN"})
+
+MAX_BYTES = 1 << 20
+"""Bytes of a Dockerfile, and characters of all values that are put in for its variables: it is untrusted."""
+
+MAX_INSTRUCTIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Instruction:
         flags: ``--name=value`` options in order; the value of a bare ``--name`` is ``"true"``.
         text: what follows the flags, with continued lines joined.
         heredocs: in order.
+        expanded: characters put in for variables so far; one count for all instructions of a Dockerfile.
         escape: character that continues lines and, in words, takes the meaning of the next one (``# escape``).
     """
 
@@ -60,10 +66,11 @@ class Instruction:
     text: str
     heredocs: tuple[Heredoc, ...] = ()
     escape: str = "\\"
+    expanded: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def error(self, reason: str) -> CallerError:
         """Return an error that names this instruction's line."""
-        return CallerError(f"line {self.line}: {self.name}: {reason}", field="Dockerfile")
+        return CallerError(f"line {self.line}: {self.name}: {reason:.500}", field="Dockerfile")
 
     def words(self) -> list[str] | None:
         """Return the words of the exec form (a JSON list of texts), ``None`` for the shell form."""
@@ -91,6 +98,7 @@ def parse(text: str) -> list[Instruction]:
     lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n")
     escape = _escape_character(lines)
     found: list[Instruction] = []
+    expanded = [0]
     number = 0
     while number < len(lines):
         first = number
@@ -98,7 +106,9 @@ def parse(text: str) -> list[Instruction]:
         if not joined:
             continue
         name, _, rest = joined.partition(" ") if " " in joined else (joined, "", "")
-        instruction = Instruction(first + 1, name.upper(), (), "", escape=escape)
+        instruction = Instruction(first + 1, name.upper(), (), "", escape=escape, expanded=expanded)
+        if len(found) == MAX_INSTRUCTIONS:
+            raise instruction.error(f"more than {MAX_INSTRUCTIONS} instructions")
         if instruction.name not in _KNOWN:
             raise instruction.error("has no support here" if name.isalpha() else "is no instruction")
         flags, rest = _split_flags(rest.strip())
@@ -175,7 +185,7 @@ def _read_heredoc(lines: Sequence[str], number: int, match: re.Match[str], owner
 
 def _unquoted(text: str) -> str:
     """Return the text with what stands in quotes replaced, except a quoted here-document delimiter."""
-    pattern = r"((?<!\S)\d*<<-?(?:\"[^\"\n]+\"|'[^'\n]+'))|\"(?:\\.|[^\"\\])*\"|'[^']*'|<<<"
+    pattern = r"((?<!\S)\d*<<-?(?:\"[^\"\n]+\"|'[^'\n]+'))|\"(?:\\.|[^\"\\])*\"|'[^']*'|<<<|\\."
     return re.sub(pattern, lambda match: match[1] or "_" * len(match[0]), text)
 
 
@@ -285,6 +295,9 @@ class _Expansion:
             if not name:
                 return "$"
         found = self.scope.get(name)
+        self.one.expanded[0] += len(found or "")
+        if self.one.expanded[0] > MAX_BYTES:
+            raise self.one.error(f"variables are expanded to more than {MAX_BYTES >> 20} MiB")
         if operator == "}":
             return found or ""
         if self.depth == _MAX_DEPTH:

@@ -21,6 +21,9 @@ from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 
 DEFAULT_SHELL = ("/bin/sh", "-c")
 
+MAX_VARIABLES, MAX_CHARACTERS = 1000, 128 << 10
+"""Of a stage: variables, and characters of all their values; each command gets all."""
+
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WITHOUT_FLAGS = frozenset({"ARG", "CMD", "ENTRYPOINT", "ENV", "SHELL", "USER", "WORKDIR"})
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -205,6 +208,9 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
                     state.command = ()  # a base's arguments are for the base's program
             case _:
                 pass  # of _NO_EFFECT
+        scope = state.scope() if one.name in ("ARG", "ENV") else {}
+        if len(scope) > MAX_VARIABLES or sum(map(len, scope.values())) > MAX_CHARACTERS:
+            raise one.error(f"more than {MAX_VARIABLES} variables, or {MAX_CHARACTERS >> 10} KiB of them")
     user = _owner_of(state.user).partition(":")[0]
     config = OciConfig(state.env, state.workdir, user, state.entrypoint, state.command, shell=state.shell)
     return steps, config

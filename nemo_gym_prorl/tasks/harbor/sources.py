@@ -9,6 +9,7 @@ is: rows name paths in it. They are untrusted: nothing of them is executed, and 
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import io
 import os
@@ -16,6 +17,7 @@ import re
 import subprocess
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,19 +28,26 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.task_config import validation_refusal
-from nemo_gym_prorl.tasks.harbor.task_folder import CONFIG_FILE, MAX_FILES
+from nemo_gym_prorl.tasks.harbor.task_folder import CONFIG_FILE, MAX_DEPTH, MAX_FILES, refusing_anything
 
 
 GIT_TIMEOUT_S = 1800.0  # large repositories over slow connections
 
 MAX_TASK_BYTES = 2 << 30
-"""Bytes of an unpacked task; protects the disk from a packed task that is a decompression bomb."""
+"""Bytes of an unpacked archive; protects the disk from a packed task that is a decompression bomb."""
+
+MAX_HEADER_BYTES = 16 << 10
+"""Bytes of a header of an archive that holds a long name."""
 
 _GIT_URL = re.compile(
     r"(?P<url>(?:(?:https?|ssh|git|file)://[^/#\s]*/|[\w.-]+@[\w.-]+:)[^#\s]+?)"
     r"(?:@(?P<ref>\w[\w./+-]*))?(?:#(?P<path>[^#]+))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+_GZIP = b"\x1f\x8b"
+_PAX = re.compile(r"\d+ ([^=\n]+)=([^\n]*)\n")
+_KINDS = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 
 Progress = Callable[[str], None]
 
@@ -129,15 +138,15 @@ def tasks_of_registry(file: Path, wanted: str | None, cache: Path, progress: Pro
         try:
             if repository in failed:
                 raise failed[repository]
-            if task.git_url is None:
-                yield task.name, file.parent / Path(task.path).expanduser()
-                continue
-            try:
-                checkout = checked_out(*repository, cache, progress)
-            except InfrastructureError as error:
-                failed[repository] = CallerError(error.reason, field="git_url")
-                raise failed[repository] from error
-            yield task.name, inside(checkout, task.path)
+            with refusing_anything():
+                if task.git_url is None:
+                    found = file.parent / Path(task.path).expanduser()
+                else:
+                    found = inside(checked_out(*repository, cache, progress), task.path)
+            yield task.name, found
+        except InfrastructureError as error:
+            failed[repository] = CallerError(error.reason, field="git_url")
+            yield task.name, failed[repository]
         except CallerError as error:
             yield task.name, error
 
@@ -165,8 +174,8 @@ def checked_out(url: str, ref: str, cache: Path, progress: Progress) -> Path:
 
 def _git(folder: Path, *words: str) -> str:
     # Hooks and helpers that the user has set for other repositories must not see this one.
-    options = ["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never"]
-    environ = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    options = ["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"]
+    environ = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "https:http:ssh:git:file"}
     command = ["git", *options, *words]
     try:
         done = subprocess.run(
@@ -194,11 +203,11 @@ def inside(folder: Path, path: str) -> Path:
 
 
 def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
-    """Return the folder of a packed task: a record with ``path`` and ``task_binary``, a tar archive, maybe compressed.
+    """Return the folder of a packed task: a record with ``path`` and ``task_binary``, a tar archive, plain or of gzip.
 
     Raises:
-        CallerError: the record is no packed task, or the archive is unsafe: too large, with devices, or with a path or
-            a link that leads out of it.
+        CallerError: the record is no packed task, or the archive is unsafe: too large, with anything but files and
+            folders, or with a path that leads out of it.
     """
     packed = record.get("task_binary")
     if not isinstance(packed, bytes):
@@ -208,21 +217,59 @@ def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
     if not target.is_dir():
         with _staging(cache) as work:
             try:
-                with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-                    _extract(archive, work / name)
-            except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+                _extract(packed, work / name)
+            except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
                 raise CallerError(f"cannot be unpacked: {error}", field="task_binary") from error
             _publish(work, target)
     return next(task_folders(target))
 
 
-def _extract(archive: tarfile.TarFile, target: Path) -> None:
-    left = MAX_TASK_BYTES
-    for number, member in enumerate(archive):
-        left -= member.size
-        if left < 0 or number >= MAX_FILES:
-            raise ValueError(f"it has more than {MAX_FILES} files or {MAX_TASK_BYTES >> 30} GiB")
-        archive.extract(member, target, filter="data")
+def _extract(packed: bytes, target: Path) -> None:
+    """Write the files and folders of an archive. ``tarfile`` follows its links, and bounds neither headers nor holes.
+
+    Raises:
+        OSError, ValueError, EOFError, tarfile.TarError, zlib.error: the archive is unsafe or broken.
+    """
+    source, left = io.BytesIO(packed), MAX_TASK_BYTES
+    stream = gzip.GzipFile(fileobj=source) if packed.startswith(_GZIP) else source
+
+    def take(size: int) -> bytes:
+        nonlocal left
+        left -= size
+        if left < 0 or len(data := stream.read(size)) < size:
+            raise ValueError("its end is missing" if left >= 0 else f"it has more than {MAX_TASK_BYTES >> 30} GiB")
+        return data
+
+    target.mkdir()
+    pax: dict[str, str] = {}
+    for _ in range(MAX_FILES):
+        if not any(block := take(tarfile.BLOCKSIZE)):
+            return
+        member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
+            if not 0 <= member.size <= MAX_HEADER_BYTES:
+                raise ValueError(f"it has a header of {member.size} bytes")
+            text = take(member.size + -member.size % tarfile.BLOCKSIZE)[: member.size].decode(errors="surrogateescape")
+            if member.type == tarfile.GNUTYPE_LONGNAME:
+                pax = {"path": text.rstrip("\0")}
+            elif member.type == tarfile.XHDTYPE:
+                pax = dict(_PAX.findall(text))
+            continue
+        name, size = pax.get("path", member.name), int(pax.get("size", member.size))
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        if name.startswith("/") or ".." in parts or len(parts) > MAX_DEPTH:
+            raise ValueError(f"{name!r:.100} leads out of it, or is too deep")
+        if member.type not in _KINDS or size < 0 or any(key.startswith("GNU.sparse") for key in pax):
+            raise ValueError(f"{name!r:.100} is no plain file or folder; pack the file in place of a link")
+        pax, path = {}, target.joinpath(*parts)
+        (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
+        if not member.isdir():
+            with path.open("wb") as file:
+                for start in range(0, size, 1 << 20):
+                    file.write(take(min(1 << 20, size - start)))
+            path.chmod(0o755 if member.mode & 0o100 else 0o644)
+            take(-size % tarfile.BLOCKSIZE)
+    raise ValueError(f"it has more than {MAX_FILES} files")
 
 
 @contextmanager

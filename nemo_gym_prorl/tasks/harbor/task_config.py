@@ -26,6 +26,9 @@ from nemo_gym_prorl.failures import CallerError
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 
+MAX_CHARACTERS = 64 << 10
+"""Characters of a ``task.toml``; a key of many parts takes quadratic time."""
+
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NetworkMode = Literal["public", "no-network", "allowlist"]
 
@@ -329,12 +332,14 @@ def parse_task_config(text: str) -> TaskConfig:
     Raises:
         CallerError: not TOML, or a value is wrong or unsupported; names the key, for example ``environment.gpus``.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise CallerError(f"has more than {MAX_CHARACTERS >> 10} KiB", field="task.toml")
     try:
         return TaskConfig.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise CallerError(f"is not TOML: {error}", field="task.toml") from error
     except ValidationError as error:
         raise validation_refusal(error) from error
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        raise CallerError(f"is not TOML: {error}", field="task.toml") from error
 
 
 def validation_refusal(error: ValidationError) -> CallerError:

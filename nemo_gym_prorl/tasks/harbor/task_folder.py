@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
+import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -27,7 +28,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.filesystems import read_text
 from nemo_gym_prorl.network_access import HOST, Network
 from nemo_gym_prorl.tasks.harbor.task_config import (
     EnvironmentConfig,
@@ -49,13 +51,17 @@ SUBMIT_DESCRIPTION = "Hand in your work as it is now."
 CONFIG_FILE = "task.toml"
 
 MAX_TEXT_BYTES = 1 << 20
-"""Bytes of a ``task.toml`` or an instruction; more is a mistake, and would bloat each row."""
+"""Bytes of an instruction; more is a mistake, and would bloat each row."""
 
 MAX_FILES = 100_000
-"""Files of a folder. Links can make a few folders look like millions."""
+"""Files, folders and links of a folder. Links can make a few folders look like millions."""
+
+MAX_TREE_BYTES = 4 << 30
+"""Bytes of the files of a folder, holes included."""
+
+MAX_DEPTH = 100
 
 _NOT_CONTENT = frozenset({".DS_Store", ".git", "__pycache__"})
-_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _COMPOSE_FILE = "docker-compose.yaml"
 
 
@@ -220,6 +226,18 @@ def make_row(
     }
 
 
+@contextmanager
+def refusing_anything() -> Iterator[None]:
+    """Refuse an untrusted task whatever it raises, so that it does not end the work on others."""
+    try:
+        yield
+    except (RolloutError, MemoryError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CallerError(f"cannot be read: {type(error).__name__}: {reason!s:.300}") from error
+
+
 def folder_digest(folder: Path) -> str:
     """Return a hash of the files of a task that are used after its row is made: names, contents and whether they are
     executable.
@@ -262,32 +280,37 @@ def tree(top: Path, root: Path) -> Iterator[tuple[str, Path]]:
     followed.
 
     Raises:
-        CallerError: a link leaves ``root`` or leads into itself, a file is no plain file, or there are too many; names
-            the file.
+        CallerError: a link leaves ``root`` or leads into itself, a file is no plain file, or there are too many files
+            or bytes; names the file.
     """
     found: dict[str, Path] = {}
+    visited = total = 0
+    above_all = os.path.relpath(top, root)
     left: list[tuple[Path, str, frozenset[Path]]] = [(top, "", frozenset())]
     while left:
         path, name, above = left.pop()
-        where = str(path.relative_to(root))
+        where = os.path.normpath(f"{above_all}/{name}")
         try:
             real = path.resolve(strict=True)
-            mode = real.stat().st_mode
+            status = real.stat()
         except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
             raise CallerError("is a link that leads nowhere; remove it", field=where) from error
         if not real.is_relative_to(root):
             raise CallerError("is a link that leaves the task's folder; replace it by the file", field=where)
         if real in above:
             raise CallerError("is a link to a folder that contains it; remove it", field=where)
-        if stat.S_ISREG(mode):
-            found[name] = path
-        elif stat.S_ISDIR(mode):
-            children = [child for child in path.iterdir() if child.name not in _NOT_CONTENT]
+        if stat.S_ISREG(status.st_mode):
+            found[name] = real
+            total += status.st_size
+        elif stat.S_ISDIR(status.st_mode):
+            children = [child for child in real.iterdir() if child.name not in _NOT_CONTENT]
             left += [(child, f"{name}/{child.name}".lstrip("/"), above | {real}) for child in children]
         else:
             raise CallerError("is no file, folder or link", field=where)
-        if len(found) + len(left) > MAX_FILES:
-            raise CallerError(f"more than {MAX_FILES} files", field=str(top.relative_to(root)))
+        visited += 1
+        if visited + len(left) > MAX_FILES or total > MAX_TREE_BYTES or len(above) > MAX_DEPTH:
+            most = f"{MAX_FILES} files, {MAX_TREE_BYTES >> 30} GiB or {MAX_DEPTH} levels of folders"
+            raise CallerError(f"more than {most}", field=above_all)
     yield from sorted(found.items())
 
 
@@ -333,6 +356,7 @@ class _Images:
             raise CallerError("missing, and there is no docker_image", field=f"{context}/Dockerfile")
         used, facts = self.replaced, DockerfileFacts()
         if self.facts_of is not None:
+            dockerfile = plain_file(self.folder, f"{context}/Dockerfile")
             try:
                 facts = self.facts_of(dockerfile)
             except CallerError as error:
@@ -381,7 +405,11 @@ def _has_image(folder: Path, table: EnvironmentConfig | None) -> bool:
 
 def _downloads(folder: Path, config: TaskConfig) -> VerifierNeeds:
     paths = [folder / "tests/test.sh", *(folder / f"steps/{step.name}/tests/test.sh" for step in config.steps)]
-    scripts = [path.read_bytes()[:MAX_TEXT_BYTES].decode(errors="replace") for path in paths if path.is_file()]
+    scripts = []
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                scripts.append(file.read(MAX_TEXT_BYTES).decode(errors="replace"))
     return needs_of("\n".join(scripts))
 
 
@@ -410,20 +438,32 @@ def _instruction(folder: Path, above: str = "") -> str:
     """Return an instruction without the canary lines at its top, which mark published tasks in training data."""
     name = f"{above}instruction.md"
     lines = _text(folder, name).split("\n")
-    cut = next((number for number, line in enumerate(lines) if not _CANARY.fullmatch(line.strip())), len(lines))
+    cut = next((number for number, line in enumerate(lines) if not _is_canary(line.strip().lower())), len(lines))
     text = "\n".join(dropwhile(lambda line: not line.strip(), lines[cut:]))
     if not text:
         raise CallerError("is empty", field=name)
     return text
 
 
-def _text(folder: Path, name: str) -> str:
-    path = next((path for _, path in tree(folder / name, folder)), None) if (folder / name).exists() else None
-    if path is None:
+def _is_canary(line: str) -> bool:
+    return "canary" in line and (line.startswith("#") or (line.startswith("<!--") and line.endswith("-->")))
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """Return the real path of a file of a task.
+
+    Raises:
+        CallerError: it is missing or no plain file, or a link leaves the task's folder.
+    """
+    found = dict(tree(folder / name, folder)) if os.path.lexists(folder / name) else {}
+    if "" not in found:
         raise CallerError("missing", field=name)
-    if path.stat().st_size > MAX_TEXT_BYTES:
-        raise CallerError(f"has more than {MAX_TEXT_BYTES >> 20} MiB", field=name)
+    return found[""]
+
+
+def _text(folder: Path, name: str) -> str:
+    path = plain_file(folder, name)
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path, MAX_TEXT_BYTES)
+    except (OSError, ValueError) as error:
         raise CallerError(f"cannot be read: {error}", field=name) from error

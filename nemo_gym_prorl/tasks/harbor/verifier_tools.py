@@ -28,6 +28,9 @@ BIN, PYTHON, WHEELS, APT_CONFIG = "bin", "python", "wheels", "apt.conf"
 APT_SETTINGS = 'Acquire::Retries "0";\n'
 """Contents of :data:`APT_CONFIG`."""
 
+MAX_LINE = 16 << 10
+"""Characters of a line of a script that is read for commands: splitting takes quadratic time."""
+
 _KEYWORDS = frozenset({"!", "do", "elif", "else", "exec", "if", "sudo", "then", "time", "until", "while", "{"})
 _SEPARATORS = frozenset({"&&", "||", ";", "|", "&", "(", ")"})
 _PYTHON_OPTIONS = frozenset({"-p", "--python"})
@@ -138,6 +141,8 @@ def needs_of(script: str) -> VerifierNeeds:
 def _commands(script: str) -> Iterator[list[str]]:
     """Yield the words of each simple command; a line that is no list of words is left out."""
     for line in script.replace("\\\n", " ").splitlines():
+        if len(line) > MAX_LINE:
+            continue
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         try:

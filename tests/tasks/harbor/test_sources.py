@@ -172,6 +172,12 @@ def registry(repository: Path, tmp_path: Path) -> Path:
         task("outside", "../.."),
         task("gone", "sets/sum", url="file:///nowhere/at/all"),
         task("option", "sets/sum", url="--upload-pack=touch hook-ran"),
+        task("helper", "sets/sum", url="fd::7"),
+        task("nul", "sets/sum", url="file:///a\0b"),
+        task("line\nbreak", "a\0b"),
+        {"name": "user", "path": "~nosuchuser/x"},
+        {"name": "zero", "path": "a\0b"},
+        {"name": "long", "path": "x" * 5000},
         {"name": "local", "path": "own/local"},
     ]
     file = tmp_path / "registry.json"
@@ -194,7 +200,13 @@ def test_registry_names_tasks_of_repositories(repository: Path, tmp_path: Path) 
         "task outside: path: '../..' leaves the repository",
         "task gone: git_url: git fetch failed",
         "task option: git_url:",
-        "7 tasks: 3 kept",
+        "task helper: git_url: git fetch failed: fatal: transport 'fd' not allowed",
+        "task nul: cannot be read: ValueError: embedded null byte",
+        "task line\\nbreak: cannot be read: ValueError",
+        "task user: cannot be read: RuntimeError",
+        "task zero: cannot be read: ValueError",
+        "task long: task.toml: missing",
+        "13 tasks: 3 kept",
     ):
         assert expected in said
     assert not (tmp_path / "hook-ran").exists()
@@ -223,6 +235,29 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", size: int
     return info
 
 
+def long_links(outside: Path) -> list[tarfile.TarInfo]:
+    """Members that lead ``tarfile``'s own filter outside by links longer than PATH_MAX (CVE-2025-4517)."""
+    members, path, letters = [], "", "abcdefghijklmnop"
+    for letter in letters:
+        members.append(member(f"{path}{'d' * 247}", tarfile.DIRTYPE))
+        members.append(member(f"{path}{letter}", tarfile.SYMTYPE, "d" * 247))
+        path += "d" * 247 + "/"
+    last = "/".join([*letters, "l" * 254])
+    up = f"{last}/{'../' * 12}{str(outside).lstrip('/')}"
+    return [
+        *members,
+        member(last, tarfile.SYMTYPE, "../" * len(letters)),
+        member("escape", tarfile.SYMTYPE, up),
+        member("escape/outside"),
+    ]
+
+
+def sparse(size: int) -> tarfile.TarInfo:
+    info = member("a")
+    info.pax_headers = {"GNU.sparse.size": str(size), "GNU.sparse.map": "0,0", "GNU.sparse.name": "a"}
+    return info
+
+
 def test_packed_tasks_are_unpacked_safely(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_TASK_BYTES", 100_000)
     task = write_task(tmp_path / "task")
@@ -230,12 +265,23 @@ def test_packed_tasks_are_unpacked_safely(tmp_path: Path, cache: Path, monkeypat
         ("us/sum", packed(task), ""),
         ("us/plain", packed(task, mode="w"), ""),
         ("..", packed(task, member("x")), ""),
-        ("above", packed(task, member("../../outside")), "outside the destination"),
-        ("absolute", packed(task, member("/../outside")), "outside the destination"),
-        ("link", packed(task, member("a", tarfile.SYMTYPE, "/etc")), "absolute path"),
-        ("hard link", packed(task, member("a", tarfile.LNKTYPE, "../../x")), "outside the destination"),
-        ("device", packed(task, member("a", tarfile.CHRTYPE)), "special file"),
+        ("us/long", packed(task, member("x/" + "y" * 200)), ""),
+        ("above", packed(task, member("../../outside")), "leads out"),
+        ("absolute", packed(task, member("/outside")), "leads out"),
+        ("deep", packed(task, member("a/" * 101 + "b")), "too deep"),
+        ("long links", packed(*long_links(tmp_path)), "no plain file or folder"),
+        ("link", packed(task, member("a", tarfile.SYMTYPE, "task.toml")), "no plain file or folder"),
+        ("hard link", packed(task, member("a", tarfile.LNKTYPE, "task.toml")), "no plain file or folder"),
+        ("device", packed(task, member("a", tarfile.CHRTYPE)), "no plain file or folder"),
+        ("pipe", packed(task, member("a", tarfile.FIFOTYPE)), "no plain file or folder"),
+        ("sparse", packed(task, sparse(1 << 40)), "no plain file or folder"),
+        ("old sparse", packed(task, member("a", tarfile.GNUTYPE_SPARSE)), "no plain file or folder"),
+        ("large header", packed(task, member("a", tarfile.XHDTYPE, size=50_000)), "a header of 50000 bytes"),
         ("large", packed(task, member("a", size=200_000)), "it has more than"),
+        ("cut", packed(task, mode="w")[:5000], "its end is missing"),
+        ("cut gzip", packed(task)[:100], "cannot be unpacked"),
+        ("a\0b", packed(task), "cannot be unpacked"),
+        ("\x1b[2J\n", packed(task, member("../x")), "leads out"),
         ("empty", packed(), "task.toml"),
         ("text", b"no archive", "cannot be unpacked"),
         ("nothing", None, "must be the bytes"),
@@ -246,7 +292,9 @@ def test_packed_tasks_are_unpacked_safely(tmp_path: Path, cache: Path, monkeypat
     done = prorl_data(file, output)
     assert done.exit_code == 1
     found = tasks_in(output)
-    assert list(found) == ["sum", "plain", "task"]
+    assert list(found) == ["sum", "plain", "task", "long"]
+    assert "\x1b" not in done.stderr
+    assert (cache / found["long"] / "x" / ("y" * 200)).is_file()
     assert all(folder.is_relative_to(cache) for folder in found.values())
     refused = [line for line in done.stderr.splitlines() if line.startswith("task ")]
     for line, (_path, _data, said) in zip(refused, [case for case in cases if case[2]], strict=True):

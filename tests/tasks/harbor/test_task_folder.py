@@ -77,6 +77,7 @@ ROWS: list[tuple[str, Mapping[str, str | None], Mapping[str, Any], str, Any]] = 
     ("1: canary lines", {"instruction.md": "<!-- a CANARY -->\n# canary x\n\n \nDo it.\n# canary\n"}, {},
      PROMPT, "Do it.\n# canary\n"),
     ("1: no canary line", {"instruction.md": "# Title\nDo it."}, {}, PROMPT, "# Title\nDo it."),
+    ("1: long line of canaries", {"instruction.md": "<!--" + "canary" * 170_000}, {}, PROMPT, "<!--canarycanary…"),
     ("1: byte order mark", {"instruction.md": "\ufeffDo it."}, {}, PROMPT, "Do it."),
     ("2: image before Dockerfile", conf(IMAGE), {}, "image", "docker://us/task:1"),
     ("2: nothing is built then", conf(IMAGE), {}, "harbor.builds", None),
@@ -159,6 +160,9 @@ REFUSED: list[tuple[str, Mapping[str, str | None], str, str]] = [
     ("instruction", {"instruction.md": None}, "instruction.md", "missing"),
     ("empty instruction", {"instruction.md": "# canary\n\n"}, "instruction.md", "empty"),
     ("long instruction", {"instruction.md": "x" * (1 << 21)}, "instruction.md", "MiB"),
+    ("nested TOML", conf("x = " + "[" * 3000), "task.toml", "is not TOML"),
+    ("long number", conf("x = " + "1" * 5000), "task.toml", "is not TOML"),
+    ("long TOML", conf(".".join("a" * 300_000) + " = 1"), "task.toml", "more than 64 KiB"),
     ("prior trajectory", {"trajectory.json": "[]"}, "trajectory.json", "not supported"),
     ("tests", {"tests/test.sh": None}, "tests/test.sh", "missing"),
     ("37: a step's tests", TWO | {"tests/test.sh": None, "steps/one/tests/test.sh": ""},
@@ -393,4 +397,55 @@ def test_dockerfile_that_cannot_be_built_is_refused_by_line(
     assert not convert_harbor(str(tmp_path / "set"), None, replaced={})
     out, errors = capsys.readouterr()
     assert "task bad: environment/Dockerfile: line 2: RUN: --mount=type=secret" in " ".join(errors.split())
+    assert out.count('"instance_id":"good"') == 1
+
+
+def _links(task: Path) -> None:
+    """Make 2^39 paths to empty folders."""
+    for level in range(40):
+        (task / f"tests/{level}").mkdir()
+        for link in "ab" if level else "":
+            (task / f"tests/{level - 1}/{link}").symlink_to(f"../{level}")
+
+
+def _dockerfile(task: Path) -> Path:
+    (task / "environment/Dockerfile").unlink()
+    return task / "environment/Dockerfile"
+
+
+# What a folder has, how it is made, part of the message.
+HOSTILE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("Dockerfile that is a host's file", lambda task: _dockerfile(task).symlink_to(task.parents[1] / "secret"),
+     "environment/Dockerfile: is a link that leaves"),
+    ("Dockerfile that is endless", lambda task: _dockerfile(task).symlink_to("/dev/zero"), "is a link that leaves"),
+    ("Dockerfile that is a pipe", lambda task: os.mkfifo(_dockerfile(task)), "Dockerfile: is no file"),
+    ("long Dockerfile", lambda task: os.truncate(task / "environment/Dockerfile", 1 << 30), "more than 1 MiB"),
+    ("links to empty folders", _links, "tests: more than 2000 files"),
+    ("tests with holes", lambda task: os.truncate(task / "tests/test.sh", 1 << 40), "2000 files, 4 GiB or"),
+    ("nested folders", lambda task: (task / f"tests/{'d/' * 120}").mkdir(parents=True), "or 100 levels of folders"),
+    ("undecodable name", lambda task: task.rename(task.parent / os.fsdecode(b"\xff")), "task \\udcff: "),
+    ("name of two lines", lambda task: (task / "task.toml").write_text("x") and task.rename(f"{task}\n\x1b[2J"),
+     "task bad\\n\\x1b[2J: task.toml: is not TOML"),
+    ("deep table", lambda task: (task / "task.toml").write_text(f"schema_version.{'a.' * 2000}a = 1"),
+     "task bad: cannot be read: RecursionError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "said"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+def test_hostile_folder_is_one_refused_line(
+    make: Callable[[Path], object],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(task_folder, "MAX_FILES", 2000)
+    (tmp_path / "secret").write_text("TOKEN=of-the-host")
+    write_task(tmp_path / "set/good")
+    make(write_task(tmp_path / "set/bad"))
+    assert not convert_harbor(str(tmp_path / "set"), None, replaced={})
+    out, errors = capsys.readouterr()
+    [line] = [line for line in errors.splitlines() if line.startswith("task ")]
+    assert said in line
+    assert "TOKEN" not in errors
     assert out.count('"instance_id":"good"') == 1
