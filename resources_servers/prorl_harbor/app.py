@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT
+from nemo_gym_prorl.sandbox.supervisor.state_dir import ScratchFolder
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.harbor.task import HarborTasks
@@ -49,7 +50,11 @@ class ProRLHarborServer(TaskServer):
         """Create the task with the configured limits."""
         config = self.config
         verifier = VerifierSettings(
-            config.verifier_tools, config.output_field_kib, config.verifier_logs_mib, config.reward_key
+            ScratchFolder,
+            config.verifier_tools,
+            config.output_field_kib,
+            config.verifier_logs_mib,
+            config.reward_key,
         )
         return HarborTasks(
             config.tool_limits,
