@@ -103,8 +103,7 @@ def check_image_folder(image: str, state: Path) -> None:
 
 
 def _exposed(source: Path, state: Path) -> str:
-    is_scratch = source.parent != state / SCRATCH and (state / SCRATCH) in source.parents
-    if state.is_relative_to(source) or (source.is_relative_to(state) and not is_scratch):
+    if state.is_relative_to(source) or (source.is_relative_to(state) and state / SCRATCH not in source.parents[1:]):
         return (
             f"the sandboxes' own folder {state}, through which the host can be reached: bind a folder without it, "
             "or set PRORL_STATE to another folder"

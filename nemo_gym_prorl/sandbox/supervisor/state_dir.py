@@ -22,6 +22,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import stat
 import subprocess
 import tempfile
@@ -118,14 +119,18 @@ def take(root: Path) -> tuple[Path, int]:
 
 
 class ScratchFolder:
-    """A folder that binds may show. It is removed with this object, or by a sweep after this process has died."""
+    """A folder that binds may show; removed with this object, or by a sweep after the death of this process."""
 
     def __init__(self) -> None:
         root = state_root() / SCRATCH
         root.mkdir(exist_ok=True)
         root.chmod(0o700 if os.geteuid() else 0o711)
-        self.path, lock = take(root)
-        self.close = weakref.finalize(self, _discard, self.path, lock)
+        folder, lock = take(root)
+        self.close = weakref.finalize(self, _discard, folder, lock)
+        # Only processes that know the random name can enter it.
+        self.path = folder / secrets.token_hex(16)
+        self.path.mkdir()
+        self.path.chmod(0o755)
 
 
 def _discard(folder: Path, lock: int) -> None:

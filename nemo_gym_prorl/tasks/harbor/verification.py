@@ -287,16 +287,13 @@ class _Mounts:
     @contextlib.asynccontextmanager
     async def made(self) -> AsyncIterator[list[str]]:
         """Make the files and yield their binds; delete the files afterwards."""
-        # Sandboxes of root's server enter the folder as other users. Nobody can list it, and the name below is random,
-        # so no other user of the machine reaches the files.
         made = await asyncio.to_thread(self.settings.make_scratch)
         try:
-            yield await asyncio.to_thread(self._make, made.path / secrets.token_hex(16))
+            yield await asyncio.to_thread(self._make, made.path)
         finally:
             await asyncio.to_thread(made.close)
 
     def _make(self, folder: Path) -> list[str]:
-        folder.mkdir()
         return [*self._add_logs(folder), *self._add_tests(folder), *self._add_artifacts(), *self._add_tools(folder)]
 
     def _add_logs(self, folder: Path) -> list[str]:
