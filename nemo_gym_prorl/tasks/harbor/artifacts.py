@@ -34,9 +34,7 @@ MAX_BYTES = 4 << 30
 
 MAX_HEADER_BYTES = 10 << 10  # two paths of 4 KiB, and more
 
-MEMBER_BYTES = 256
-"""Bytes that a member counts for each character of its name, and for 100 more: it takes memory."""
-
+MEMBER_BYTES = 256  # for each character of a member's name and 100 more, since members take memory
 SANITIZE_CPU_S = 60.0  # 100,000 members take a third of it
 
 _LAST_TIME = 2**33 - 1  # of a plain header
@@ -45,13 +43,12 @@ _UNSANITIZED = "/tmp/.prorl-artifact.tar"  # inside
 
 
 class ScratchFolder(Protocol):
-    """A folder of the host for binds, removed with the object, or after the server's death."""
+    """A folder of the host for binds, removed with the object, or after the server's death. Removing blocks."""
 
     @property
     def path(self) -> Path: ...
 
-    def close(self) -> None:
-        """Remove the folder. Blocks."""
+    def close(self) -> object: ...
 
 
 MakeScratch = Callable[[], ScratchFolder]

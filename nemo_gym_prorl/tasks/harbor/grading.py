@@ -213,8 +213,7 @@ class Grader:
             if outcome.rewards is None:
                 return _Verified(rewards, outcomes, outcome.problem, no_verdict=True)
             rewards.append(outcome.rewards)
-            if outcome.problem not in ("", *notes):
-                notes.append(outcome.problem)
+            notes += {outcome.problem} - {"", *notes}
             if note := below_minimum(outcome.rewards, step.min_reward if step else None):
                 return _Verified(rewards, outcomes, "; ".join([*notes, f"step {step_name(step)}: {note}"]))
         if work.failed:
