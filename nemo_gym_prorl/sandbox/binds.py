@@ -23,6 +23,7 @@ from nemo_gym_prorl.sandbox.isolation import mounts
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
+from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH
 
 
 CLOSED = (Path("/proc"), Path("/sys"))
@@ -102,7 +103,7 @@ def check_image_folder(image: str, state: Path) -> None:
 
 
 def _exposed(source: Path, state: Path) -> str:
-    if state.is_relative_to(source) or source.is_relative_to(state):
+    if state.is_relative_to(source) or (source.is_relative_to(state) and state / SCRATCH not in source.parents[1:]):
         return (
             f"the sandboxes' own folder {state}, through which the host can be reached: bind a folder without it, "
             "or set PRORL_STATE to another folder"

@@ -3,12 +3,15 @@
 """Gym resources server of Harbor task folders: settings and task."""
 
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT
+from nemo_gym_prorl.sandbox.supervisor.state_dir import ScratchFolder, state_root, sweep
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.harbor.task import HarborTasks
@@ -47,9 +50,14 @@ class ProRLHarborServer(TaskServer):
 
     def make_task(self) -> HarborTasks:
         """Create the task with the configured limits."""
+        threading.Thread(target=_sweep, daemon=True).start()
         config = self.config
         verifier = VerifierSettings(
-            config.verifier_tools, config.output_field_kib, config.verifier_logs_mib, config.reward_key
+            ScratchFolder,
+            config.verifier_tools,
+            config.output_field_kib,
+            config.verifier_logs_mib,
+            config.reward_key,
         )
         return HarborTasks(
             config.tool_limits,
@@ -59,6 +67,12 @@ class ProRLHarborServer(TaskServer):
             variables={name: os.environ[name] for name in config.host_variables if name in os.environ},
             snapshot_name=self.snapshot_prefix,
         )
+
+
+def _sweep() -> None:
+    """Remove the folders of dead servers; the supervisor, which also does, starts with the first sandbox."""
+    with suppress(OSError):
+        sweep(state_root())
 
 
 VERIFIER_FIXTURE = verifier_fixture(__file__, ProRLHarborServer)

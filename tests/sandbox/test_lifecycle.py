@@ -169,6 +169,23 @@ def test_a_terminated_supervisor_cleans_up(server: Server) -> None:
     server.wait_until_gone("inside", "helpers", "groups", "files")
 
 
+def test_scratch_folders_last_as_long_as_their_owner(state: Path) -> None:
+    code = f"from {state_dir.__name__} import *; one = ScratchFolder(); print(one.path, flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        mine = state_dir.ScratchFolder()
+        assert state_dir.sweep(state) == []
+        owner.kill()
+    assert state_dir.sweep(state) == [folder.parent]
+    assert not folder.exists()
+    for path, mode in ((state / "scratch", 0o711), (mine.path.parent, 0o711), (mine.path, 0o755)):
+        assert path.stat().st_mode & 0o777 == (mode if os.geteuid() == 0 or path == mine.path else 0o700)
+    (mine.path / "closed").mkdir(mode=0)
+    mine.close()
+    assert list((state / "scratch").iterdir()) == []
+
+
 def test_nothing_of_a_live_owner_is_touched(server: Server, state: Path) -> None:
     assert state_dir.sweep(state) == []
     first, second = server.facts["inits"]

@@ -345,5 +345,12 @@ def test_links_of_an_image_are_followed_inside_of_it(tmp_path: Path, host: Path)
     for bind, reason in {"/p/x": "/proc is", "/r": "hide the image", "/conf": "made for", "/l1": "nowhere"}.items():
         with pytest.raises(CallerError, match=reason):
             check_binds([f"{host}/folder:{bind}"], tmp_path / "state", image)
+    scratch = tmp_path / "state" / "scratch"
+    (scratch / "s-1" / "one" / "logs").mkdir(parents=True)
+    for shown in (scratch, scratch / "s-1"):
+        with pytest.raises(CallerError, match="sandboxes' own folder"):
+            check_binds([f"{shown}:/mnt"], tmp_path / "state", image)
+    for shown in (scratch / "s-1" / "one", scratch / "s-1" / "one" / "logs"):
+        assert check_binds([f"{shown}:/mnt"], tmp_path / "state", image)
     for fine in ("/out/x", "/l3", "/usr"):
         assert check_binds([f"{host}/folder:{fine}"], tmp_path / "state", image)

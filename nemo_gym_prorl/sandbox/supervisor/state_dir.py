@@ -20,11 +20,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import secrets
 import stat
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +42,8 @@ from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.signals import start_time
 
+
+logger = logging.getLogger(__name__)
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
 """Environment variable of every process of the runtime: the state folder of the supervisor that started it."""
@@ -60,6 +65,9 @@ LONGEST_SOCKET_NAME = "s-12345678/socket"
 
 MAX_SOCKET_PATH = 107
 """Bytes of ``sockaddr_un.sun_path`` without the final NUL."""
+
+SCRATCH = "scratch"
+"""Folder below :func:`state_root` of folders that binds may show."""
 
 POLL_S = 0.01
 """Interval of looking for the runtime's PID namespace, which must be recorded before the image runs."""
@@ -108,6 +116,30 @@ def take(root: Path) -> tuple[Path, int]:
         raise
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock
+
+
+class ScratchFolder:
+    """A folder that binds may show; removed with this object, or by a sweep after the death of this process."""
+
+    def __init__(self) -> None:
+        root = state_root() / SCRATCH
+        root.mkdir(exist_ok=True)
+        root.chmod(0o700 if os.geteuid() else 0o711)
+        folder, lock = take(root)
+        self.close = weakref.finalize(self, _discard, folder, lock)
+        # Only processes that know the random name can enter it.
+        self.path = folder / secrets.token_hex(16)
+        self.path.mkdir()
+        self.path.chmod(0o755)
+
+
+def _discard(folder: Path, lock: int) -> None:
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        logger.warning("%s stays until the next sweep: %s", folder, error.strerror)
+    finally:
+        os.close(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +287,8 @@ def sweep(root: Path) -> list[Path]:
     Returns:
         The folders removed. A folder that cannot be removed stays for the next sweep and does not delay the others.
     """
-    return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and remove_if_dead(folder)]
+    folders = sorted([*root.glob("s-*"), *root.glob(f"{SCRATCH}/s-*")])
+    return [folder for folder in folders if folder.exists() and remove_if_dead(folder)]
 
 
 def remove_if_dead(folder: Path, patience_s: float = 5.0) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import posixpath
 import shlex
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.harbor.artifacts import collect
+from nemo_gym_prorl.tasks.harbor.artifacts import MakeScratch, ScratchFolder, collect
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.task_config import Healthcheck
 from nemo_gym_prorl.tasks.harbor.task_folder import is_uploaded, tree
@@ -55,7 +54,7 @@ class StepState:
     """
 
     snapshot: str | None = None
-    artifacts: tempfile.TemporaryDirectory[str] | None = None
+    artifacts: ScratchFolder | None = None
 
 
 class UserSandbox:
@@ -131,6 +130,7 @@ class AgentPhase:
         task: the task.
         sandbox: the sandbox, fresh.
         snapshot_name: name of snapshots.
+        make_scratch: makes folders for artifacts.
 
     Attributes:
         folder: working folder of the agent.
@@ -140,7 +140,9 @@ class AgentPhase:
         snapshots: snapshots of these results.
     """
 
-    def __init__(self, task: LocatedTask, sandbox: HasContainer, snapshot_name: str) -> None:
+    def __init__(
+        self, task: LocatedTask, sandbox: HasContainer, snapshot_name: str, make_scratch: MakeScratch
+    ) -> None:
         self.task = task
         self.folder = "/"
         self.user: str | int | None = None
@@ -149,6 +151,7 @@ class AgentPhase:
         self.snapshots: list[str] = []
         self._sandbox = sandbox
         self._snapshot_name = snapshot_name
+        self._make_scratch = make_scratch
 
     @property
     def step(self) -> Step:
@@ -199,9 +202,9 @@ class AgentPhase:
             if done.return_code:
                 logger.warning("%s: a collect hook failed: %s", self.task.row.instance_id, excerpt(done))
         if self.task.config.is_separate(self.step):
-            self.states.append(
-                StepState(artifacts=await collect(self._sandbox, self.task.artifacts(self.step), self.folder))
-            )
+            artifacts = self.task.artifacts(self.step)
+            kept = await collect(self._sandbox, artifacts, self.folder, self._make_scratch)
+            self.states.append(StepState(artifacts=kept))
             return
         taken = await self._sandbox.checkpoint(self._snapshot_name)
         self.snapshots.append(taken.name)

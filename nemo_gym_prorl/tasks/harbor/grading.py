@@ -12,6 +12,7 @@ work none, the agent prevented the verdict and gets 0. Without a solution the ta
 
 ``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
 solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
+If the solution gets no verdict in the mode ``strict``, a positive reward cannot be checked, and the row fails.
 """
 
 from __future__ import annotations
@@ -83,10 +84,12 @@ class _Control:
     Attributes:
         reward: reward of the solution; 0 if it could not be played or got no verdict.
         problem: why the reward is not positive.
+        no_verdict: whether the solution was not graded.
     """
 
     reward: float
     problem: str = ""
+    no_verdict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,18 +176,10 @@ class Grader:
         }
 
     def _scalar(self, task: LocatedTask, verified: _Verified) -> float:
-        """Return the reward that the policy is trained on.
-
-        Raises:
-            TaskError: there are several rewards, and none has the configured key.
-        """
-        rewards = total(verified.rewards, task.config.multi_step_reward_strategy)
-        if (reward := scalar(rewards, self._settings.reward_key)) is None:
-            raise TaskError(
-                f"{task.row.instance_id}: no reward {self._settings.reward_key!r}; set reward_key to one of "
-                f"{', '.join(rewards)}"
-            )
-        return reward
+        """Return the reward that the policy is trained on; 0 for a step that does not count."""
+        key = self._settings.reward_key
+        steps = [{key: scalar(rewards, key) or 0.0} for rewards in verified.rewards]
+        return total(steps, task.config.multi_step_reward_strategy)[key]
 
     async def _verified(
         self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
@@ -211,26 +206,38 @@ class Grader:
     ) -> _Verified:
         rewards: list[Mapping[str, float]] = []
         outcomes: list[Outcome] = []
+        notes: list[str] = []
         for step, mode, state in zip(task.steps, modes_of(task, strict), work.states, strict=False):
             outcome = await verify(task, step, state, mode, work.folder, open_sandbox, self._settings)
             outcomes.append(outcome)
             if outcome.rewards is None:
                 return _Verified(rewards, outcomes, outcome.problem, no_verdict=True)
             rewards.append(outcome.rewards)
+            notes += {outcome.problem} - {"", *notes}
             if note := below_minimum(outcome.rewards, step.min_reward if step else None):
-                return _Verified(rewards, outcomes, f"step {step_name(step)}: {note}")
+                return _Verified(rewards, outcomes, "; ".join([*notes, f"step {step_name(step)}: {note}"]))
         if work.failed:
             return _Verified(rewards, outcomes, work.failed, no_verdict=True)
         # A step that the agent did not begin counts as 0, so that ending early does not pay.
         missing = len(task.steps) - len(work.states)
-        note = f"{missing} of {len(task.steps)} steps were not begun" if missing else ""
-        return _Verified([*rewards, *([{}] * missing)], outcomes, note)
+        if missing:
+            notes.append(f"{missing} of {len(task.steps)} steps were not begun")
+        return _Verified([*rewards, *([{}] * missing)], outcomes, "; ".join(notes))
 
     async def _strict_works(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> bool:
-        """Return whether the mode ``strict`` can grade the task: its own solution earns all that it can."""
+        """Return whether the mode ``strict`` can grade the task: its own solution earns all that it can.
+
+        Raises:
+            TaskError: the solution gets no verdict in that mode.
+        """
         if not task.has_solution or GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
             return False
         strict = await self._control(task, work, True, open_sandbox)
+        if strict.no_verdict:
+            raise TaskError(
+                f"{task.row.instance_id}: strict: auto cannot check the reward: in the mode strict the task's own "
+                f"solution gets {strict.problem}; strict: false would not check it"
+            )
         if strict.problem or strict.reward >= 1:
             return not strict.problem
         return strict.reward >= (await self._control(task, work, False, open_sandbox)).reward
@@ -263,7 +270,7 @@ class Grader:
         try:
             async with open_sandbox(task.needs()) as sandbox:
                 assert isinstance(sandbox, HasContainer)
-                phase = AgentPhase(task, sandbox, self._snapshot_name)
+                phase = AgentPhase(task, sandbox, self._snapshot_name, self._settings.make_scratch)
                 try:
                     await phase.set_up()
                     await phase.solve()
@@ -275,13 +282,13 @@ class Grader:
                 finally:
                     work.snapshots += phase.snapshots
         except (AgentError, CallerError, SetupFailed) as error:
-            return _Control(0.0, f"it could not be played: {error.reason}")
+            return _Control(0.0, f"no verdict: it could not be played: {error.reason}", no_verdict=True)
         played = HarborWork(phase.folder, phase.states, [])
         verified = await self._verify_steps(task, played, strict, open_sandbox)
         output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
         ended = f"; the tests' output ended with: {output}" if output else ""
         if verified.no_verdict:
-            return _Control(0.0, f"no verdict ({verified.note}){ended}")
+            return _Control(0.0, f"no verdict ({verified.note}){ended}", no_verdict=True)
         reward = self._scalar(task, verified)
         return _Control(reward, "" if reward > 0 else f"reward {reward:g}{ended}")
 

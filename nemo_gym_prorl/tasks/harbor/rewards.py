@@ -5,9 +5,10 @@
 The folder is untrusted: code of the agent may have written to it. Only regular files of limited size are read, no link
 is followed, and no read blocks. It is read after all processes of the sandbox have ended.
 
-A verdict is a finite number by key. ``reward.json`` counts before ``reward.txt``. The exit code of the tests means
-nothing. There is no verdict without a reward file, with an empty, damaged or non-finite one, or without a test report
-that the test script asks for.
+A verdict is a number by key. ``reward.json`` counts before ``reward.txt``, unless the tests name only the latter: then
+a program of the agent that the tests run may have written it. The exit code of the tests means nothing. There is no
+verdict without a reward file, with an empty, damaged or unbounded one, or without a test report that the test script
+asks for. No defect of these files raises an error.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 
 MAX_REWARD_BYTES = 64 << 10
-MAX_REPORT_BYTES = 16 << 20
+MAX_REPORT_BYTES = 1 << 20  # parsing blocks all threads
+MAX_REWARD = 1e6  # a larger one would ruin the training of a policy
+MAX_OTHER = 1e100  # sums of steps stay finite
 
 STDOUT = "test-stdout.txt"
 REWARD_KEY = "reward"
+REWARD_FILES = ("reward.txt", "reward.json")
 
 _REPORT_OPTION = re.compile(
     r"""--(?:ctrf|junit-?xml|json-report-file)(?:=|\s+)(?P<quote>["']?)/logs/verifier/(?P<name>[\w./-]+)(?P=quote)"""
 )
 """A report of pytest in the folder of the verifier's logs."""
 
-_SUITE = re.compile(r"<testsuite\s[^>]*>")
+_SUITE = re.compile(r"<testsuite\s[^<>]*>")  # without "<", so that the scan is linear
 _COUNT = re.compile(r'\b(tests|failures|errors|skipped)="(\d{1,9})"')
 
 
@@ -57,7 +61,9 @@ class Unreadable(Exception):
     """A file is missing, no regular file, or too long; the message says which."""
 
 
-def read_outcome(folder: Path, script: str, output_bytes: int, key: str) -> Outcome:
+def read_outcome(
+    folder: Path, script: str, output_bytes: int, key: str, named: Collection[str] = REWARD_FILES
+) -> Outcome:
     """Return the outcome of a verification.
 
     Args:
@@ -65,17 +71,23 @@ def read_outcome(folder: Path, script: str, output_bytes: int, key: str) -> Outc
         script: the text of the test script, which names its reports.
         output_bytes: maximum bytes of ``output``.
         key: key of the reward that the policy is trained on.
+        named: the reward files that the tests name.
     """
-    output = _tail(folder / STDOUT, output_bytes)
+    output = note = ""
     try:
-        rewards = _read_rewards(folder)
+        output = _tail(folder / STDOUT, output_bytes)
+        name = "reward.json" if os.path.lexists(folder / "reward.json") else "reward.txt"
+        if name not in named and "reward.txt" in named:
+            name, note = "reward.txt", "reward.json does not count, since no file of the tests names it"
+        rewards = _read_rewards(folder, name, key)
         for report in reports_of(script):
             passed = _passed(report, read_file(folder, report, MAX_REPORT_BYTES))
             if passed == 0 and rewards.get(key, 0.0) >= 1.0:
                 return Outcome(None, f"the reward is {rewards[key]:g}, but in {report} no test passed", output)
-    except Unreadable as error:
-        return Outcome(None, str(error), output)
-    return Outcome(rewards, "", output)
+    except Exception as error:  # files that the agent can influence
+        reason = str(error) if isinstance(error, Unreadable) else f"its files cannot be read: {error!r:.200}"
+        return Outcome(None, "; ".join(filter(None, [reason, note])), output)
+    return Outcome(rewards, note, output)
 
 
 def reports_of(script: str) -> list[str]:
@@ -115,31 +127,27 @@ def read_file(folder: Path, name: str, limit: int) -> bytes:
             os.close(descriptor)
 
 
-def _read_rewards(folder: Path) -> dict[str, float]:
-    name = "reward.json" if os.path.lexists(folder / "reward.json") else "reward.txt"
+def _read_rewards(folder: Path, name: str, key: str) -> dict[str, float]:
     try:
         text = read_file(folder, name, MAX_REWARD_BYTES).decode()
         if not text:
             raise Unreadable(f"{name} is empty")
         found: Any = float(text) if name == "reward.txt" else json.loads(text)
+        rewards = found if isinstance(found, dict) else {REWARD_KEY: found}
+        "".join(rewards).encode()  # keys go into replies
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{name} cannot be parsed: {str(error)[:200]}") from error
-    rewards = found if isinstance(found, dict) else {REWARD_KEY: found}
     for value in rewards.values():
         if not isinstance(value, int | float):
             raise Unreadable(f"{name} has {value!r:.100}, which is no number")
-        if not _is_finite(value):
-            raise Unreadable(f"{name} has {value!r:.100}, which is not finite")
-    if not rewards:
-        raise Unreadable(f"{name} has no reward")
+        if not abs(value) <= MAX_OTHER:
+            raise Unreadable(f"{name} has {value!r:.100}, which is not finite or too large")
+    if (reward := scalar(rewards, key)) is None:
+        keys = f"; set reward_key to one of {', '.join(rewards)}"[:200] if rewards else ""
+        raise Unreadable(f"{name} has no reward {key!r}{keys}")
+    if abs(reward) > MAX_REWARD:
+        raise Unreadable(f"{name} has the reward {reward!r:.100}, beyond {MAX_REWARD:g}")
     return {key: float(value) for key, value in rewards.items()}
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond the largest float
-        return False
 
 
 def _passed(name: str, content: bytes) -> int | None:
@@ -191,7 +199,7 @@ def total(steps: Sequence[Mapping[str, float]], strategy: Literal["mean", "final
 
 
 def scalar(rewards: Mapping[str, float], key: str) -> float | None:
-    """Return the reward of a key, or the only one; ``None`` if there are several others."""
+    """Return the reward of a key, or the only one; ``None`` if there is none or several others."""
     if key in rewards:
         return rewards[key]
     return next(iter(rewards.values())) if len(rewards) == 1 else None

@@ -146,6 +146,7 @@ class HarborTasks:
         self._root = root
         self._variables = variables
         self._snapshot_name = snapshot_name
+        self._make_scratch = verifier.make_scratch
         self._grader = Grader(verifier, strict, snapshot_name)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
@@ -160,7 +161,7 @@ class HarborTasks:
         """Set up the sandbox for the first step."""
         task = self._located(row)
         await asyncio.to_thread(task.check_folder)
-        phase = AgentPhase(task, tools.sandbox.inner, self._snapshot_name)
+        phase = AgentPhase(task, tools.sandbox.inner, self._snapshot_name, self._make_scratch)
         await phase.set_up()
         if self._strict is True and phase.folder == "/":
             raise CallerError(

@@ -27,8 +27,6 @@ import posixpath
 import secrets
 import shlex
 import shutil
-import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -44,9 +42,9 @@ from nemo_gym_prorl.tasks.harbor.agent_phase import (
     upload_environment,
     usable_user,
 )
-from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE
+from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE, MakeScratch
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
-from nemo_gym_prorl.tasks.harbor.rewards import STDOUT, Outcome, read_outcome
+from nemo_gym_prorl.tasks.harbor.rewards import MAX_REPORT_BYTES, REWARD_FILES, STDOUT, Outcome, read_outcome
 from nemo_gym_prorl.tasks.harbor.task_folder import tree
 from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, verifier_environment
 from nemo_gym_prorl.tasks.sandbox import HasContainer
@@ -66,6 +64,7 @@ TRIES = 2
 LAY_TIMEOUT_S = 600.0  # unpacking the artifacts
 CHECK_LOGS_S = 2.0  # interval of measuring the verifier's folder, which no disk limit of the sandbox covers
 MAX_LOG_FILES = 10_000
+MAX_LOG_DEPTH = 64  # folders in folders, each with an open descriptor
 
 _LAY_OUT = f"""\
 mkdir -p -- {{folder}} /logs/agent /logs/artifacts && chmod 0777 /logs/agent /logs/artifacts && \
@@ -87,12 +86,14 @@ class VerifierSettings:
     """Settings of verification.
 
     Attributes:
+        make_scratch: makes folders of the host for binds.
         tools: folder for test scripts without a network; see :mod:`.verifier_tools`. ``None`` for none.
         output_kib: end of the tests' output that is kept.
         logs_mib: maximum size of the verifier's folder.
         reward_key: key of the reward that the policy is trained on.
     """
 
+    make_scratch: MakeScratch
     tools: Path | None = None
     output_kib: int = 32
     logs_mib: int = 256
@@ -152,7 +153,12 @@ async def verify(
         except SetupFailed as error:
             problem = error.reason
         outcome = await asyncio.to_thread(
-            read_outcome, mounts.logs, mounts.script, settings.output_kib << 10, settings.reward_key
+            read_outcome,
+            mounts.logs,
+            mounts.script,
+            settings.output_kib << 10,
+            settings.reward_key,
+            mounts.named or REWARD_FILES,
         )
         return Outcome(None, problem, outcome.output) if problem else outcome
 
@@ -197,7 +203,10 @@ async def _run_tests(
     try:
         await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            return f"the tests wrote more than {mounts.settings.logs_mib} MiB to {LOGS} or {TESTS}"
+            return (
+                f"the tests wrote more than {mounts.settings.logs_mib} MiB, {MAX_LOG_FILES} files or "
+                f"{MAX_LOG_DEPTH} levels to {LOGS} or {TESTS}, or closed a folder there"
+            )
         done = running.result()
     finally:
         for work in (running, watching):
@@ -211,29 +220,43 @@ async def _run_tests(
     return "" if done.error_type is None else f"the tests could not run: {excerpt(done)}"
 
 
-async def _wait_until_full(limits: Mapping[Path, tuple[int, int]]) -> None:
+async def _wait_until_full(limits: Mapping[Path, tuple[float, float]]) -> None:
     """Return when a folder has more bytes or more files than its limits."""
     while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # only the disk knows
         await asyncio.sleep(CHECK_LOGS_S)
 
 
-def _is_full(limits: Mapping[Path, tuple[int, int]]) -> bool:
+def _is_full(limits: Mapping[Path, tuple[float, float]]) -> bool:
     return any(
         limit < now for folder, most in limits.items() for limit, now in zip(most, _usage(folder, *most), strict=True)
     )
 
 
-def _usage(folder: Path, most_bytes: float = math.inf, most_files: float = math.inf) -> tuple[int, int]:
-    """Return bytes and files of a folder, counted no further than the given numbers."""
+def _usage(folder: Path, most_bytes: float = math.inf, most_files: float = math.inf) -> tuple[float, float]:
+    """Return bytes and files of a folder, counted no further than the given numbers; infinite if it hides any.
+
+    Files without a name count for the sandbox's disk limit.
+    """
     size = files = 0
-    for path, folders, names in os.walk(folder):
-        files += len(folders) + len(names)
-        for name in names:
-            with contextlib.suppress(OSError):
-                size += Path(path, name).lstat().st_blocks * 512
-        if size > most_bytes or files > most_files:
-            break
+    # With descriptors, since a path of many folders is too long to open.
+    try:
+        for path, folders, names, here in os.fwalk(folder, onerror=_refuse_closed):
+            files += len(folders) + len(names)
+            for name in (*folders, *names):
+                with contextlib.suppress(FileNotFoundError):
+                    size += os.stat(name, dir_fd=here, follow_symlinks=False).st_blocks * 512
+            if path.count("/") > str(folder).count("/") + MAX_LOG_DEPTH:
+                return math.inf, math.inf
+            if size > most_bytes or files > most_files:
+                break
+    except PermissionError:
+        return math.inf, math.inf
     return size, files
+
+
+def _refuse_closed(error: OSError) -> None:
+    if isinstance(error, PermissionError):
+        raise error
 
 
 class _Mounts:
@@ -243,6 +266,7 @@ class _Mounts:
         logs: the verifier's folder.
         limits: folders that the tests can write to: bytes and files that each may have.
         script: text of the test script; empty if the image has it.
+        named: reward files that the tests name; empty if the image has the tests.
         env: variables of the tests for the tools.
         exports: shell commands before the tests, for the tools.
         settings: settings of verification.
@@ -254,26 +278,22 @@ class _Mounts:
         self._state = state
         self.settings = settings
         self.logs = Path()
-        self.limits: dict[Path, tuple[int, int]] = {}
+        self.limits: dict[Path, tuple[float, float]] = {}
         self.script = ""
+        self.named: set[str] = set()
         self.env: dict[str, str] = {}
         self.exports = ""
 
     @contextlib.asynccontextmanager
     async def made(self) -> AsyncIterator[list[str]]:
         """Make the files and yield their binds; delete the files afterwards."""
-        # Sandboxes of root's server enter the folder as other users. Nobody can list it, and the name below is random,
-        # so no other user of the machine reaches the files.
-        made = tempfile.mkdtemp(prefix="prorl-harbor-")
-        os.chmod(made, 0o711)  # noqa: PTH101
+        made = await asyncio.to_thread(self.settings.make_scratch)
         try:
-            yield await asyncio.to_thread(self._make, Path(made, secrets.token_hex(16)))
+            yield await asyncio.to_thread(self._make, made.path)
         finally:
-            # Not shutil.rmtree, which recurses: the tests may leave folders of any depth.
-            await asyncio.to_thread(subprocess.run, ["rm", "-rf", "--", made], stderr=subprocess.DEVNULL, check=False)
+            await asyncio.to_thread(made.close)
 
     def _make(self, folder: Path) -> list[str]:
-        folder.mkdir()
         return [*self._add_logs(folder), *self._add_tests(folder), *self._add_artifacts(), *self._add_tools(folder)]
 
     def _add_logs(self, folder: Path) -> list[str]:
@@ -292,6 +312,9 @@ class _Mounts:
             for name, path in tree(source, self._task.folder):
                 (tests / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, tests / name)
+                with path.open("rb") as file:
+                    text = file.read(MAX_REPORT_BYTES)
+                self.named.update(one for one in REWARD_FILES if one.encode() in text)
                 (tests / name).chmod(0o755 if os.access(path, os.X_OK) or name == "test.sh" else 0o644)
         with contextlib.suppress(OSError):
             self.script = (tests / "test.sh").read_text(errors="replace")
@@ -306,7 +329,7 @@ class _Mounts:
 
     def _add_artifacts(self) -> list[str]:
         kept = self._state.artifacts
-        return [] if kept is None else [f"{kept.name}:{ARTIFACTS}:ro"]
+        return [] if kept is None else [f"{kept.path}:{ARTIFACTS}:ro"]
 
     def _add_tools(self, folder: Path) -> list[str]:
         tools = self.settings.tools

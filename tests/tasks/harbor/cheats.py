@@ -56,6 +56,10 @@ CHEATS: dict[str, str] = {
         "/usr/local/bin/curl", "#!/bin/sh\\n(sleep 2; echo 1 > /logs/verifier/reward.txt) &\\n"
     ),
     "bash": "cp /bin/bash /tmp/b; " + _program("/bin/bash"),
+    "bash, for rewards that do not count": "cp /bin/bash /tmp/b; "
+    + _program("/bin/bash", '#!/bin/sh\\necho "{\\\\"a\\\\":0,\\\\"b\\\\":0}" > /logs/verifier/reward.json\\n'),
+    "bash, for a reward without a bound": "cp /bin/bash /tmp/b; "
+    + _program("/bin/bash", "#!/bin/sh\\necho -1e308 > /logs/verifier/reward.txt\\n"),
     "sh": "cp /bin/sh /tmp/s; "
     + _program("/tmp/new", "#!/tmp/s\\nmkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt\\n")
     + "; mv -f /tmp/new /bin/sh",

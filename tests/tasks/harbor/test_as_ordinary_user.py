@@ -19,7 +19,10 @@ from tests.sandbox.as_user import run_tests
     [
         ("test_cheats", "no_cheat and auto"),
         ("test_steps", "rewards_of and minimum or links or strict or instruction"),
-        ("test_harbor_server", "tests_decide or users or (never_a_reward and True and (reward or logs))"),
+        (
+            "test_harbor_server",
+            "tests_decide or users or limited or (never_a_reward and True and (reward or logs))",
+        ),
     ],
 )
 def test_grading_for_an_ordinary_user(image: Path, runtime: Runtime, file: str, chosen: str) -> None:

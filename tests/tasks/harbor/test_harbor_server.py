@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
+from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH, state_root
 from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, says, shown
 
@@ -101,6 +102,21 @@ BEHAVIOURS = {
         ANSWER,
         (200, 0.25, "partial"),
     ),
+    "a reward.json that only the agent's program writes": (
+        {"test": 'cd /app; if [ "$(bash run)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'},
+        "echo 'echo 1 > /logs/verifier/reward.json' > run",
+        FAILED,
+    ),
+    "a reward that strict grading cannot check": (
+        {"test": "[ -e /elsewhere ] && echo 1 > /logs/verifier/reward.txt", "solve": "touch /elsewhere"},
+        "touch /elsewhere",
+        REFUSED,
+    ),
+    "a reward that strict grading refuses to the solution": (
+        {"test": says("[ -e /elsewhere ]"), "solve": "touch /elsewhere"},
+        "touch /elsewhere",
+        PASSED,
+    ),
     "a reward may be any number": ({"test": writes("reward.txt", "-3")}, ANSWER, (200, -3.0, "failed")),
     "one reward of any name": ({"test": writes("reward.json", '{"score": 1}')}, ANSWER, PASSED),
     "a child that holds the output": ({"test": TEST + "sleep 600 &"}, ANSWER, PASSED),
@@ -111,7 +127,7 @@ BEHAVIOURS = {
 async def test_behaviours_of_the_format(base_url: str, tmp_path: Path, name: str) -> None:
     task, command, result = BEHAVIOURS[name]
     # The default solution solves the default tests only.
-    folder = make_task(tmp_path / "t", **({"solve": None} if "test" in task else {}), **task)
+    folder = make_task(tmp_path / "t", **({"solve": None} if "test" in task else {}) | task)
     reply = await play(base_url, row_of(folder), command)
     assert shown(reply) == result, reply
 
@@ -128,6 +144,7 @@ NO_VERDICT = {
     "an empty file": "touch /logs/verifier/reward.txt",
     "no number": "echo yes > /logs/verifier/reward.txt",
     "not a number": "echo nan > /logs/verifier/reward.txt",
+    "beyond all bounds": "echo -2e6 > /logs/verifier/reward.txt",
     "infinite": "echo '{\"reward\": 1e309}' > /logs/verifier/reward.json",
     "NaN in JSON": "echo '{\"reward\": NaN}' > /logs/verifier/reward.json",
     "a text in JSON": 'echo \'{"reward": "1"}\' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt',
@@ -161,6 +178,27 @@ async def test_a_verifier_that_cannot_run_is_never_a_reward(tmp_path: Path, name
         for command in (ANSWER, "true"):
             reply = await play(base_url, row_of(folder), command)
             assert shown(reply) == (422, None, "verifier_error"), reply
+
+
+BIG = "head -c 20M /dev/zero > big"
+LOGS = {
+    "a file": BIG,
+    "below many folders": (
+        "python3 -c \"import os\nfor _ in range(2500): os.mkdir('d'); os.chdir('d')\n"
+        "open('b', 'w').write('x' * (20 << 20))\""
+    ),
+    "in a closed folder": f"mkdir -p a/b; cd a/b; {BIG}; chmod 000 .; cd ..; chmod 000 .",
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+async def test_logs_of_the_verifier_are_limited_and_removed(tmp_path: Path, name: str) -> None:
+    test = f"cd /logs/verifier; echo 1 > reward.txt; ({LOGS[name]}); sleep 100"
+    async with serving("prorl_harbor", verifier_logs_mib=8) as base_url:
+        reply = await play(base_url, row_of(make_task(tmp_path / "t", test=test, solve=None)), "true")
+    assert shown(reply) == REFUSED
+    assert "wrote more than 8 MiB" in reply[1]["detail"]
+    assert list((state_root() / SCRATCH).iterdir()) == []
 
 
 async def test_tests_can_write_beside_themselves(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 """Reward files and reports, totals of steps, and archives of artifacts, without sandboxes."""
 
 import io
+import os
+import resource
 import tarfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.tasks.harbor import artifacts
 from nemo_gym_prorl.tasks.harbor.artifacts import sanitize
 from nemo_gym_prorl.tasks.harbor.rewards import below_minimum, read_outcome, reports_of, scalar, total
 
@@ -54,6 +59,49 @@ def test_a_report_must_agree(tmp_path: Path, report: str | None, reward: str, pr
         (tmp_path / "r").write_text(report)
     outcome = read_outcome(tmp_path, "pytest --ctrf /logs/verifier/r", 100, "reward")
     assert (outcome.problem, outcome.rewards) == (problem, None if problem else {"reward": float(reward)})
+
+
+DEFECTS = {
+    "no bound": ({"reward.txt": "1e308"}, "too large"),
+    "no bound for training": ({"reward.txt": "-1000001"}, "beyond 1e+06"),
+    "not finite": ({"reward.txt": "inf"}, "not finite"),
+    "an integer beyond the largest float": ({"reward.json": '{"reward": 1, "a": %s}' % ("9" * 400)}, "not finite"),
+    "two rewards of other names": ({"reward.json": '{"a": 0, "b": 0}'}, "set reward_key to one of a, b"),
+    "no reward": ({"reward.json": "{}"}, "no reward 'reward'"),
+    "a key that no reply can have": ({"reward.json": '{"reward": 0, "\\ud800": 0}'}, "cannot be parsed"),
+    "brackets of any depth": ({"reward.json": "[" * 60_000}, "cannot be parsed"),
+    "infinitely many passed tests": (
+        {"reward.txt": "1", "r": '{"results": {"summary": {"passed": 1e999}}}'},
+        "cannot be read: OverflowError",
+    ),
+    "a report that is too long": ({"reward.txt": "1", "r": " " * (2 << 20)}, "at most 1048576 are read"),
+    "a report of suites without an end": ({"reward.txt": "1", "r": "<testsuite " * 90_000}, "is no test report"),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_no_defect_of_a_file_is_a_reward_an_error_or_slow(tmp_path: Path, name: str) -> None:
+    files, problem = DEFECTS[name]
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    begin = time.thread_time()
+    outcome = read_outcome(tmp_path, "pytest --ctrf /logs/verifier/r" if "r" in files else "", 100, "reward")
+    assert time.thread_time() - begin < 1
+    assert outcome.rewards is None
+    assert problem in outcome.problem
+
+
+@pytest.mark.parametrize(
+    ("named", "rewards"),
+    [(["reward.txt"], {"reward": 0.0}), (["reward.json"], {"reward": 1.0}), ([], {"reward": 1.0})],
+)
+def test_a_reward_file_counts_if_the_tests_name_it(
+    tmp_path: Path, named: list[str], rewards: dict[str, float]
+) -> None:
+    (tmp_path / "reward.txt").write_text("0")
+    (tmp_path / "reward.json").write_text('{"reward": 1}')
+    outcome = read_outcome(tmp_path, "", 100, "reward", named)
+    assert (outcome.rewards, bool(outcome.problem)) == (rewards, named == ["reward.txt"])
 
 
 def test_totals_minima_and_the_reward_that_counts() -> None:
@@ -108,3 +156,70 @@ def test_an_archive_keeps_what_is_declared_and_nothing_through_links(tmp_path: P
         ("app/out/near", 0o644, 0, "fine"),
         ("app/out/far/python3", 0o644, 0, ""),
     ]
+
+
+def _header(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, fields: dict[str, str] | None = None) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.pax_headers = kind, size, fields or {}
+    return info.tobuf(tarfile.PAX_FORMAT if fields else tarfile.USTAR_FORMAT)
+
+
+def _sparse(size: int) -> bytes:
+    header = bytearray(_header("app/s", tarfile.GNUTYPE_SPARSE))
+    header[257:265] = b"ustar  \0"
+    header[386:410] = b"%011o\0%011o\0" % (size, 0)
+    header[483:495] = b"%011o\0" % size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def _long(path: Path) -> None:
+    path.write_bytes(_header("x", tarfile.XHDTYPE, 400 << 20))
+    os.truncate(path, 500 << 20)
+
+
+FINE = _header("app/fine")
+HOSTILE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a header of 400 MiB": (_long, []),
+    "a name of 1 MiB": (
+        lambda path: path.write_bytes(FINE + _header("app/x", fields={"path": "y" * (1 << 20)})),
+        ["app/fine"],
+    ),
+    "fields of all members": (
+        lambda path: path.write_bytes(_header("g", tarfile.XGLTYPE, 8) + b"8 ab=cd\n".ljust(512, b"\0") + FINE),
+        [],
+    ),
+    "a sparse file": (lambda path: path.write_bytes(FINE + _sparse(1 << 30) + bytes(1024)), ["app/fine"]),
+    "a size below 0": (
+        lambda path: path.write_bytes(FINE + _header("app/x", fields={"size": "-2048"}) + bytes(1024)),
+        ["app/fine"],
+    ),
+    "times without an end": (
+        lambda path: path.write_bytes(
+            b"".join(_header(f"app/{mtime}", fields={"mtime": mtime}) for mtime in ("inf", "nan", "1e300", "-inf"))
+        ),
+        ["app/inf", "app/nan", "app/1e300", "app/-inf"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_takes_little(tmp_path: Path, name: str) -> None:
+    write, found = HOSTILE[name]
+    write(tmp_path / "raw")
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+    sanitize({"/app": tmp_path / "raw"}, tmp_path / "clean")
+    assert time.thread_time() - begin < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+    assert (tmp_path / "clean").stat().st_size < 1 << 20
+    with tarfile.open(tmp_path / "clean") as archive:
+        assert archive.getnames() == found
+
+
+def test_members_count_for_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "MAX_BYTES", 1 << 20)
+    (tmp_path / "raw").write_bytes(FINE * 20_000)
+    sanitize({"/app": tmp_path / "raw"}, tmp_path / "clean")
+    with tarfile.open(tmp_path / "clean") as archive:
+        assert 0 < len(archive.getnames()) < 100
