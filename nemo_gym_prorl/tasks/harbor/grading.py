@@ -84,12 +84,10 @@ class _Control:
     Attributes:
         reward: reward of the solution; 0 if it could not be played or got no verdict.
         problem: why the reward is not positive.
-        no_verdict: whether the solution was not graded.
     """
 
     reward: float
     problem: str = ""
-    no_verdict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,17 +225,11 @@ class Grader:
     async def _strict_works(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> bool:
         """Return whether the mode ``strict`` can grade the task: its own solution earns all that it can.
 
-        Raises:
-            TaskError: the solution gets no verdict in that mode.
+        Where it earns less, the mode ``shared`` decides: refusing rewards alone would bias the sample.
         """
         if not task.has_solution or GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
             return False
         strict = await self._control(task, work, True, open_sandbox)
-        if strict.no_verdict:
-            raise TaskError(
-                f"{task.row.instance_id}: strict: auto cannot check the reward: in the mode strict the task's own "
-                f"solution gets {strict.problem}; strict: false would not check it"
-            )
         if strict.problem or strict.reward >= 1:
             return not strict.problem
         return strict.reward >= (await self._control(task, work, False, open_sandbox)).reward
@@ -282,13 +274,13 @@ class Grader:
                 finally:
                     work.snapshots += phase.snapshots
         except (AgentError, CallerError, SetupFailed) as error:
-            return _Control(0.0, f"no verdict: it could not be played: {error.reason}", no_verdict=True)
+            return _Control(0.0, f"no verdict: it could not be played: {error.reason}")
         played = HarborWork(phase.folder, phase.states, [])
         verified = await self._verify_steps(task, played, strict, open_sandbox)
         output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
         ended = f"; the tests' output ended with: {output}" if output else ""
         if verified.no_verdict:
-            return _Control(0.0, f"no verdict ({verified.note}){ended}", no_verdict=True)
+            return _Control(0.0, f"no verdict ({verified.note}){ended}")
         reward = self._scalar(task, verified)
         return _Control(reward, "" if reward > 0 else f"reward {reward:g}{ended}")
 

@@ -110,7 +110,7 @@ BEHAVIOURS = {
     "a reward that strict grading cannot check": (
         {"test": "[ -e /elsewhere ] && echo 1 > /logs/verifier/reward.txt", "solve": "touch /elsewhere"},
         "touch /elsewhere",
-        REFUSED,
+        PASSED,
     ),
     "a reward that strict grading refuses to the solution": (
         {"test": says("[ -e /elsewhere ]"), "solve": "touch /elsewhere"},
