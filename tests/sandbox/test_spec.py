@@ -345,12 +345,15 @@ def test_links_of_an_image_are_followed_inside_of_it(tmp_path: Path, host: Path)
     for bind, reason in {"/p/x": "/proc is", "/r": "hide the image", "/conf": "made for", "/l1": "nowhere"}.items():
         with pytest.raises(CallerError, match=reason):
             check_binds([f"{host}/folder:{bind}"], tmp_path / "state", image)
-    scratch = tmp_path / "state" / "scratch"
-    (scratch / "s-1" / "one" / "logs").mkdir(parents=True)
-    for shown in (scratch, scratch / "s-1"):
-        with pytest.raises(CallerError, match="sandboxes' own folder"):
-            check_binds([f"{shown}:/mnt"], tmp_path / "state", image)
-    for shown in (scratch / "s-1" / "one", scratch / "s-1" / "one" / "logs"):
-        assert check_binds([f"{shown}:/mnt"], tmp_path / "state", image)
     for fine in ("/out/x", "/l3", "/usr"):
         assert check_binds([f"{host}/folder:{fine}"], tmp_path / "state", image)
+
+
+def test_only_contents_of_a_scratch_folder_are_shown_of_the_state(tmp_path: Path, host: Path) -> None:
+    state, scratch = host / "state", host / "state" / "scratch" / "s-1" / "one"
+    (scratch / "logs").mkdir(parents=True)
+    for shown in (scratch.parents[1], scratch.parent):
+        with pytest.raises(CallerError, match="sandboxes' own folder"):
+            check_binds([f"{shown}:/mnt"], state, tmp_path)
+    for shown in (scratch, scratch / "logs"):
+        assert check_binds([f"{shown}:/mnt"], state, tmp_path)
