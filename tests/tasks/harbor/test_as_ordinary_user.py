@@ -19,9 +19,10 @@ from tests.sandbox.as_user import run_tests
     [
         ("test_cheats", "no_cheat and auto"),
         ("test_steps", "rewards_of and minimum or links or strict or instruction"),
-        (
+        pytest.param(
             "test_harbor_server",
             "tests_decide or users or limited or (never_a_reward and True and (reward or logs))",
+            marks=pytest.mark.long("the cheats play the same paths as this user"),
         ),
     ],
 )

@@ -40,12 +40,13 @@ async def rewards(folder: Path, strict: object) -> dict[str, object]:
             return dict(zip(names, done, strict=True))
 
 
-@pytest.mark.parametrize("strict", ["auto", True])
+@pytest.mark.parametrize("strict", ["auto", pytest.param(True, marks=pytest.mark.long("auto grades so as well"))])
 async def test_no_cheat_earns_a_reward_or_escapes_its_grade(tmp_path: Path, strict: object) -> None:
     found = await rewards(tmp_path, strict)
     assert {name: reward for name, reward in found.items() if reward != 0.0} == {}
 
 
+@pytest.mark.long("tells what is known not to hold")
 async def test_only_cheats_on_the_verifiers_own_programs_pay_in_the_mode_shared(tmp_path: Path) -> None:
     found = await rewards(tmp_path, False)
     assert {name for name, reward in found.items() if reward == 1.0} == PAY_IN_SHARED
