@@ -60,8 +60,8 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Return whether the ratio keeps the goal; ``None`` without a goal or a peer."""
-        if self.goal is None or self.peer is None:
+        """Return whether the ratio keeps the goal; ``None`` without a goal."""
+        if self.goal is None:
             return None
         sign, bound = self.goal.split()
         ratio = self.ratio
@@ -69,8 +69,8 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """``met``, ``missed``, ``no peer`` or ``no goal``."""
-        return {None: "no peer" if self.goal else "no goal", True: "met", False: "missed"}[self.is_met]
+        """``met``, ``missed`` or ``no goal``."""
+        return {None: "no goal", True: "met", False: "missed"}[self.is_met]
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:

@@ -10,8 +10,8 @@ Programs ask for a tunnel (``CONNECT``) or for one plain HTTP request. A plain r
 second request can follow to a host that was not checked. The address that is checked is the one that is connected to.
 Machines of content networks serve many hosts. So TLS in a tunnel to a listed name must ask for a listed name, too.
 
-Where the server's environment names a proxy (``http_proxy``, ``https_proxy``, ``no_proxy``), connections go through
-that proxy. It resolves names, so only names and spelled-out addresses are checked here.
+If the server's environment names a proxy (``http_proxy``, ``https_proxy``, ``no_proxy``), connections go through that
+proxy. That proxy resolves names, so only names and spelled-out addresses are checked here.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class SandboxEgress:
     async def _serve(self, accepted: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=accepted, limit=MAX_HEAD_BYTES)
         try:
-            # Also of a group. A program sees its connection cut, and does not take a part of a response for all of it.
+            # Errors of a group, too. The connection is cut, so that no program takes part of a response for all of it.
             with log_exceptions(), contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 try:
                     await self._carry_out(reader, writer)
@@ -336,7 +336,7 @@ class SandboxEgress:
         if (literal := literal_address(request.host)) is not None and not self._allow(request.host, literal):
             raise Refusal(403, f"{request.host} is not allowed by this sandbox's network")
         if request.body is None:
-            # What follows the body could be another request to the proxy.
+            # Bytes after the body could be another request to the proxy.
             raise Refusal(411, "the server's own proxy needs a request whose length is given")
         if proxy.scheme not in ("http", "https") or not proxy.hostname:
             raise Refusal(502, "the server's http_proxy and https_proxy must be URLs of HTTP proxies")
@@ -454,7 +454,7 @@ def _error_response(refusal: Refusal) -> bytes:
 
 
 class EgressProcess:
-    """Serves the messages of the supervisor: ``serve``, ``forget`` and ``report`` with the name of a sandbox."""
+    """Server of the supervisor's messages: ``serve``, ``forget`` and ``report`` with the name of a sandbox."""
 
     def __init__(self, channel: socket.socket, on_gone: Callable[[], None]) -> None:
         self._sandboxes: dict[str, SandboxEgress] = {}

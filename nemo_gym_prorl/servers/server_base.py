@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What our Gym servers share: their end with Gym's process, and Gym's two middlewares without its tasks and queues.
+"""Base of our Gym servers: end with Gym's process, and Gym's two middlewares without further tasks and queues.
 
 Gym writes its middlewares in Starlette's decorator form, which runs the rest of the application in another task and
 streams each body through a queue. Here the same is done in place.
@@ -49,7 +49,7 @@ class ServerBase(SimpleServer):
 
 
 class _SessionId:
-    """Gives each session an id. Gym's agents take the cookie from each answer, so it is always sent again."""
+    """Middleware that gives each session an id, in a cookie of each answer, since Gym's agents take it from there."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class _SessionId:
 
 
 class _AnswerDefects:
-    """Answers an exception that no handler knows with a problem document of status 500."""
+    """Middleware that answers an exception without a handler by a problem document of status 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -321,7 +321,7 @@ HIDING = {
     ),
     "links that lead back": "ln -s /tests /logs; ln -s /logs /tests",
 }
-"""What a sandbox leaves at ``/tests`` and on the way to ``/logs/verifier``."""
+"""Commands that leave something at ``/tests`` and on the way to ``/logs/verifier``."""
 
 
 @pytest.mark.parametrize("left", HIDING)

@@ -15,7 +15,7 @@ from nemo_gym_prorl.sandbox.tls_hello import server_name
 
 
 def hello(name: str | None) -> bytes:
-    """What this Python's TLS sends first."""
+    """Return the first record of this Python's TLS."""
     context = ssl.create_default_context()
     context.check_hostname = False
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

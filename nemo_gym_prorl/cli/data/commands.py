@@ -162,7 +162,7 @@ def harbor(
     ] = None,
     replace: Annotated[
         list[str] | None,
-        typer.Option(help="IMAGE=BASE: build on BASE where a Dockerfile says FROM IMAGE; repeatable."),
+        typer.Option(help="IMAGE=BASE: use BASE where a task or its Dockerfile names IMAGE; repeatable."),
     ] = None,
     force_build: Annotated[
         bool, typer.Option("--force-build", help="Build a task's Dockerfile although it names a docker_image.")

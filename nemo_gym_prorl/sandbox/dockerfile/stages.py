@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 DEFAULT_SHELL = ("/bin/sh", "-c")
 
 MAX_VARIABLES, MAX_CHARACTERS = 1000, 128 << 10
-"""Of a stage: variables, and characters of all their values; each command gets all."""
+"""Limits of a stage: variables, and characters of all values, since each command gets all variables."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WITHOUT_FLAGS = frozenset({"ARG", "CMD", "ENTRYPOINT", "ENV", "SHELL", "USER", "WORKDIR"})

@@ -95,7 +95,7 @@ class Egress:
 
     async def _serve(self, connection: Connection[Message, list[int]], name: str) -> None:
         message, listener = self._serving[name]
-        with contextlib.suppress(PeerGone):  # the next process is told
+        with contextlib.suppress(PeerGone):  # the next process gets the message
             await connection.send(message, [listener])
 
     def _on_message(self, message: Message, _files: list[int]) -> None:

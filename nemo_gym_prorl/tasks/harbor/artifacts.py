@@ -122,7 +122,7 @@ class _Headers(io.FileIO):
 
 
 class _Merged:
-    """Decides about members, given those before."""
+    """Filter of the members of archives, given those before."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths

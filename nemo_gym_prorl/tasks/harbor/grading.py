@@ -12,7 +12,6 @@ work none, the agent prevented the verdict and gets 0. Without a solution the ta
 
 ``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
 solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
-If the solution gets no verdict in the mode ``strict``, a positive reward cannot be checked, and the row fails.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -84,10 +83,12 @@ class _Control:
     Attributes:
         reward: reward of the solution; 0 if it could not be played or got no verdict.
         problem: why the reward is not positive.
+        snapshots: snapshots of the run, until a rollout deletes them with its own.
     """
 
     reward: float
     problem: str = ""
+    snapshots: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class _Verified:
 
 
 class Grader:
-    """Grades rollouts; see the module.
+    """Grader of rollouts; see the module.
 
     Args:
         settings: settings of verification.
@@ -237,17 +238,20 @@ class Grader:
     async def _control(self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox) -> _Control:
         """Return the result of the control run, which is played once for all rollouts of the task.
 
-        It goes on when a rollout that waits for it is cancelled or out of time.
+        The run goes on when a rollout that waits for it is cancelled or out of time.
         """
         harbor = task.row.harbor
         key = (task.row.image, harbor.digest, str(self._settings.tools), str(strict))
         began, playing = self._controls.get(key, (0.0, None))
         if playing is None or _is_stale(playing, began):
-            playing = asyncio.create_task(self._play_solution(task, work, strict, open_sandbox))
+            playing = asyncio.create_task(self._play_solution(task, strict, open_sandbox))
             self._controls[key] = time.monotonic(), playing
             while len(self._controls) > MAX_REMEMBERED_CONTROLS:
                 self._controls.popitem(last=False)
-        return await asyncio.shield(playing)
+        control = await asyncio.shield(playing)
+        work.snapshots += control.snapshots
+        control.snapshots.clear()
+        return control
 
     async def aclose(self) -> None:
         """End the control runs."""
@@ -256,33 +260,30 @@ class Grader:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
 
-    async def _play_solution(
-        self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
-    ) -> _Control:
+    async def _play_solution(self, task: LocatedTask, strict: bool, open_sandbox: OpenSandbox) -> _Control:
+        snapshots: list[str] = []
         try:
             async with open_sandbox(task.needs()) as sandbox:
                 assert isinstance(sandbox, HasContainer)
                 phase = AgentPhase(task, sandbox, self._snapshot_name, self._settings.make_scratch)
-                try:
-                    await phase.set_up()
+                snapshots = phase.snapshots
+                await phase.set_up()
+                await phase.solve()
+                await phase.finish()
+                while not phase.is_last:
+                    await phase.begin_next()
                     await phase.solve()
                     await phase.finish()
-                    while not phase.is_last:
-                        await phase.begin_next()
-                        await phase.solve()
-                        await phase.finish()
-                finally:
-                    work.snapshots += phase.snapshots
         except (AgentError, CallerError, SetupFailed) as error:
-            return _Control(0.0, f"no verdict: it could not be played: {error.reason}")
+            return _Control(0.0, f"no verdict: it could not be played: {error.reason}", snapshots)
         played = HarborWork(phase.folder, phase.states, [])
         verified = await self._verify_steps(task, played, strict, open_sandbox)
         output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
         ended = f"; the tests' output ended with: {output}" if output else ""
         if verified.no_verdict:
-            return _Control(0.0, f"no verdict ({verified.note}){ended}")
+            return _Control(0.0, f"no verdict ({verified.note}){ended}", snapshots)
         reward = self._scalar(task, verified)
-        return _Control(reward, "" if reward > 0 else f"reward {reward:g}{ended}")
+        return _Control(reward, "" if reward > 0 else f"reward {reward:g}{ended}", snapshots)
 
 
 def _is_stale(playing: asyncio.Task[_Control], began: float) -> bool:

@@ -96,7 +96,7 @@ class HarborTools:
 
 
 class HarborToolSet:
-    """Opens :class:`HarborTools`; a :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
+    """Tool set that opens :class:`HarborTools`; a :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
 
     Args:
         limits: limits of tool calls.

@@ -156,7 +156,7 @@ def parse_row(row: Mapping[str, Any]) -> HarborRow:
 
 @dataclass(frozen=True, slots=True)
 class DockerfileFacts:
-    """What conversion has to know of a Dockerfile.
+    """Facts of a Dockerfile that conversion needs.
 
     Attributes:
         images: all images that it names in ``FROM`` and ``--from``.

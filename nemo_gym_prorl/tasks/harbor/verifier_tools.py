@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for verifiers without a network: what a test script downloads, and where it finds that instead. Pure.
+"""Tools for verifiers without a network: downloads of test scripts, and local replacements. Pure.
 
 A tools folder, which ``prorl image tools`` makes, holds::
 
@@ -74,7 +74,7 @@ class RequirementSet:
 
 @dataclass(frozen=True, slots=True)
 class VerifierNeeds:
-    """What a test script downloads.
+    """Downloads of a test script.
 
     Attributes:
         sets: of ``uvx``, ``uv`` and ``pip``; a tools folder can hold them.

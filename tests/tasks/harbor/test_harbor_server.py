@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``prorl_harbor`` server over HTTP: each behaviour of the format with a task of its own."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
+from nemo_gym_prorl.sandbox.snapshots import default_folder
 from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH, state_root
 from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, says, shown
@@ -117,6 +119,8 @@ BEHAVIOURS = {
         "touch /elsewhere",
         PASSED,
     ),
+    "a right answer where the solution earns nothing": ({"solve": "true"}, ANSWER, REFUSED),
+    "a wrong answer where the solution earns nothing": ({"solve": "true"}, "true", REFUSED),
     "a reward may be any number": ({"test": writes("reward.txt", "-3")}, ANSWER, (200, -3.0, "failed")),
     "one reward of any name": ({"test": writes("reward.json", '{"score": 1}')}, ANSWER, PASSED),
     "a child that holds the output": ({"test": TEST + "sleep 600 &"}, ANSWER, PASSED),
@@ -130,6 +134,22 @@ async def test_behaviours_of_the_format(base_url: str, tmp_path: Path, name: str
     folder = make_task(tmp_path / "t", **({"solve": None} if "test" in task else {}) | task)
     reply = await play(base_url, row_of(folder), command)
     assert shown(reply) == result, reply
+
+
+async def test_a_control_run_outlives_the_rollout_that_began_it(base_url: str, tmp_path: Path) -> None:
+    row = row_of(make_task(tmp_path / "t", solve="sleep 4; echo 42 > /app/answer"))
+    async with Client(base_url) as first, Client(base_url) as second:
+        for client in (first, second):
+            assert (await client.post("/seed_session", row))[0] == 200
+            await client.tool("bash", command=ANSWER)
+            assert (await client.post("/release_session"))[0] == 200
+        verifying = asyncio.ensure_future(first.post("/verify", {**row, "response": RESPONSE}))
+        await asyncio.sleep(2)
+        assert (await first.post("/close_session"))[0] == 200
+        assert (await verifying)[2] == "session_lost"
+        assert shown(await second.post("/verify", {**row, "response": RESPONSE})) == PASSED
+        assert (await second.post("/close_session"))[0] == 200
+    assert list(default_folder().iterdir()) == []
 
 
 async def test_all_rewards_are_kept_and_one_counts(base_url: str, tmp_path: Path) -> None:
