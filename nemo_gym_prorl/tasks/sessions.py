@@ -40,6 +40,7 @@ from nemo_gym_prorl.tasks.task import (
     ResumableTask,
     ResumableTools,
     SandboxNeeds,
+    StartsSessions,
     Task,
     task_errors,
 )
@@ -420,6 +421,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
                     await self._task.prepare(row, tools)
                 elif isinstance(resumable := cast(OpenTools, tools), ResumableTools):
                     await resumable.resume(checkpoint["state"], checkpoint["lost"])
+                if isinstance(starting := cast(OpenTools, tools), StartsSessions):
+                    await starting.start_sessions(_offered_tools(row))
         except BaseException:
             await self._end(sandbox, tools)
             raise
@@ -484,3 +487,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
         except InfrastructureError:
             logger.exception("could not close session %s", key)
             self._sessions.pop(key, None)
+
+
+def _offered_tools(row: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tools that the row offers the policy."""
+    params = row.get("responses_create_params")
+    tools = params.get("tools") if isinstance(params, dict) else None
+    return frozenset(str(tool["name"]) for tool in tools or () if isinstance(tool, dict) and "name" in tool)

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,6 +157,19 @@ class CountsToolCalls(Protocol):
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """Return counts by tool: ``{"bash": {"calls": 3, "errors": 1}}``. Available after :meth:`OpenTools.close`."""
+        ...
+
+
+@runtime_checkable
+class StartsSessions(Protocol):
+    """Tools with sessions that can start before the first call, so that the policy does not wait for them."""
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the sessions of the offered tools. Called once, after :meth:`Task.prepare` or after ``resume``.
+
+        Raises:
+            InfrastructureError: ``session_lost``: the sandbox has ended.
+        """
         ...
 
 
@@ -337,6 +350,12 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
         """Return the call counts by tool, of the sets that count."""
         counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
         return {tool: counts for used in counting for tool, counts in used.items()}
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the sessions of the sets that have any."""
+        for part in self._parts.values():
+            if isinstance(part, StartsSessions):
+                await part.start_sessions(offered)
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """Save the state of the sets that support it."""

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,10 @@ class HarborTools:
         self.sandbox.user = phase.user
         await self.workspace.close()
         self.workspace.work_in(phase.folder)
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the shell if the policy may use it."""
+        await self.workspace.start_sessions(offered)
 
     async def close(self) -> None:
         """Release the shell."""
