@@ -53,8 +53,8 @@ lint: ## check style with ruff
 
 format: ## fix style with ruff
 	@scripts/bootstrap.sh dev
-	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
 
 bench-%: setup-bench ## run a benchmark, see benchmarks/README.md (ARGS=--quick for the short form)
 	@$(BIN)/python -m benchmarks.$* $(ARGS)

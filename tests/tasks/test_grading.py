@@ -194,6 +194,27 @@ async def test_failure_before_the_solution_is_infrastructure() -> None:
     assert opened == 2
 
 
+class Limited(AsyncSandbox):
+    """Real sandbox on a machine with few open files."""
+
+    async def exec(self, command: str, **options: Any) -> Any:
+        return await super().exec(f"ulimit -n {self.open_files}; {command}", **options)
+
+
+@pytest.mark.parametrize("open_files", [12, 100, 255])
+async def test_a_machine_with_few_open_files_gives_no_reward(open_files: int) -> None:
+    @asynccontextmanager
+    async def open_sandbox() -> AsyncIterator[Sandbox]:
+        async with containers.running(Limited) as sandbox:
+            sandbox.open_files = open_files
+            yield sandbox
+
+    source = problems()[INTERSPERSE].reference_source
+    with pytest.raises(InfrastructureError) as caught:
+        await grade(open_sandbox, problem_of(INTERSPERSE), source, LIMITS, containers.ROOT)
+    assert caught.value.kind is FailureKind.VERIFIER_ERROR
+
+
 TAKE_DOWN = {
     "kill_all": """
 for _ in range(100):

@@ -10,8 +10,8 @@ Limits of a sandbox as a whole are in :mod:`.cgroups` and :mod:`.watchdog`.
   512 would then forbid every fork inside once the user has 512 threads outside. So on these kernels sandboxes may use
   three quarters of the user's processes, and have no limit of their own.
 - *Open files*: the supervisor raises its own soft limit to the hard one, and checks before each start that enough
-  descriptors are left. Programs in a sandbox get the original soft limit, on which users of ``select`` rely, and may
-  raise it to the hard one.
+  descriptors are left. Programs in a sandbox get the soft limit that the server was started with, on which users of
+  ``select`` rely, and may raise it to the hard one.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class CreateRequest:
 
     @property
     def limits(self) -> dict[int, int]:
-        """Soft and hard limits of every program in the sandbox, by ``resource.RLIMIT_*``."""
+        """Soft and hard limits of this request, by ``resource.RLIMIT_*``; open files have limits of their own."""
         return rlimits.program_limits(self.processes, self.disk_mib)
 
 

@@ -117,6 +117,12 @@ class ChildRunner:
         if not poll.poll(patience_s * 1000):
             return {"refused": f"not compiled within {patience_s:g} s"}
         try:
+            receive(self.channel)
+        except ChannelClosed as error:
+            raise RuntimeError("the process that compiles the source could not be limited") from error
+        if not poll.poll(patience_s * 1000):
+            return {"refused": f"not compiled within {patience_s:g} s"}
+        try:
             answer, _ = receive(self.channel)
         except ChannelClosed:
             return {"refused": "the compiler crashed on the source", "killed": True}

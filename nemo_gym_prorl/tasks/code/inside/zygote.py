@@ -199,6 +199,7 @@ def zygote_main(channel: socket.socket) -> None:
     # The soft limit only, since many programs raise it; memory is limited separately.
     process_hardening.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
     process_hardening.limit_thread_stacks(THREAD_STACK_BYTES)
+    send(channel, {"limited": True})  # a zygote that ends earlier is the machine's failure, later the source's
     try:
         code, prelude_names = compile_source(job)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
