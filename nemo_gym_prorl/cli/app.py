@@ -46,6 +46,23 @@ GatewayJournal = Annotated[
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print("prorl", version("nemo-gym-prorl"))
+        raise typer.Exit
+
+
+@app.callback()
+def prorl(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Declare the options of the program itself."""
+
+
 @app.command()
 def setup() -> None:
     """Install the container runtime and build the default sandbox image.

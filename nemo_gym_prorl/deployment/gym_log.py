@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pathlib import Path
 TAIL_LINES = 80  # log lines in an error message: enough for the traceback of one server
 
 _TRACEBACK = "Traceback (most recent call last):"
+_SERVER_LINE = re.compile(r"\((\S+)\) ")
 _SERVER_ENDED = re.compile(r"RuntimeError: Process `(.+)` finished unexpectedly!")
 _CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
 
@@ -63,27 +65,31 @@ def without_interrupts(lines: list[str]) -> list[str]:
 def start_error(lines: Sequence[str]) -> str | None:
     """Return the exception that ended a start, in one line; ``None`` if the log has none.
 
-    Gym's own exception comes last and only names the server that ended. The reason is that server's exception.
+    Gym's own exception comes last and only names the server that ended. The reason is that server's exception. Once a
+    server runs, its lines begin with its name, and lines of several servers alternate.
     """
-    errors = _exceptions(without_interrupts([*lines]))
-    ended = next((match for error in errors if (match := _SERVER_ENDED.fullmatch(error))), None)
-    if ended is None:
-        return errors[-1] if errors else None
-    own = [error for error in errors if not _SERVER_ENDED.fullmatch(error) and not error.startswith("SystemExit")]
-    return f"{ended[1]}: {own[0]}" if own else None
+    by_server: defaultdict[str, list[str]] = defaultdict(list)
+    for line in lines:
+        named = _SERVER_LINE.match(line)
+        by_server[named[1] if named else ""].append(line[named.end() :] if named else line)
+    errors = _exceptions(by_server[""])
+    for number, error in enumerate(errors):
+        if ended := _SERVER_ENDED.fullmatch(error):
+            own = [*_exceptions(by_server[ended[1]]), *errors[:number]]
+            return next((f"{ended[1]}: {error}" for error in own if not error.startswith("SystemExit")), None)
+    return errors[-1] if errors else None
 
 
-def _exceptions(lines: Sequence[str]) -> list[str]:
+def _exceptions(lines: list[str]) -> list[str]:
     """Return the last line of each traceback; of chained exceptions, only the last."""
     found: list[str] = []
+    lines = without_interrupts(lines)
     rest, chained = iter(enumerate(lines)), False
     for _, line in rest:
         chained = chained or line.endswith(_CHAIN)
         if not line.endswith(_TRACEBACK):
             continue
-        prefix = line.removesuffix(_TRACEBACK)
-        number, error = next(((n, text) for n, text in rest if not text.startswith(f"{prefix} ")), (0, ""))
-        error = error.removeprefix(prefix)
+        number, error = next(((n, text) for n, text in rest if not text.startswith(" ")), (0, ""))
         if fields := re.match(r"[\w.]+: (\d+) validation errors? for ", error):
             error = _invalid_fields(lines[number + 1 :], int(fields[1]))
         else:

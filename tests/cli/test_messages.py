@@ -5,6 +5,7 @@
 import asyncio
 import re
 import socket
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,10 @@ async def test_a_fleet_says_every_15_s_what_is_awaited(monkeypatch: pytest.Monke
         await asyncio.sleep(0.1)
         assert len(said) == count, "nothing is awaited"
     assert re.fullmatch(r"0 s, waiting for the servers of node a; load [\d.]+ on \d+ cores", said[0])
+
+
+async def test_the_program_says_its_version() -> None:
+    assert await prorl("--version") == (0, f"prorl {metadata.version('nemo-gym-prorl')}\n")
 
 
 # An endpoint without which no rollout could sample

@@ -116,6 +116,7 @@ def test_the_end_of_a_log_is_told_or_that_there_is_none(log: str | None, told: s
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "app.py", line 1, in <module>\n    go()\n'
 ENDED = f"{TRACEBACK}RuntimeError: Process `policy_model` finished unexpectedly!\nShutting down Ray\n"
+STARTUP = "(policy_model) ERROR:    Traceback (most recent call last):\n(policy_model)   File\n"
 CHAIN = "\nThe above exception was the direct cause of the following exception:\n\n"
 
 
@@ -141,6 +142,9 @@ CHAIN = "\nThe above exception was the direct cause of the following exception:\
             f"(math) SystemExit: 15\n{ENDED}",
             "policy_model: ValueError: no",
         ),
+        (f"{STARTUP}(policy_model) Bad: no\n(policy_model) ERROR:    Exiting.\n{ENDED}", "policy_model: Bad: no"),
+        (f"{STARTUP}(math) INFO: up\n(policy_model) Bad: no\n{ENDED}", "policy_model: Bad: no"),
+        (f"{STARTUP}(policy_model) Bad: no\n{ENDED.replace('policy_model', 'math')}", None),
         (f"{TRACEBACK}hydra.errors.OverrideParseException: mismatched\n", "OverrideParseException: mismatched"),
     ],
 )

@@ -15,9 +15,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 
 import uv
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from rich.console import Console
 
 from nemo_gym_prorl.cli.doctor import Check, Level
@@ -113,15 +118,25 @@ def _check_packages(needs: Mapping[str, VerifierNeeds], folder: Path, tools: Pat
     fix = f"prorl image tools {tools or 'FOLDER'} --tasks {folder}, and set verifier_tools to that folder"
     if tools is None:
         return Check(name, Level.WARN, f"{found}, which needs a network", fix)
-    lacking = []
-    for one in sets:
-        try:
-            _check(one, tools)
-        except InfrastructureError:
-            lacking.append(", ".join(one.packages))
-    if lacking:
+    if lacking := dict.fromkeys(what for one in sets for what in _lacking(one, tools)):
         return Check(name, Level.WARN, f"{found}; {tools} lacks {'; '.join(lacking)}", fix)
     return Check(name, Level.OK, f"{found}; {tools} has them")
+
+
+def _lacking(one: RequirementSet, tools: Path) -> list[str]:
+    """Return what a folder lacks of a set: its Python, packages, or the whole set if the packages conflict."""
+
+    def installs(*packages: str) -> bool:
+        with suppress(InfrastructureError):
+            _check(replace(one, packages=packages, project=one.project and bool(packages)), tools)
+            return True
+        return False
+
+    if installs(*one.packages):
+        return []
+    if not installs():
+        return [f"Python {one.python}".rstrip()]
+    return [package for package in one.packages if not installs(package)] or [", ".join(one.packages)]
 
 
 def make_tools(
@@ -215,6 +230,24 @@ def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> 
     step = ["wheel", "--wheel-dir"] if build else ["download", "--only-binary=:all:", "--dest"]
     pip: list[str | Path] = [program, "-I", "-m", "pip", "--quiet", "--disable-pip-version-check"]
     _run([*pip, *step, target / WHEELS, *one.packages], "the wheels can't be downloaded")
+    tried: set[str] = set()
+    while one.project and (missing := _required_elsewhere(target / WHEELS) - tried):
+        tried |= missing
+        for package in missing:
+            with suppress(InfrastructureError):  # `_check` decides whether the set is complete
+                _run([*pip, "download", "--only-binary=:all:", "--no-deps", "--dest", target / WHEELS, package], "")
+
+
+def _required_elsewhere(wheels: Path) -> set[str]:
+    """Return requirements of wheels that no wheel of the folder meets, such as those on other platforms."""
+    found = [one for wheel in wheels.glob("*.whl") for one in distributions(path=[str(wheel)])]
+    have = {canonicalize_name(one.name) for one in found}
+    needed = [Requirement(line) for one in found for line in one.requires or ()]
+    return {
+        f"{one.name}{one.specifier}"
+        for one in needed
+        if "extra" not in str(one.marker) and canonicalize_name(one.name) not in have
+    }
 
 
 def _check(one: RequirementSet, target: Path) -> None:
@@ -222,8 +255,14 @@ def _check(one: RequirementSet, target: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         environ = verifier_environment(str(target.resolve()), scratch) | {"HOME": scratch, "PATH": os.defpath}
         python = ["--python", one.python] if one.python else []
-        options = [word for package in one.packages for word in ("--with", package)]
-        command = [str(target / BIN / "uv"), "tool", "run", "--isolated", *python, *options, "python", "-c", ""]
+        program = str(target / BIN / "uv")
+        if one.project:
+            project = [program, "--directory", scratch]
+            _run([*project, "init", "--bare", "--name", "project", *python], "no project can be made", environ)
+            command = [*project, "add", *one.packages]
+        else:
+            options = [word for package in one.packages for word in ("--with", package)]
+            command = [program, "tool", "run", "--isolated", *python, *options, "python", "-c", ""]
         _run(command, "the set can't be installed from the folder", environ)
 
 

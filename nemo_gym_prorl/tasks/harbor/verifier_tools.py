@@ -66,10 +66,12 @@ class RequirementSet:
     Attributes:
         python: version of Python asked for, e.g. ``3.13``; empty for the image's own.
         packages: requirements, e.g. ``pytest==8.4.1``, sorted.
+        project: whether ``uv add`` installs them, which locks them for every platform.
     """
 
     python: str
     packages: tuple[str, ...]
+    project: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,16 @@ def needs_of(script: str) -> VerifierNeeds:
     sets: list[RequirementSet] = []
     apt: list[str] = []
     urls: list[str] = []
-    python = ""
+    python, project_python = "", ""
+    project: list[str] = []
     for words in _commands(script):
         match words:
             case ["uv", "venv", *rest]:
                 python = dict(_options(rest)).get("python", "")
+            case ["uv", "init", *rest]:
+                project_python = dict(_options(rest)).get("python", "")
+            case ["uv", "add", *rest]:
+                project += _packages(rest)
             case ["uvx", *rest] | ["uv", "run", *rest] | ["uv", "tool", "run", *rest]:
                 packages = [one for name, value in _options(rest) if name == "with" for one in value.split(",")]
                 if words[0] == "uvx" or packages:
@@ -135,6 +142,8 @@ def needs_of(script: str) -> VerifierNeeds:
                 apt += [word for word in named if not word.startswith("-") and word not in _ONLY_FETCH_UV]
             case ["curl" | "wget" | "git", *rest]:
                 urls += [word for word in rest if _URL.match(word) and not _UV_INSTALLER.match(word)]
+    if project:
+        sets.append(RequirementSet(project_python, tuple(sorted(project)), project=True))
     return VerifierNeeds(tuple(dict.fromkeys(sets)), tuple(dict.fromkeys(apt)), tuple(dict.fromkeys(urls)))
 
 

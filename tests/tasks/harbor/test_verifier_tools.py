@@ -19,6 +19,7 @@ from tests.prorl_code.conftest import serving
 from tests.tasks.harbor.folders import make_task, play, row_of
 
 
+VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 USUAL = """\
 #!/bin/bash
 apt-get update
@@ -44,6 +45,10 @@ uvx \\
         ("X=1 pip3 install 'a>=1,<2' .", VerifierNeeds((RequirementSet("", ("a>=1,<2",)),))),
         ("uv venv -p 3.12 v\nuv pip install a", VerifierNeeds((RequirementSet("3.12", ("a",)),))),
         ("uv run pytest", VerifierNeeds()),
+        (
+            "uv init -p 3.12\nuv add b==1\nuv add --dev a && uv run pytest -p c",
+            VerifierNeeds((RequirementSet("3.12", ("a", "b==1"), project=True),)),
+        ),
         ("uv run --with=a --python=3.11 pytest", VerifierNeeds((RequirementSet("3.11", ("a",)),))),
         ("uvx --index https://x/y --with a,b t", VerifierNeeds((RequirementSet("", ("a", "b")),))),
         ("apt-get -qq install -y --no-install-recommends gcc curl", VerifierNeeds(apt=("gcc",))),
@@ -79,7 +84,8 @@ def wheel(folder: Path, name: str, text: str = "", requires: str = "") -> None:
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of tools with a Python of this machine; packages come from a folder of wheels, not from the network."""
     wheel(tmp_path / "index", "checker", "import needed\n\ndef main():\n    print(needed.said)\n", "needed")
-    wheel(tmp_path / "index", "needed", "said = 'it ran'\n")
+    wheel(tmp_path / "index", "needed", "said = 'it ran'\n", "elsewhere; sys_platform == 'win32'")
+    wheel(tmp_path / "index", "elsewhere")
     python = tmp_path / "python"
     base = Path(sys.base_prefix)
     (python / "bin").mkdir(parents=True)
@@ -89,8 +95,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     folder = tmp_path / "tools"
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    sets = [RequirementSet(version, ("checker==1",)), RequirementSet("", ("none-of-this-name",))]
+    sets = [RequirementSet(VERSION, ("checker==1",), project=True), RequirementSet("", ("none-of-this-name",))]
     problems = maker.make_tools(folder, sets, [str(python)], lambda _line: None)
     assert len(problems) == 1
     assert problems[0].startswith("none-of-this-name: the wheels can't be downloaded: ")
@@ -99,21 +104,26 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_verifier_installs_from_the_folder_alone(tools: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    for name in (".config/uv/uv.toml", ".config/pip/pip.conf"):  # of an agent
-        (home / name).parent.mkdir(parents=True)
-        (home / name).write_text("broken")
-    environ = verifier_environment(str(tools), str(tmp_path / "scratch"))
-    environ |= {"HOME": str(home), "PATH": f"{tools}/bin:/usr/bin:/bin"}
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    script = f"uvx -p {version} -w checker==1 checker; command -v python3 pip"
     for path in (tools, *tools.rglob("*")):
         if not path.is_symlink():
             path.chmod(path.stat().st_mode & ~0o222)
-    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[0] == "it ran", done.stderr
-    assert str(tools) not in done.stdout
-    assert (home / ".local").exists() is False
+    for number, script in enumerate(
+        (
+            f"uvx -p {VERSION} -w checker==1 checker",
+            f"uv init --bare -p {VERSION} && uv add checker==1 && uv run checker",
+        )
+    ):
+        home = tmp_path / f"home{number}"
+        for name in (".config/uv/uv.toml", ".config/pip/pip.conf"):  # of an agent
+            (home / name).parent.mkdir(parents=True)
+            (home / name).write_text("broken")
+        environ = verifier_environment(str(tools), str(tmp_path / f"scratch{number}"))
+        environ |= {"HOME": str(home), "PATH": f"{tools}/bin:/usr/bin:/bin"}
+        command = ["bash", "-c", f"cd; {script}; command -v python3 pip"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert done.stdout.splitlines()[0] == "it ran", done.stderr
+        assert str(tools) not in done.stdout
+        assert (home / ".local").exists() is False
 
 
 @pytest.mark.sandbox
@@ -129,9 +139,8 @@ async def test_a_verifier_that_lacks_its_tools_says_what_to_do(tmp_path: Path) -
 
 
 def test_the_doctor_says_what_tests_need(tools: Path, tmp_path: Path) -> None:
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     scripts = {
-        "a": f"uvx -p {version} -w checker==1 checker",
+        "a": f"uvx -p {VERSION} -w checker==1 checker",
         "b": "apt install gcc",
         "c": "wget https://x/y",
         "d": "exit",
@@ -145,11 +154,18 @@ def test_the_doctor_says_what_tests_need(tools: Path, tmp_path: Path) -> None:
         "1 install packages of the distribution: b: gcc",
         "1 download files: c: https://x/y",
     ]
-    (tools / "wheels/needed-1-py3-none-any.whl").unlink()
-    first, *_ = maker.check_tasks(tmp_path / "tasks", tools)
-    assert first.found == f"1 of 4 install Python packages; {tools} lacks checker==1"
+    script = f"uvx -p {VERSION} -w checker==1 -w needed -w none t; uvx -p 0.1 -w needed t; uv init; uv add needed"
+    (tmp_path / "tasks/d/tests/test.sh").write_text(script)
+    for removed, lacks in (
+        ("", "none; Python 0.1"),
+        ("elsewhere", "none; Python 0.1; needed"),
+        ("needed", "checker==1; needed; none; Python 0.1"),
+    ):
+        (tools / f"wheels/{removed}-1-py3-none-any.whl").unlink(missing_ok=True)
+        first, *_ = maker.check_tasks(tmp_path / "tasks", tools)
+        assert first.found == f"2 of 4 install Python packages; {tools} lacks {lacks}"
     first, *_ = maker.check_tasks(tmp_path / "tasks", None)
-    assert first.found == "1 of 4 install Python packages, which needs a network"
+    assert first.found == "2 of 4 install Python packages, which needs a network"
 
 
 @pytest.mark.parametrize(
