@@ -54,6 +54,7 @@ from nemo_gym_prorl.policy.http.fields import (
     chat_fields_of_messages,
     chat_fields_of_responses,
 )
+from nemo_gym_prorl.policy.http.traces import traces_router
 from nemo_gym_prorl.policy.http.turn_requests import RequestTemplate, TurnRequests, answer_fields, read_object
 from nemo_gym_prorl.policy.runtime import PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.text.parsers import Parsed
@@ -160,6 +161,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             "/v1/messages": self._on_messages,
         }
         add_control_routes(app, self._runtime, dict.fromkeys(turns, Declared((400, 410, 500))))
+        app.include_router(traces_router(self._runtime, self._items))
         app.add_middleware(CancelOnDisconnect)
         routes = {path: turn_route(answer, SESSION_ID_KEY) for path, answer in turns.items()}
         session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
