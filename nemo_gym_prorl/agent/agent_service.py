@@ -275,6 +275,7 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
         "finish_reason": job.progress.finish_reason,
         "weight_versions": job.progress.weight_versions,
         "log_probs": job.progress.log_probs,
+        "token_in_rate": job.progress.token_in_rate,
         "seconds": {
             stage.value: {"waited": time.waited_s, "worked": time.worked_s} for stage, time in job.times.items()
         },

@@ -243,6 +243,7 @@ class GymEnvironmentHandler:
         finally:
             job.progress.weight_versions = conversation.weight_versions
             job.progress.log_probs = conversation.log_probs
+            job.progress.token_in_rate = conversation.token_in_rate
             for step, versions in zip(job.progress.steps, conversation.weight_versions, strict=False):
                 step["weights"] = (versions["first"], versions["last"])
             # In the background, because the rollout's result does not depend on the deletion.

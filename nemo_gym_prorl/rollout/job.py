@@ -104,6 +104,7 @@ class Progress:
             ``{"turn": 0, "first": …, "last": …}``.
         steps: per turn, its timing (:class:`~.turns.TurnTiming`).
         log_probs: modes of the turns' log-probs, if the model server reports them.
+        token_in_rate: share of turns whose prompt continued tokens of the rollout, if the model server reports it.
     """
 
     turns: int = 0
@@ -112,6 +113,7 @@ class Progress:
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
     steps: list[TurnTiming] = field(default_factory=list)
     log_probs: list[str] = field(default_factory=list)
+    token_in_rate: float | None = None
 
     @property
     def labels(self) -> list[str | None]:
@@ -129,6 +131,7 @@ class Progress:
             None if reason is None else clean_text(reason, 200),
             versions if isinstance(versions := getattr(told, "weight_versions", None), list) else [],
             log_probs=[mode for mode in getattr(told, "log_probs", ()) if isinstance(mode, str)][:4],
+            token_in_rate=rate if isinstance(rate := getattr(told, "token_in_rate", None), int | float) else None,
         )
 
 

@@ -162,7 +162,8 @@ class Policy(Peer):
             if self.mixture:
                 answers[f"resp{number}"]["routed_experts"] = experts(max(3 * number - 1, 0), 3 * number + 3)
         ids = list(range(3 * taken))
-        return {"sequences": [{"ids": ids, "log_probs": [-0.5] * len(ids)}], "answers": answers}
+        sequence = {"ids": ids, "log_probs": [-0.5] * len(ids)}
+        return {"sequences": [sequence], "answers": answers, "token_in_rate": 0.5}
 
 
 def experts(first: int, end: int) -> str:

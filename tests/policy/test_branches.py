@@ -14,6 +14,7 @@ from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.tokens.branches import Branch, branches_of, token_in_rate, training_traces
 from nemo_gym_prorl.policy.tokens.conversations import ConversationIndex, ConversationNode
 from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn
+from nemo_gym_prorl.rollout.gym_rows import trace_turns
 
 
 SHELL = ({"type": "function", "function": {"name": "shell"}},)
@@ -75,7 +76,7 @@ class Rollout:
         numbers = {node.turn: number for number, node in enumerate(self.nodes)}
         found: dict[str, list[list[int]]] = {}
         for branch in self.branches():
-            found.setdefault(branch.role.value, []).append([numbers[node.turn] for node in branch.nodes])
+            found.setdefault(branch.role, []).append([numbers[node.turn] for node in branch.nodes])
         return found
 
     def traces(self) -> Any:
@@ -83,94 +84,56 @@ class Rollout:
         return training_traces("r", self.branches(), ids)
 
 
-def one_line(rollout: Rollout) -> None:
-    rollout.turn(rollout.turn(rollout.turn()))
+TITLE: dict[str, Any] = {"system": "titles", "tools": ()}
+HELPER: dict[str, Any] = {"system": "helper", "tools": LOOK}
+NEW: dict[str, Any] = {}
 
 
-def a_title_first(rollout: Rollout) -> None:
-    rollout.turn(system="titles", tools=())
-    rollout.turn(rollout.turn())
+def after(before: int, **more: Any) -> dict[str, Any]:
+    return {"before": before, **more}
 
 
-def a_title_last(rollout: Rollout) -> None:
-    rollout.turn(rollout.turn())
-    rollout.turn(system="titles", tools=())
+CASES: dict[str, tuple[list[dict[str, Any]], dict[str, list[list[int]]], float | None]] = {
+    "one line": ([NEW, after(0), after(1)], {"main": [[0, 1, 2]]}, 1.0),
+    "a title first": ([TITLE, NEW, after(1)], {"main": [[1, 2]], "side": [[0]]}, 1.0),
+    "a title last": ([NEW, after(0), TITLE], {"main": [[0, 1]], "side": [[2]]}, 1.0),
+    "no tools at all": ([TITLE, {"tools": ()}], {"main": [[1]], "side": [[0]]}, None),
+    "compacted twice": ([NEW, after(0), NEW, after(2), NEW], {"main": [[4]], "earlier": [[2, 3], [0, 1]]}, 1.0),
+    "compacted by a call without tools": (
+        [NEW, after(0), {"system": "summaries", "tools": ()}, NEW],
+        {"main": [[3]], "earlier": [[0, 1]], "side": [[2]]},
+        1.0,
+    ),
+    "a sub-agent": ([NEW, HELPER, after(1), after(0)], {"main": [[0, 3]], "subagent": [[1, 2]]}, 1.0),
+    "a sub-agent like the agent, then a compaction": (
+        [NEW, NEW, after(1), after(0), NEW],
+        {"main": [[4]], "earlier": [[0, 3]], "subagent": [[1, 2]]},
+        1.0,
+    ),
+    "a retry": (
+        [NEW, after(0, asked="on"), after(0, asked="on"), after(2)],
+        {"main": [[0, 2, 3]], "retry": [[0, 1]]},
+        1.0,
+    ),
+    "a retry of the first turn": ([{"asked": "on"}, {"asked": "on"}], {"main": [[1]], "retry": [[0]]}, None),
+    "an edit of the past": (
+        [NEW, after(0), after(1), after(0, asked="edited", repeats="answer 1")],
+        {"main": [[0, 3]], "earlier": [[0, 1, 2]]},
+        2 / 3,
+    ),
+    "a template that rewrites": (
+        [NEW, after(0, rewritten=True), after(1, rewritten=True)],
+        {"main": [[2]], "earlier": [[1], [0]]},
+        0.0,
+    ),
+}
 
 
-def no_tools_at_all(rollout: Rollout) -> None:
-    rollout.turn(system="titles", tools=())
-    rollout.turn(tools=())
-
-
-def compacted_twice(rollout: Rollout) -> None:
-    rollout.turn(rollout.turn())
-    rollout.turn(rollout.turn())
-    rollout.turn()
-
-
-def compacted_by_a_call_without_tools(rollout: Rollout) -> None:
-    first = rollout.turn()
-    rollout.turn(first)
-    rollout.turn(system="summaries", tools=())
-    rollout.turn()
-
-
-def a_sub_agent_of_its_own_kind(rollout: Rollout) -> None:
-    first = rollout.turn()
-    rollout.turn(rollout.turn(system="helper", tools=LOOK))
-    rollout.turn(first)
-
-
-def a_sub_agent_like_the_agent_before_a_compaction(rollout: Rollout) -> None:
-    first = rollout.turn()
-    rollout.turn(rollout.turn())
-    rollout.turn(first)
-    rollout.turn()
-
-
-def a_retry(rollout: Rollout) -> None:
-    first = rollout.turn()
-    rollout.turn(first, "on")
-    rollout.turn(rollout.turn(first, "on"))
-
-
-def a_retry_of_the_first_turn(rollout: Rollout) -> None:
-    rollout.turn(asked="on")
-    rollout.turn(asked="on")
-
-
-def an_edit_of_the_past(rollout: Rollout) -> None:
-    first = rollout.turn()
-    rollout.turn(rollout.turn(first))
-    rollout.turn(first, "edited", repeats="answer 1")
-
-
-def a_template_that_rewrites(rollout: Rollout) -> None:
-    rollout.turn(rollout.turn(rollout.turn(), rewritten=True), rewritten=True)
-
-
-CASES = [
-    (one_line, {"main": [[0, 1, 2]]}, 1.0),
-    (a_title_first, {"main": [[1, 2]], "side": [[0]]}, 1.0),
-    (a_title_last, {"main": [[0, 1]], "side": [[2]]}, 1.0),
-    (no_tools_at_all, {"main": [[1]], "side": [[0]]}, None),
-    (compacted_twice, {"main": [[4]], "earlier": [[2, 3], [0, 1]]}, 1.0),
-    (compacted_by_a_call_without_tools, {"main": [[3]], "earlier": [[0, 1]], "side": [[2]]}, 1.0),
-    (a_sub_agent_of_its_own_kind, {"main": [[0, 3]], "subagent": [[1, 2]]}, 1.0),
-    (a_sub_agent_like_the_agent_before_a_compaction, {"main": [[4]], "earlier": [[0, 3]], "subagent": [[1, 2]]}, 1.0),
-    (a_retry, {"main": [[0, 2, 3]], "retry": [[0, 1]]}, 1.0),
-    (a_retry_of_the_first_turn, {"main": [[1]], "retry": [[0]]}, None),
-    (an_edit_of_the_past, {"main": [[0, 3]], "earlier": [[0, 1, 2]]}, 2 / 3),
-    (a_template_that_rewrites, {"main": [[2]], "earlier": [[1], [0]]}, 0.0),
-]
-
-
-@pytest.mark.parametrize(("happens", "roles", "rate"), CASES, ids=[case[0].__name__ for case in CASES])
-def test_what_a_branch_is_follows_from_when_and_how_it_was_sampled(
-    happens: Any, roles: dict[str, list[list[int]]], rate: float | None
-) -> None:
-    rollout = Rollout()
-    happens(rollout)
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_branch_is_follows_from_when_and_how_it_was_sampled(case: str) -> None:
+    rollout, (turns, roles, rate) = Rollout(), CASES[case]
+    for turn in turns:
+        rollout.turn(**turn)
     assert rollout.roles() == roles
     assert token_in_rate(rollout.history) == rate
 
@@ -200,39 +163,38 @@ def test_each_sampled_token_has_exactly_one_owner(rollout: Rollout) -> None:
     assert main.role == "main"
     assert main.owned == {node.turn for node in main.nodes}
     assert all(branch.role != "main" and branch.owned for branch in others)
-    trained = {turn for branch in branches if branch.role.trained for turn in branch.owned}
+    trained = {turn for branch in branches if branch.trained for turn in branch.owned}
     for branch in branches:
-        assert {node.turn for node in branch.nodes} <= trained or not branch.role.trained
+        assert {node.turn for node in branch.nodes} <= trained or not branch.trained
 
 
 @given(rollout=rollouts())
 def test_traces_have_the_tokens_of_each_trained_turn_once(rollout: Rollout) -> None:
-    trained = [branch for branch in rollout.branches() if branch.role.trained]
+    """The rules are those of Gym's validator."""
+    trained = {turn for branch in rollout.branches() if branch.trained for turn in branch.owned}
     sampled = {f"call {n}": node.turn for n, node in enumerate(rollout.nodes) if node.turn.sampled}
-    wanted = {call for call, turn in sampled.items() if any(turn in branch.owned for branch in trained)}
-    traces = rollout.traces()
-    if traces is None:
-        assert sum(any(turn.sampled for turn in branch.owned) for branch in trained) < 2
+    wanted = {call for call, turn in sampled.items() if turn in trained}
+    envelope = rollout.traces()
+    if envelope is None:
+        assert sum(branch.trained and any(t.sampled for t in branch.owned) for branch in rollout.branches()) < 2
         return
-    assert (traces["schema_version"], traces["rollout_id"], traces["builder"]) == (1, "r", "prefix_merging")
     owners = []
-    for trace in traces["traces"]:
-        size = len(trace["token_ids"])
-        assert len(trace["generation_logprobs"]) == len(trace["loss_mask"]) == size
-        covered = [0] * size
+    for trace in envelope["traces"]:
+        tokens, log_probs, mask = trace["token_ids"], trace["generation_logprobs"], trace["loss_mask"]
+        own = [[*pair] for *pair, on in zip(tokens, log_probs, mask, strict=True) if on]
+        runs = [[*pair] for turn in trace_turns(trace) for pair in zip(turn.sampled, turn.log_probs, strict=True)]
+        assert runs == own
+        assert runs
         for span in trace["sampled_spans"]:
             owners.append(span["model_call_id"])
             turn = sampled[owners[-1]]
-            place = slice(span["start"], span["end"])
-            covered[place] = [1] * len(turn.sampled)
-            assert trace["token_ids"][place] == list(turn.sampled)
-            assert trace["generation_logprobs"][place] == list(turn.log_probs)
-            assert trace["token_ids"][: span["end"]] == turn.sequence()
-        assert covered == trace["loss_mask"]
+            assert tokens[: span["end"]] == turn.sequence()
+            assert log_probs[span["start"] : span["end"]] == list(turn.log_probs)
+        assert sum(mask) == sum(len(sampled[span["model_call_id"]].sampled) for span in trace["sampled_spans"])
         assert set(trace["model_call_ids"]) <= wanted
     assert len(owners) == len(set(owners))
     assert set(owners) == wanted
-    assert len({trace["trace_id"] for trace in traces["traces"]}) == len(traces["traces"])
+    assert len({trace["trace_id"] for trace in envelope["traces"]}) == len(envelope["traces"])
 
 
 def test_version_1_has_no_field_for_experts() -> None:

@@ -25,6 +25,7 @@ from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, no_othe
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.tokens.branches import token_in_rate
 from nemo_gym_prorl.policy.tokens.conversations import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
 
@@ -248,6 +249,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
         "run": state.run,
         "counts": asdict(state.counts),
         "log_probs": sorted(state.log_prob_modes),
+        "token_in_rate": token_in_rate(state.history),
         "sequences": [
             {
                 "ids": sequence.ids.tolist(),
