@@ -50,7 +50,7 @@ def find_bundle(name: str, libc: Libc = "glibc") -> Path | None:
 
 
 def build_bundle(
-    name: str, libc: Libc = "glibc", python: str | None = None, progress: Progress = ignore_progress
+    name: str, libc: Libc = "glibc", python: Path | None = None, progress: Progress = ignore_progress
 ) -> Path | None:
     """Install the bundle of a harness if it is missing; returns its folder, or ``None`` if the harness has none.
 
@@ -84,11 +84,6 @@ def build_bundle(
     return entries.path(entry)
 
 
-def bundle_bytes(folder: Path) -> int:
-    """Return the size of a bundle."""
-    return sum(path.lstat().st_size for path in folder.rglob("*"))
-
-
 def libc_of(root: Path) -> Libc:
     """Return the C library of an image's root folder."""
     return "musl" if any(root.glob("lib/ld-musl-*.so.1")) else "glibc"
@@ -117,10 +112,10 @@ def _install_npm(packages: Bundle, folder: Path, libc: Libc, progress: Progress)
     run_step([npm, "install", *options, f"--before={packages.before}"], "npm can't install the packages", cwd=folder)
 
 
-def _install_python(packages: Bundle, folder: Path, libc: Libc, python: str | None, progress: Progress) -> None:
+def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | None, progress: Progress) -> None:
     version = f"cpython-{packages.python}-linux-{machine()}-{'musl' if libc == 'musl' else 'gnu'}"
     progress(f"installing Python {packages.python}")
-    _version, program = install_python(python or version, folder / ".python")
+    _version, program = install_python(str(python.absolute()) if python else version, folder / ".python")
     place = folder / "python"
     program.resolve().parents[1].rename(place)
     shutil.rmtree(folder / ".python")
@@ -128,7 +123,7 @@ def _install_python(packages: Bundle, folder: Path, libc: Libc, python: str | No
     lock = folder / "requirements.txt"
     lock.with_suffix(".in").write_text("\n".join(packages.pip))
     progress(f"installing {', '.join(packages.pip)}")
-    options = ["--quiet", "--python", place / "bin" / "python3", "--only-binary=:all:"]
+    options: list[str | Path] = ["--quiet", "--python", place / "bin" / "python3", "--only-binary=:all:"]
     compile_lock = ["compile", *options, f"--exclude-newer={packages.before}", "--generate-hashes", "--output-file"]
     run_step([*pip, *compile_lock, lock, lock.with_suffix(".in")], "uv can't resolve the packages")
     # Sandboxes can't write compiled modules into the bundle. Links to uv's cache would share its permissions.
@@ -140,6 +135,10 @@ def _protect(folder: Path) -> None:
     """Let every user read the bundle, and nobody write its files."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
-            mode = path.stat().st_mode
-            runs = path.is_dir() or mode & stat.S_IXUSR
-            path.chmod((0o755 if path.is_dir() else 0o555) if runs else 0o444)
+            path.chmod(0o755 if path.is_dir() else 0o555 if _runs(path) else 0o444)
+
+
+def _runs(file: Path) -> bool:
+    """Return whether a file is a program; npm leaves some ELF files without the permission."""
+    with file.open("rb") as start:
+        return bool(file.stat().st_mode & stat.S_IXUSR) or start.read(4) == b"\x7fELF"

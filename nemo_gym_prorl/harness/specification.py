@@ -41,6 +41,9 @@ DUMMY_KEY = "sk-sandbox"
 MAX_ARGUMENT_BYTES = (128 << 10) - 1
 """Longest argument that Linux passes to a program (MAX_ARG_STRLEN)."""
 
+DEFAULT_CONTEXT = 131_072
+"""Context window that programs are told unless it is known: the largest of many open models."""
+
 HARNESS_EXIT = "harness_exit"
 """Finish reason of a program whose exit code is not in :attr:`Harness.exit_codes`."""
 
@@ -136,7 +139,9 @@ class Harness(_Table):
             raise ValueError(f"{wrong[0]} must begin with / or ~/")
         return files
 
-    def launch(self, *, prompt: str, origin: str, model: str, home: str, context: int, libc: Libc = "glibc") -> Launch:
+    def launch(
+        self, *, prompt: str, origin: str, model: str, home: str, context: int = DEFAULT_CONTEXT, libc: Libc = "glibc"
+    ) -> Launch:
         """Return the filled command, variables and files.
 
         Args:
