@@ -42,7 +42,7 @@ MAX_ARGUMENT_BYTES = (128 << 10) - 1
 """Longest argument that Linux passes to a program (MAX_ARG_STRLEN)."""
 
 DEFAULT_CONTEXT = 131_072
-"""Context window that programs are told unless it is known: the largest of many open models."""
+"""Context window that programs are told unless it is known."""
 
 HARNESS_EXIT = "harness_exit"
 """Finish reason of a program whose exit code is not in :attr:`Harness.exit_codes`."""
@@ -87,13 +87,7 @@ class Bundle(_Table):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Everything that a program needs to start.
-
-    Attributes:
-        command: program and arguments; the first one is looked up in ``PATH`` unless it is a path.
-        env: variables that are added to those of the sandbox.
-        files: contents by absolute path.
-    """
+    """Filled command, variables besides the sandbox's, and texts of files by absolute path."""
 
     command: list[str]
     env: dict[str, str]

@@ -313,9 +313,9 @@ async def test_roots_sandboxes_are_shown_what_is_below_a_closed_folder(
     image: Path, runtime: Runtime, host: Path, start: Start
 ) -> None:
     host.chmod(stat.S_IRWXU)  # noqa: ASYNC240
-    binds = [f"{host}/folder:/mnt:ro"]
+    binds = [f"{host}/file:/opt/file:ro", f"{host}/folder:/mnt"]
     async with await Container.start(ContainerSpec(image=image, binds=binds, start=start), runtime) as container:
-        assert (await container.exec("ls /mnt")).return_code == 0
+        assert (await container.run("cat /opt/file; ls /mnt")).stdout == "of the host\ndeep\n"
 
 
 @pytest.mark.parametrize("start", WAYS)
