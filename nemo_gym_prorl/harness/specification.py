@@ -8,8 +8,9 @@ their path. Texts may contain placeholders, which :meth:`Harness.launch` fills::
     {prompt}    task of the row          {model}   name of the model
     {base_url}  policy's URL with /v1    {key}     key of the policy; a dummy, since the proxy adds the real one
     {origin}    the same without /v1     {home}    HOME of the program
-    {bundle}    folder of the bundle     {cpu}     processor as npm names it: x64 or arm64
-    {musl}      ``-musl`` in bundles for musl, else empty
+    {bundle}    folder of the bundle     {context} context window in tokens
+    {cpu}       x64 or arm64             {machine} x86_64 or aarch64
+    {musl}      ``-musl`` in a bundle for musl, else empty
 
 A key never enters the sandbox. Each text is filled once, so placeholders in a prompt stay as they are.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -46,7 +48,9 @@ Libc = Literal["glibc", "musl"]
 Api = Literal["responses", "chat", "messages"]
 
 _PROGRAMS = Path(__file__).parent / "programs"
-_KNOWN = frozenset({"prompt", "base_url", "origin", "model", "key", "home", "bundle", "cpu", "musl"})
+_KNOWN = frozenset(
+    {"prompt", "base_url", "origin", "model", "key", "home", "bundle", "cpu", "musl", "machine", "context"}
+)
 _PLACEHOLDER = re.compile(r"(?<![$\\])\{([a-z_]+)\}")
 
 
@@ -62,12 +66,14 @@ class Bundle(_Table):
         pip: requirements of Python packages.
         python: version of the relocatable Python that runs them.
         libc: C libraries for which the packages exist.
+        before: day up to which packages are considered, so that every machine resolves the same versions.
     """
 
     npm: dict[str, str] = {}
     pip: list[str] = []
     python: str = "3.12"
     libc: list[Libc] = ["glibc"]
+    before: date
 
     @model_validator(mode="after")
     def _check_one_registry(self) -> Self:
@@ -130,20 +136,23 @@ class Harness(_Table):
             raise ValueError(f"{wrong[0]} must begin with / or ~/")
         return files
 
-    def launch(self, *, prompt: str, origin: str, model: str, home: str, libc: Libc = "glibc") -> Launch:
+    def launch(self, *, prompt: str, origin: str, model: str, home: str, context: int, libc: Libc = "glibc") -> Launch:
         """Return the filled command, variables and files.
 
         Args:
             prompt: task of the row.
             origin: the policy's base URL inside the sandbox, without ``/v1``.
             model: name of the model.
-            home: HOME of the program: an absolute, writable folder inside the sandbox.
+            home: HOME of the program: an absolute, writable folder inside the sandbox, not below ``/tmp``, where
+                Codex refuses to make its helpers.
+            context: context window of the model, in tokens.
             libc: C library of the sandbox's image.
 
         Raises:
             CallerError: the prompt is too long for an argument.
         """
         values = {"prompt": prompt, "origin": origin, "base_url": f"{origin}/v1", "model": model, "home": home}
+        values["context"] = str(context)
         values |= {"key": DUMMY_KEY, "bundle": BUNDLE_FOLDER, **platform_values(libc)}
         command = [fill(text, values) for text in self.command]
         if too_long := [text for text in command if len(text.encode()) > MAX_ARGUMENT_BYTES]:
@@ -166,6 +175,7 @@ def platform_values(libc: Libc) -> dict[str, str]:
     return {
         "cpu": {"x86_64": "x64", "aarch64": "arm64"}.get(machine(), machine()),
         "musl": "-musl" if libc == "musl" else "",
+        "machine": machine(),
     }
 
 
