@@ -84,10 +84,11 @@ class HarnessHandler(GymEnvironmentHandler):
             self._harness = load_harness(named)
         except CallerError as error:
             raise CallerError(error.reason, field="handler_config.harness") from error
+        self._bundle: str | None = None
         if self._harness.bundle is not None:
             # Servers have different working folders.
-            place = str(Path(named).resolve()) if named.endswith((".yaml", ".yml")) else named
-            self.seed_headers = {HARNESS_HEADER: quote_header(place)}
+            self._bundle = str(Path(named).resolve()) if named.endswith((".yaml", ".yml")) else named
+            self.seed_headers = {HARNESS_HEADER: quote_header(self._bundle)}
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
         """Run the program until it ends; ``job.trajectory`` is filled afterwards, also when cancelled."""
@@ -134,12 +135,15 @@ class HarnessHandler(GymEnvironmentHandler):
 
         Cancelling the request ends the program.
         """
+        grant = await rollout.open()
         body = {
-            "harness": self._harness.model_dump(mode="json"),
+            "harness": self._harness.model_dump(mode="json", exclude_unset=True),
+            "bundle": self._bundle,
             "prompt": prompt,
             "model": job.row["responses_create_params"].get("model") or "policy",
+            "context": grant.context,
             "url": self.context.model_of(job).url,
-            "key": await rollout.open(),
+            "key": grant.key,
             "timeout_s": job.budgets.run + OPEN_CONNECTION_S,
         }
         assert session.program_path is not None

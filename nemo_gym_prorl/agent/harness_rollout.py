@@ -8,9 +8,10 @@ conversation is fetched there once the program has ended, and no log of the prog
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 
 from nemo_gym_prorl.agent.conversation import rollout_path
 from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, require_json, require_ok
@@ -19,6 +20,23 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.http.client import HttpAnswer
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
 from nemo_gym_prorl.rollout.job import Job
+
+
+CONTEXT = 128 * 1024
+"""Context window that a program is told if neither the engine nor the environment limits it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramGrant:
+    """What a program needs to call its rollout's policy.
+
+    Attributes:
+        key: key for this rollout's turns.
+        context: tokens of one sequence: a program compacts its conversation before.
+    """
+
+    key: str
+    context: int
 
 
 class ProgramCalls(BaseModel):
@@ -54,13 +72,18 @@ class RolloutTraces(BaseModel):
         response: Responses object with the trained conversation and its tokens.
         branches: all conversations.
         training_traces: further conversations to train on, in Gym's form.
-        token_in_rate: share of turns whose prompt continued recorded tokens.
+        token_in_rate: share of later turns whose prompt continued recorded tokens; ``None`` without later turns.
     """
 
     response: dict[str, Any]
     branches: list[Branch]
     training_traces: Any = None
-    token_in_rate: Annotated[FiniteFloat, Field(ge=0, le=1)]
+    token_in_rate: Annotated[FiniteFloat, Field(ge=0, le=1)] | None
+
+
+class _Key(BaseModel):
+    key: str
+    context: PositiveInt | None = None
 
 
 class HarnessRollout:
@@ -83,8 +106,8 @@ class HarnessRollout:
         self.traces: RolloutTraces | None = None
         """The recorded turns, after :meth:`fetch_tokens`."""
 
-    async def open(self) -> str:
-        """Return a key for the program.
+    async def open(self) -> ProgramGrant:
+        """Let a program call the policy.
 
         Raises:
             CallerError: the model server issues no keys.
@@ -100,8 +123,9 @@ class HarnessRollout:
         answer = await self._model.call("POST", f"{self._path}/key", body, self._jar)
         if answer.status in (404, 405):
             raise CallerError(f"{self._model.name} issues no keys for programs: use prorl_model", field="model_server")
-        key = self._checked(answer, "key")["key"]
-        return str(key)
+        told = self._read(_Key, self._checked(answer, "key"))
+        limits = (told.context, self._limits.max_total_sequence_length)
+        return ProgramGrant(told.key, min((limit for limit in limits if limit is not None), default=CONTEXT))
 
     async def calls(self) -> ProgramCalls:
         """Return the calls so far.

@@ -27,7 +27,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 from urllib.parse import unquote
 
 from fastapi import Body, FastAPI, Request, Response
@@ -48,7 +48,7 @@ from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.harness.bundles import find_bundle
-from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness
+from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness, Libc
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
@@ -127,8 +127,10 @@ class ProgramRequest(BaseModel):
 
     Attributes:
         harness: the program.
+        bundle: name of the program's bundle; ``None`` if the image holds the program.
         prompt: its task.
         model: name of the model for the program.
+        context: context window of the model, in tokens.
         url: URL of the rollout's policy.
         key: key of the rollout's policy, which stays outside of the sandbox.
         timeout_s: time limit.
@@ -137,8 +139,10 @@ class ProgramRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     harness: Harness
+    bundle: str | None
     prompt: str
     model: str
+    context: int
     url: str
     key: str
     timeout_s: float = Field(gt=0)
@@ -148,10 +152,12 @@ class ProgramRequest(BaseModel):
 
         Raises:
             CallerError: the prompt is too long for an argument.
+            InfrastructureError: there is no bundle for the image's C library.
         """
-        launch = self.harness.launch(
-            prompt=self.prompt, model=self.model, origin=inside.origin, home=inside.home, libc=inside.libc
-        )
+        if self.bundle is not None:
+            _bundle_bind(self.bundle, inside.libc)
+        values = {"origin": inside.origin, "home": inside.home, "libc": inside.libc, "context": self.context}
+        launch = self.harness.launch(prompt=self.prompt, model=self.model, **values)
         return Program(launch.command, launch.env, launch.files)
 
 
@@ -409,18 +415,35 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return SNAPSHOT_SWEEP_S
 
 
-def _bundle_binds(harness: str | None) -> list[str]:
-    """Return the binds of a harness's bundle.
+def _bundle_bind(name: str, libc: Libc) -> str:
+    """Return the bind of a harness's bundle.
 
     Raises:
-        InfrastructureError: the bundle is not installed on this machine.
+        InfrastructureError: the bundle is not built on this machine; names the command.
     """
-    if harness is None:
-        return []
     try:
-        return [f"{find_bundle(unquote(harness))}:{BUNDLE_FOLDER}:ro"]
+        return f"{find_bundle(name, libc)}:{BUNDLE_FOLDER}/{libc}:ro"
     except CallerError as error:
         raise InfrastructureError(error.reason, final=True) from error
+
+
+def _bundle_binds(header: str | None) -> list[str]:
+    """Return the binds of a harness's bundles: the C library of the image is known only inside.
+
+    Raises:
+        InfrastructureError: no bundle of the harness is built.
+    """
+    if header is None:
+        return []
+    binds, missing = [], []
+    for libc in get_args(Libc):
+        try:
+            binds.append(_bundle_bind(unquote(header), libc))
+        except InfrastructureError as error:
+            missing.append(error)
+    if not binds:
+        raise missing[0]
+    return binds
 
 
 async def _while_connected[T](request: Request, work: Coroutine[Any, Any, T]) -> T | None:
