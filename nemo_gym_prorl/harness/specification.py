@@ -33,7 +33,7 @@ from nemo_gym_prorl.sandbox.images.entries import machine
 
 
 BUNDLE_FOLDER = "/opt/harness"
-"""Folder inside the sandbox at which the bundle is mounted, read-only."""
+"""Folder inside the sandbox with the bundles, one per C library, mounted read-only."""
 
 DUMMY_KEY = "sk-sandbox"
 """Key that programs send; the way out of the sandbox replaces it."""
@@ -152,7 +152,7 @@ class Harness(_Table):
         """
         values = {"prompt": prompt, "origin": origin, "base_url": f"{origin}/v1", "model": model, "home": home}
         values["context"] = str(context)
-        values |= {"key": DUMMY_KEY, "bundle": BUNDLE_FOLDER, **platform_values(libc)}
+        values |= {"key": DUMMY_KEY, "bundle": f"{BUNDLE_FOLDER}/{libc}", **platform_values(libc)}
         command = [fill(text, values) for text in self.command]
         if too_long := [text for text in command if len(text.encode()) > MAX_ARGUMENT_BYTES]:
             size = len(too_long[0].encode())
