@@ -16,16 +16,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import stat
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import uv
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.harness.installers import install_python, run_step
 from nemo_gym_prorl.harness.specification import Bundle, Harness, Libc, fill, load_harness, platform_values
 from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, cache_dir, flush, ignore_progress, machine
+
+
+STEP_TIMEOUT_S = 1800.0
+"""For one call of a package manager; the largest packages have a GB."""
+
+MAX_ERROR_CHARS = 600
+
+_DESCRIBE = (
+    "import json, platform; print(json.dumps([platform.python_implementation().lower(), "
+    "platform.python_version(), platform.machine()]))"
+)
 
 
 def bundles() -> Entries:
@@ -33,7 +47,7 @@ def bundles() -> Entries:
     return Entries(cache_dir() / "harness")
 
 
-def find_bundle(name: str, libc: Libc = "glibc") -> Path | None:
+def find_bundle(name: str, libc: Libc) -> Path | None:
     """Return the folder of a harness's bundle; ``None`` if the harness has none, as the image holds the program.
 
     Raises:
@@ -68,7 +82,6 @@ def build_bundle(
     packages = harness.bundle
     if packages is None:
         return None
-    _check_libc(harness, packages, libc)
     entry, entries = _entry(harness, packages, libc), bundles()
     with entries.making(entry, progress) as work:
         if work is not None:
@@ -84,20 +97,11 @@ def build_bundle(
     return entries.path(entry)
 
 
-def libc_of(root: Path) -> Libc:
-    """Return the C library of an image's root folder."""
-    return "musl" if any(root.glob("lib/ld-musl-*.so.1")) else "glibc"
-
-
 def _entry(harness: Harness, packages: Bundle, libc: Libc) -> str:
-    _check_libc(harness, packages, libc)
-    digest = hashlib.sha256(packages.model_dump_json().encode()).hexdigest()[:8]
-    return f"{harness.name}-{harness.version}-{libc}-{machine()}-{digest}"
-
-
-def _check_libc(harness: Harness, packages: Bundle, libc: Libc) -> None:
     if libc not in packages.libc:
         raise CallerError(f"{harness.name} has no build for {libc}, only for {', '.join(packages.libc)}")
+    digest = hashlib.sha256(packages.model_dump_json().encode()).hexdigest()[:8]
+    return f"{harness.name}-{harness.version}-{libc}-{machine()}-{digest}"
 
 
 def _install_npm(packages: Bundle, folder: Path, libc: Libc, progress: Progress) -> None:
@@ -142,3 +146,60 @@ def _runs(file: Path) -> bool:
     """Return whether a file is a program; npm leaves some ELF files without the permission."""
     with file.open("rb") as start:
         return bool(file.stat().st_mode & stat.S_IXUSR) or start.read(4) == b"\x7fELF"
+
+
+def run_step(
+    command: Sequence[str | Path], problem: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> str:
+    """Run one step of an installation and return its output.
+
+    Raises:
+        InfrastructureError: the step failed; begins with ``problem`` and ends with what the program printed.
+    """
+    try:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
+        done = subprocess.run(command, env=environ, cwd=cwd, **streams, timeout=STEP_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InfrastructureError(f"{problem}: {error}") from error
+    if done.returncode:
+        said = " / ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
+        raise InfrastructureError(f"{problem}: {said[-MAX_ERROR_CHARS:] or f'exit code {done.returncode}'}")
+    return str(done.stdout).strip()
+
+
+def install_python(python: str, folder: Path) -> tuple[str, Path]:
+    """Install a relocatable Python below a folder; returns its version and program.
+
+    Args:
+        python: version that uv installs, or the folder of a relocatable installation, which is copied.
+        folder: receives the installation in a folder of its own.
+
+    Raises:
+        CallerError: the folder holds no Python.
+        InfrastructureError: uv can't install the version.
+    """
+    if "/" in python:
+        return _copy(Path(python), folder)
+    command: list[str | Path] = [uv.find_uv_bin(), "python"]
+    install: list[str | Path] = ["install", "--no-bin", "--install-dir", folder, python]
+    run_step([*command, *install], f"Python {python} can't be installed; give the folder of a relocatable one instead")
+    environ = {**os.environ, "UV_PYTHON_INSTALL_DIR": str(folder)}
+    find = ["find", "--managed-python", "--no-project", python]
+    program = Path(run_step([*command, *find], f"Python {python} is not there", environ))
+    return _describe(program)[1], program
+
+
+def _copy(source: Path, folder: Path) -> tuple[str, Path]:
+    program = source / "bin" / "python3"
+    if not program.exists():
+        raise CallerError(f"{source} is no installation of Python: it has no bin/python3", field="--python")
+    implementation, version, machine = _describe(program)
+    copy = folder / f"{implementation}-{version}-linux-{machine}-gnu"
+    if not copy.exists():
+        shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return version, copy / "bin" / "python3"
+
+
+def _describe(program: Path) -> list[str]:
+    found: list[str] = json.loads(run_step([program, "-I", "-c", _DESCRIBE], f"{program} does not start"))
+    return found

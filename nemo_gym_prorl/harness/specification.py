@@ -41,9 +41,6 @@ DUMMY_KEY = "sk-sandbox"
 MAX_ARGUMENT_BYTES = (128 << 10) - 1
 """Longest argument that Linux passes to a program (MAX_ARG_STRLEN)."""
 
-DEFAULT_CONTEXT = 131_072
-"""Context window that programs are told unless it is known."""
-
 HARNESS_EXIT = "harness_exit"
 """Finish reason of a program whose exit code is not in :attr:`Harness.exit_codes`."""
 
@@ -115,7 +112,7 @@ class Harness(_Table):
     command: Annotated[list[str], Field(min_length=1)]
     env: dict[str, str] = {}
     files: dict[str, str] = {}
-    exit_codes: dict[int, str] = {0: "stop"}
+    exit_codes: dict[int, Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]] = {0: "stop"}
 
     @field_validator("command", "env", "files")
     @classmethod
@@ -133,9 +130,7 @@ class Harness(_Table):
             raise ValueError(f"{wrong[0]} must begin with / or ~/")
         return files
 
-    def launch(
-        self, *, prompt: str, origin: str, model: str, home: str, context: int = DEFAULT_CONTEXT, libc: Libc = "glibc"
-    ) -> Launch:
+    def launch(self, *, prompt: str, origin: str, model: str, home: str, context: int, libc: Libc) -> Launch:
         """Return the filled command, variables and files.
 
         Args:

@@ -19,12 +19,13 @@ import yaml
 
 from nemo_gym_prorl.cli import app as command
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.harness.bundles import build_bundle, bundles, find_bundle, libc_of
+from nemo_gym_prorl.harness.bundles import build_bundle, bundles, find_bundle
 from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
+INSIDE = f"{BUNDLE_FOLDER}/glibc"
 needs_npm = pytest.mark.skipif(shutil.which("npm") is None, reason="no npm")
 
 
@@ -89,7 +90,7 @@ def harness(folder: Path, command: list[str], **bundle: Any) -> str:
 
 
 async def in_sandbox(image: Path, runtime: Runtime, bundle: Path, command: str) -> str:
-    spec = ContainerSpec(image=image, binds=[f"{bundle}:{BUNDLE_FOLDER}:ro"])
+    spec = ContainerSpec(image=image, binds=[f"{bundle}:{INSIDE}:ro"])
     async with await Container.start(spec, runtime) as container:
         return (await container.run(command)).stdout
 
@@ -101,17 +102,17 @@ async def test_an_npm_bundle_runs_in_a_sandbox(
 ) -> None:
     name = harness(tmp_path, ["{bundle}/node_modules/hello/bin/hello"], npm={"hello": npm_package})
     with pytest.raises(CallerError, match=f"the bundle of own is not built: run prorl harness build {name}"):
-        find_bundle(name)
+        find_bundle(name, "glibc")
     built = build_bundle(name)
     assert built is not None
     assert built.parent == cache
-    assert built == find_bundle(name)
+    assert built == find_bundle(name, "glibc")
     assert not (tmp_path / "ran").exists(), "an install script ran"
     assert json.loads((built / "package-lock.json").read_text())["packages"]["node_modules/hello"]["integrity"]
     modes = {path.name: path.stat().st_mode & 0o777 for path in (built, *built.rglob("*"))}
     assert {modes["hello"], modes["elf"], modes["package.json"], modes["bin"]} == {0o555, 0o444, 0o755}
     assert modes["elf"] == 0o555, "npm leaves programs without the permission to run"
-    program = f"{BUNDLE_FOLDER}/node_modules/hello/bin/hello you; touch {BUNDLE_FOLDER}/x || echo read-only"
+    program = f"{INSIDE}/node_modules/hello/bin/hello you; touch {INSIDE}/x || echo read-only"
     assert await in_sandbox(image, runtime, built, program) == "hello you\nread-only\n"
     monkeypatch.setenv("PATH", "")
     assert build_bundle(name) == built, "an existing bundle needs no npm"
@@ -119,7 +120,7 @@ async def test_an_npm_bundle_runs_in_a_sandbox(
     with pytest.raises(InfrastructureError, match="npm is missing: install Node"):
         build_bundle(other, "musl")
     with pytest.raises(CallerError, match="own has no build for glibc, only for musl"):
-        find_bundle(other)
+        find_bundle(other, "glibc")
 
 
 @pytest.mark.sandbox
@@ -131,8 +132,8 @@ async def test_a_python_bundle_runs_in_a_sandbox(
     assert built is not None
     assert "hello" in (built / "requirements.txt").read_text()
     assert list(built.rglob("__pycache__/hello*.pyc")), "a sandbox can't write compiled modules"
-    said = await in_sandbox(image, runtime, built, f"{BUNDLE_FOLDER}/python/bin/python3 -m hello")
-    assert said.startswith(f"hello from {BUNDLE_FOLDER}/python/lib/python3")
+    said = await in_sandbox(image, runtime, built, f"{INSIDE}/python/bin/python3 -m hello")
+    assert said.startswith(f"hello from {INSIDE}/python/lib/python3")
 
 
 @needs_npm
@@ -155,7 +156,7 @@ def test_bundles_that_are_built_at_once_or_fail(npm_package: str, cache: Path, t
 def test_a_harness_of_the_image_has_no_bundle(tmp_path: Path) -> None:
     name = harness(tmp_path, ["/usr/bin/agent"])
     assert build_bundle(name) is None
-    assert find_bundle(name) is None
+    assert find_bundle(name, "glibc") is None
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,10 +166,3 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             command.app(["harness", *words])
         assert ended.value.code == 0
         assert says in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("library", "libc"), [("ld-musl-x86_64.so.1", "musl"), ("ld-linux.so.2", "glibc")])
-def test_the_c_library_of_an_image(library: str, libc: str, tmp_path: Path) -> None:
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / library).touch()
-    assert libc_of(tmp_path) == libc

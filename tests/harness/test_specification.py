@@ -41,6 +41,7 @@ def written(folder: Path, **changes: Any) -> str:
         ({"env": {"A": "{keys}"}}, "env: .*{keys} is no placeholder; the nearest: key"),
         ({"files": {"a": "b"}}, "files: .*a must begin with / or ~/"),
         ({"exit_codes": {"x": "stop"}}, "exit_codes.x.*valid integer"),
+        ({"exit_codes": {3: "Out of time"}}, "exit_codes.3: String should match"),
         ({"bundle": {"before": "2026-01-01"}}, "bundle: .*packages of npm or of pip"),
         ({"bundle": {**BUNDLE, "pip": ["b"]}}, "bundle: .*packages of npm or of pip"),
         ({"bundle": {"npm": {"a": "1"}}}, "bundle.before: Field required"),
@@ -82,12 +83,12 @@ def test_a_text_is_filled_once_and_other_braces_stay(tmp_path: Path) -> None:
         "A": '{"a": 5} ${home} sk-sandbox',
         "B": "http://127.0.0.1:9/v1 http://127.0.0.1:9 m",
     }
-    assert launch.files == {"/h/a~": "/opt/harness-musl", "/b": "/h"}
+    assert launch.files == {"/h/a~": "/opt/harness/musl-musl", "/b": "/h"}
 
 
 def test_a_prompt_that_no_program_can_be_given_is_refused(tmp_path: Path) -> None:
     harness = load_harness(written(tmp_path))
-    about: dict[str, Any] = {"origin": "http://127.0.0.1:9", "model": "m", "home": "/h"}
+    about: dict[str, Any] = {"origin": "http://127.0.0.1:9", "model": "m", "home": "/h", "context": 5, "libc": "glibc"}
     assert harness.launch(prompt="x" * MAX_ARGUMENT_BYTES, **about).command[1]
     with pytest.raises(CallerError, match="prompt: has 131072 bytes, more than the 131071"):
         harness.launch(prompt="é" * (MAX_ARGUMENT_BYTES // 2 + 1), **about)
@@ -98,7 +99,9 @@ def test_shipped_harnesses_leave_nothing_unfilled(name: str) -> None:
     harness = load_harness(name)
     assert harness.name == name
     assert harness.bundle is not None
-    launch = harness.launch(prompt="fix it", origin="http://127.0.0.1:9", model="m", home="/h", context=777)
+    launch = harness.launch(
+        prompt="fix it", origin="http://127.0.0.1:9", model="m", home="/h", context=777, libc="glibc"
+    )
     texts = [*launch.command, *launch.env.values(), *launch.files.values()]
     assert not [text for text in texts if re.search(r"\{[a-z_]+\}", text)]
     assert any("fix it" in word for word in launch.command)

@@ -21,7 +21,7 @@ from rich.console import Console
 from nemo_gym_prorl.cli.doctor import Check, Level
 from nemo_gym_prorl.cli.image.images import progress_step
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.harness.installers import install_python, run_step
+from nemo_gym_prorl.harness.bundles import install_python, run_step
 from nemo_gym_prorl.tasks.harbor.verifier_tools import (
     APT_CONFIG,
     APT_SETTINGS,
