@@ -49,7 +49,6 @@ OPEN_CONNECTION_S = 24 * 3600.0
 _OUTPUT_CHARS = 1_000
 _LIMITS = {"max_turns": "max_steps", "max_total_sequence_length": "max_total_sequence_length"}
 _PROMPT_ROLES = ("system", "developer", "user")
-_TRACES = "training_traces"
 
 
 class HarnessConfig(BaseModel):
@@ -193,13 +192,12 @@ class HarnessHandler(GymEnvironmentHandler):
         job.progress.harness = {"name": self._harness.name, "version": self._harness.version}
         if (traces := rollout.traces) is None:
             return
-        job.progress.turns = max(job.progress.turns, sum(branch.turns for branch in traces.branches))
-        job.progress.harness |= {
-            "branches": [branch.model_dump() for branch in traces.branches],
-            "token_in_rate": traces.token_in_rate,
-        }
-        if traces.training_traces is not None:
-            session.row_fields[_TRACES] = traces.training_traces
+        job.progress.turns = max(job.progress.turns, len(traces.weight_versions))
+        job.progress.weight_versions, job.progress.log_probs = traces.weight_versions, traces.log_probs
+        job.progress.harness |= {"branches": traces.branches, "token_in_rate": traces.token_in_rate}
+        # At the top of the row, Gym averages numbers.
+        told = {"training_traces": traces.training_traces, "token_in_rate": traces.token_in_rate}
+        session.row_fields |= {name: value for name, value in told.items() if value is not None}
 
 
 def prompt_of(params: Mapping[str, Any]) -> str:

@@ -55,30 +55,23 @@ class ProgramCalls(BaseModel):
     dropped: dict[str, int] = {}
 
 
-class Branch(BaseModel):
-    """One conversation of a program; a program may have several."""
-
-    role: str
-    turns: NonNegativeInt
-    prompt_tokens: NonNegativeInt
-    sampled_tokens: NonNegativeInt
-    trained: bool
-
-
 class RolloutTraces(BaseModel):
     """Recorded turns of a rollout.
 
     Attributes:
-        response: Responses object with the trained conversation and its tokens.
-        branches: all conversations.
-        training_traces: further conversations to train on, in Gym's form.
+        response: Responses object with the main conversation and its tokens.
+        branches: all conversations, with their roles and sizes.
+        training_traces: all conversations to train on, in Gym's form, if there are several.
         token_in_rate: share of later turns whose prompt continued recorded tokens; ``None`` without later turns.
+        weight_versions, log_probs: see :class:`~nemo_gym_prorl.rollout.job.Progress`.
     """
 
     response: dict[str, Any]
-    branches: list[Branch]
+    branches: list[dict[str, Any]]
     training_traces: Any = None
     token_in_rate: Annotated[FiniteFloat, Field(ge=0, le=1)] | None
+    weight_versions: list[dict[str, Any]] = []
+    log_probs: list[str] = []
 
 
 class _Key(BaseModel):
