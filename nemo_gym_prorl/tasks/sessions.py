@@ -8,6 +8,7 @@ Invariants:
   Sessions of rows without a sandbox have the same lifecycle.
 - Release, verify and close are idempotent, and may come concurrently and in any order.
 - A session whose seeding is abandoned is not prepared further, and its sandbox is stopped.
+- A program in place of the policy's calls ends before its session is released.
 - Closing a session cancels extraction and grading, and returns after the grading sandboxes are gone.
 - Snapshots that tools and artefacts hold are deleted after grading, or when the session closes.
 - A policy that exceeds its sandbox's limits gets the reward 0 and never a lost session.
@@ -22,14 +23,15 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
-from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
+from nemo_gym_prorl.tasks.programs import Program, ProgramEnd, Surroundings, run_program
+from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, HasPolicyAccess, Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
@@ -39,6 +41,7 @@ from nemo_gym_prorl.tasks.task import (
     OpenTools,
     ResumableTask,
     ResumableTools,
+    RunsScripts,
     SandboxNeeds,
     Task,
     task_errors,
@@ -85,6 +88,7 @@ class _Session[Opened: OpenTools, Artefacts]:
     lost: RolloutError | None = None
     exhausted: str | None = None
     work: asyncio.Task[Any] | None = None  # cancelled when the session is closed
+    program: asyncio.Task[ProgramEnd] | None = None  # cancelled when the session is released
     grade: Grade | None = None
     egress: list[dict[str, Any]] = field(default_factory=list)
     touched: float = field(default_factory=time.monotonic)
@@ -160,6 +164,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         once: bool = False,
         checkpoint: Mapping[str, Any] | None = None,
         lease: str | None = None,
+        binds: Sequence[str] = (),
     ) -> None:
         """Start a session: its sandbox, if the row needs one, its tools and the task's initial files.
 
@@ -171,6 +176,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             once: whether the caller chose the key; such a key cannot be seeded again after it was closed.
             checkpoint: checkpoint of a session of the same row, to resume from.
             lease: lease that the caller renews with :meth:`renew` while the session is in use.
+            binds: further binds of the agent's sandbox.
 
         Raises:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
@@ -178,7 +184,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """
         with task_errors("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
             needs = self._task.needs(row)
-        task = self._work.spawn(self._seed(key, row, needs, once, checkpoint))
+        task = self._work.spawn(self._seed(key, row, needs, once, checkpoint, binds))
         try:
             session = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -240,6 +246,46 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 session.exhausted = error.reason
                 return EXHAUSTED_OBSERVATION.format(reason=error.reason)
         finally:
+            session.calls -= 1
+            session.touched = time.monotonic()
+
+    def runs_programs(self, key: str) -> bool:
+        """Return whether :meth:`run_program` works in a session."""
+        session = self._sessions.get(key)
+        tools = cast(OpenTools, session.tools) if session is not None else None
+        return session is not None and isinstance(session.sandbox, HasPolicyAccess) and isinstance(tools, RunsScripts)
+
+    async def run_program(
+        self, key: str, policy: tuple[str, str], make: Callable[[Surroundings], Program], timeout_s: float
+    ) -> ProgramEnd:
+        """Run a program in place of the policy's calls; see :func:`.programs.run_program`.
+
+        Raises:
+            CallerError: the session has no sandbox for programs, or a program runs already.
+            InfrastructureError: ``session_lost``.
+        """
+        session = self._require(key)
+        sandbox, tools = session.sandbox, cast(OpenTools, session.tools)
+        if not session.open:
+            raise session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
+        if session.program is not None:
+            raise CallerError("a program runs in this session already")
+        if not isinstance(sandbox, HasPolicyAccess) or not isinstance(tools, RunsScripts):
+            raise CallerError("programs need a sandbox of the provider 'singularity', which this row does not start")
+        session.calls += 1
+        running = self._work.spawn(run_program(tools, sandbox, policy, make, timeout_s))
+        session.program = running
+        try:
+            return await running
+        except AgentError as error:
+            session.exhausted = error.reason
+            return ProgramEnd(None, 0.0, error.reason)
+        except asyncio.CancelledError:
+            if (caller := asyncio.current_task()) and caller.cancelling():
+                raise
+            raise InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST) from None
+        finally:
+            session.program = None
             session.calls -= 1
             session.touched = time.monotonic()
 
@@ -334,13 +380,14 @@ class Sessions[Opened: OpenTools, Artefacts]:
         needs: SandboxNeeds | None,
         once: bool,
         checkpoint: Mapping[str, Any] | None,
+        binds: Sequence[str],
     ) -> _Session[Opened, Artefacts]:
         async with self._one_at_a_time(key):
             session = self._sessions.get(key)
             if session is None or not session.open or session.row != row or checkpoint is not None:
                 await self.close(key)
                 self._refuse_closed(key, once)
-                session = await self._start(row, needs, checkpoint)
+                session = await self._start(row, needs, checkpoint, binds)
                 if self._closing or (once and key in self._closed):
                     await self._end(session.sandbox, session.tools)
                     self._refuse_closed(key, once)
@@ -408,10 +455,17 @@ class Sessions[Opened: OpenTools, Artefacts]:
             session.work = None
 
     async def _start(
-        self, row: Mapping[str, Any], needs: SandboxNeeds | None, checkpoint: Mapping[str, Any] | None
+        self,
+        row: Mapping[str, Any],
+        needs: SandboxNeeds | None,
+        checkpoint: Mapping[str, Any] | None,
+        binds: Sequence[str],
     ) -> _Session[Opened, Artefacts]:
         snapshot = checkpoint["snapshot"] if checkpoint else None
-        sandbox = None if needs is None else await self._sandboxes.start(needs, snapshot)
+        sandbox = None
+        if needs is not None:
+            agents = replace(needs, binds=[*(needs.binds or ()), *binds]) if binds else needs
+            sandbox = await self._sandboxes.start(agents, snapshot)
         tools = None
         try:
             with task_errors("the session could not be prepared", FailureKind.PROVIDER_UNAVAILABLE):
@@ -426,6 +480,9 @@ class Sessions[Opened: OpenTools, Artefacts]:
         return _Session(row, needs, sandbox, tools)
 
     async def _release(self, session: _Session[Opened, Artefacts], *, keep: bool) -> None:
+        if session.program is not None:
+            session.program.cancel()
+            await asyncio.wait({session.program})
         async with session.lock:
             session.touched = time.monotonic()
             if not session.open:

@@ -238,16 +238,16 @@ async def deployment(
     elsewhere: dict[str, dict[str, Any]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Deployment]:
-    """The real agent over the two peers, and further resources servers by name: peers, and addresses ``elsewhere``;
-    one try unless told otherwise."""
+    """The real agent over the two peers, and further resources servers by name: peers, and addresses ``elsewhere``,
+    which replace peers; one try unless told otherwise."""
     environment, policy, keys = environment or Environment(), policy or Policy(), keys or {}
     async with AsyncExitStack() as stack:
         blocks = dict(elsewhere or {})
         peers = {**(further or {}), "environment": environment, "policy_model": policy}
         for name, peer in peers.items():
-            peer_url = await stack.enter_async_context(serve(peer.app()))  # the policy's is the last
-            at = urlsplit(peer_url)
-            blocks[name] = {"entrypoint": "app.py", "host": at.hostname, "port": at.port}
+            if name not in blocks:
+                at = urlsplit(await stack.enter_async_context(serve(peer.app())))
+                blocks[name] = {"entrypoint": "app.py", "host": at.hostname, "port": at.port}
         if "environment" in keys:
             blocks["environment"]["control_token"] = keys["environment"]
         if "policy_model" in keys:
@@ -267,7 +267,8 @@ async def deployment(
         )
         url = await stack.enter_async_context(serve(ProRLAgent(config=config, server_client=client).setup_webserver()))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Deployment(url, peer_url, environment, policy, http)
+        policy_url = "http://{host}:{port}".format(**blocks["policy_model"])
+        yield Deployment(url, policy_url, environment, policy, http)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
