@@ -100,9 +100,9 @@ class RolloutRows:
 
             rows = [sample_id.rsplit("_g", 1) for sample_id in sample_ids]
             groups = {slot: (number, self._places.pop(slot)) for number, slot in enumerate(dict(rows))}
-            owners = [[groups[slot][0], groups[slot][1][int(row)]] for slot, row in rows]
+            owners = [[-1 - groups[slot][0], groups[slot][1][int(row)]] for slot, row in rows]
             found = found.clone(recurse=False)
-            found[_GROUP_COLUMN] = torch.tensor(owners)
+            found[_GROUP_COLUMN] = torch.tensor(owners)  # negative, as no token id of a prompt is
         return found
 
 
@@ -250,11 +250,13 @@ class GroupAdvantages:
         Raises:
             CallerError: a rollout has several rows, and the estimator gives its tokens different advantages.
         """
+        if (prompt_ids[:, 0] >= 0).any():
+            raise RuntimeError("NeMo RL has read rows without RolloutRows: use the tested version")
         owners, rollouts = prompt_ids.unique(dim=0, return_inverse=True)
         numbers = rollouts.new_tensor(range(len(rollouts)))
         first = numbers.new_zeros(len(owners)).scatter_reduce(0, rollouts, numbers, "amin", include_self=False)
         tokens = mask.new_zeros(len(owners), mask.shape[1]).index_add(0, rollouts, mask).clamp(max=1)
-        groups = owners[:, :1].where(tokens.any(dim=1, keepdim=True), -1 - numbers[: len(owners), None])
+        groups = owners[:, :1].where(tokens.any(dim=1, keepdim=True), numbers[: len(owners), None])
         more = {name: _rows(value, first) for name, value in more.items()}
         found = self._estimator.compute_advantage(prompt_ids=groups, rewards=rewards[first], mask=tokens, **more)
         if len(owners) < len(rollouts) and not (found == found[:, :1]).all():

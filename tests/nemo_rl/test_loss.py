@@ -294,7 +294,7 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
             mask = [float("generation_logprobs" in one) for one in completion.message_log for _ in one["token_ids"]]
             masks.append(mask + [0.0] * (padded - len(mask)))
             lengths.append(sum(mask))
-    owners = [[place // len(rewards), place % len(rewards)] for place in range(len(flat))]
+    owners = [[-1 - place // len(rewards), place % len(rewards)] for place in range(len(flat))]
     given = {"prompt_ids": torch.tensor(owners), "rewards": torch.tensor(flat), "mask": torch.tensor(masks)}
     got = GroupAdvantages(estimator).compute_advantage(**given)
     assert got.isfinite().all()
