@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_gym_prorl.agent.checkpoints import CheckpointRecorder, GymCheckpoint
 from nemo_gym_prorl.agent.conversation import Conversation, fetch_waited_s
@@ -176,6 +176,14 @@ class GymSession:
     row_fields: dict[str, Any] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
     lease: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class FetchesTokens(Protocol):
+    """Source of a rollout's tokens."""
+
+    async def fetch_tokens(self) -> None:
+        """Fetch the tokens of the sampled turns into the job's trajectory."""
+        ...
 
 
 class GymEnvironmentHandler:
@@ -460,7 +468,7 @@ class GymEnvironmentHandler:
     async def _release_late(self, job: Job, seeding: asyncio.Future[GymSession]) -> None:
         await self.release(job, await seeding)
 
-    async def _fetch_tokens_in_time(self, job: Job, conversation: Conversation) -> bool:
+    async def _fetch_tokens_in_time(self, job: Job, conversation: FetchesTokens) -> bool:
         """Fetch the tokens within ``settle_s``; return whether all arrived."""
         fetched = False
 

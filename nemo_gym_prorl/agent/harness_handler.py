@@ -211,8 +211,9 @@ def prompt_of(params: Mapping[str, Any]) -> str:
     texts = [params.get("instructions") or ""]
     for number, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
         content = item.get("content")
-        parts = content if isinstance(content, list) else [content]
-        if item.get("role") not in _PROMPT_ROLES or not all(isinstance(part, str) or "text" in part for part in parts):
+        parts: list[Any] = content if isinstance(content, list) else [content]
+        is_text = all(isinstance(part, str) or (isinstance(part, dict) and "text" in part) for part in parts)
+        if item.get("role") not in _PROMPT_ROLES or not is_text:
             raise CallerError(
                 f"a harness takes messages of {', '.join(_PROMPT_ROLES)} with text, and nothing else",
                 field=f"responses_create_params.input.{number}",

@@ -156,8 +156,14 @@ class ProgramRequest(BaseModel):
         """
         if self.bundle is not None:
             _bundle_bind(self.bundle, inside.libc)
-        values = {"origin": inside.origin, "home": inside.home, "libc": inside.libc, "context": self.context}
-        launch = self.harness.launch(prompt=self.prompt, model=self.model, **values)
+        launch = self.harness.launch(
+            prompt=self.prompt,
+            model=self.model,
+            context=self.context,
+            origin=inside.origin,
+            home=inside.home,
+            libc=inside.libc,
+        )
         return Program(launch.command, launch.env, launch.files)
 
 

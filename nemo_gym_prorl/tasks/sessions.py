@@ -252,8 +252,9 @@ class Sessions[Opened: OpenTools, Artefacts]:
     def runs_programs(self, key: str) -> bool:
         """Return whether :meth:`run_program` works in a session."""
         session = self._sessions.get(key)
-        tools = cast(OpenTools, session.tools) if session is not None else None
-        return session is not None and isinstance(session.sandbox, HasPolicyAccess) and isinstance(tools, RunsScripts)
+        if session is None:
+            return False
+        return isinstance(session.sandbox, HasPolicyAccess) and isinstance(cast(Any, session.tools), RunsScripts)
 
     async def run_program(
         self, key: str, policy: tuple[str, str], make: Callable[[Surroundings], Program], timeout_s: float
@@ -265,7 +266,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             InfrastructureError: ``session_lost``.
         """
         session = self._require(key)
-        sandbox, tools = session.sandbox, cast(OpenTools, session.tools)
+        sandbox, tools = session.sandbox, cast(Any, session.tools)
         if not session.open:
             raise session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
         if session.program is not None:
