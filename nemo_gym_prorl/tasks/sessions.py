@@ -252,7 +252,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
     def runs_programs(self, key: str) -> bool:
         """Return whether :meth:`run_program` works in a session."""
         session = self._sessions.get(key)
-        if session is None:
+        if session is None or session.sandbox is None:
             return False
         return isinstance(session.sandbox, HasPolicyAccess) and isinstance(cast(Any, session.tools), RunsScripts)
 
@@ -271,7 +271,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             raise session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
         if session.program is not None:
             raise CallerError("a program runs in this session already")
-        if not isinstance(sandbox, HasPolicyAccess) or not isinstance(tools, RunsScripts):
+        if sandbox is None or not isinstance(sandbox, HasPolicyAccess) or not isinstance(tools, RunsScripts):
             raise CallerError("programs need a sandbox of the provider 'singularity', which this row does not start")
         session.calls += 1
         running = self._work.spawn(run_program(tools, sandbox, policy, make, timeout_s))
