@@ -62,7 +62,7 @@ class ProgramCalls:
         self, request: Request, caller: RolloutCaller, body: bytes, calls: RolloutCalls, key: bytes
     ) -> Response:
         service, grant, answer = self._runtime.service, caller.grant, None
-        LEFT_OUT.set(left_out := set())
+        LEFT_OUT.set(left_out := set[str]())
         calls.changed(+1)
         try:
             if grant is not None:

@@ -40,7 +40,8 @@ def adapt_responses(body: dict[str, Any]) -> dict[str | None, dict[str, str]]:
     if LEFT_OUT.get() is None:
         return spaces
     body.pop("stream", None)
-    for tool in list(tools) if isinstance(tools := body.get("tools"), list) else ():
+    tools: Any = body.get("tools")
+    for tool in list(tools) if isinstance(tools, list) else ():
         match tool:
             case {"type": "namespace", "name": str(space), "tools": [*inner]}:
                 tools.remove(tool)
