@@ -177,15 +177,15 @@ class HarnessHandler(GymEnvironmentHandler):
             job.progress.finish_reason = _LIMITS[calls.limit]
             return
         assert end is not None
-        job.progress.finish_reason = self._harness.exit_codes.get(end["exit_code"], HARNESS_EXIT)
-        if job.progress.finish_reason == HARNESS_EXIT:
-            report["output"] = end["output"][-_OUTPUT_CHARS:]
         if not calls.turns:
             raise InfrastructureError(
                 f"{self._harness.name} ended with exit code {end['exit_code']} and called the policy never: "
                 f"{end['output'][-_OUTPUT_CHARS:].strip() or 'no output'}",
                 kind=FailureKind.AGENT_RUN_ERROR,
             )
+        job.progress.finish_reason = self._harness.exit_codes.get(end["exit_code"], HARNESS_EXIT)
+        if job.progress.finish_reason == HARNESS_EXIT:
+            report["output"] = end["output"][-_OUTPUT_CHARS:]
 
     def _report(self, job: Job, session: GymSession, rollout: HarnessRollout) -> None:
         """Store what the row tells of the harness."""

@@ -243,7 +243,7 @@ async def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
         await until(lambda: bool(at.engine.answers))
         assert len(containers.instances()) == 1
         begin = time.monotonic()
-        async with at.http.post(f"{at.url}/v1/rollouts/one/cancel") as answer:
+        async with at.http.post(f"{at.url}/v1/rollouts/cancel", json={"ids": ["one"]}) as answer:
             assert answer.status < 300, await answer.text()
         await until(lambda: not containers.instances())
         assert time.monotonic() - begin < 10.0
