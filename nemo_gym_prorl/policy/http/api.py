@@ -9,6 +9,7 @@ labelled and given new weights while rollouts run.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.http.applications import health_router
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
+from nemo_gym_prorl.policy.calls import KEY_PREFIX, CallGrant
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
@@ -78,6 +80,17 @@ class SavedRollout(BaseModel):
     began: datetime
     waited_s: float = 0.0
     turns: Annotated[list[SavedTurn], Field(min_length=1)]
+
+
+class NewKey(BaseModel):
+    """Body of ``POST /v1/rollouts/{rollout}/key``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    group: Annotated[str, Field(max_length=2000)] | None = None
+    run: _Label | None = None
+    max_turns: Annotated[int, Field(ge=1)] | None = None
+    max_total_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
 class Weights(BackendSelector):
@@ -180,6 +193,40 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
         """Create a rollout that continues these turns."""
         runtime.service.restore(rollout, body.run, body.began, body.turns)
         return {"rollout": rollout, "turns": len(body.turns)}
+
+    @router.post("/v1/rollouts/{rollout}/key", status_code=201, responses=problem_responses())
+    async def issue_key(rollout: str, body: NewKey) -> dict[str, str]:
+        """Create a rollout with a capability key, or replace the rollout's key.
+
+        A request with this key, as bearer token or `x-api-key`, opens the model API for this rollout and nothing else.
+        A turn beyond `max_turns`, or after a sequence has `max_total_tokens`, is refused (403).
+        """
+        service = runtime.service
+        service.calls(rollout, body.run).limit = None
+        service.keys = {key: grant for key, grant in service.keys.items() if grant.rollout != rollout}
+        key = KEY_PREFIX + secrets.token_urlsafe(32)
+        service.keys[key] = CallGrant(rollout, **body.model_dump())
+        return {"key": key}
+
+    @router.delete("/v1/rollouts/{rollout}/key", responses=problem_responses())
+    async def revoke_key(rollout: str) -> dict[str, str]:
+        """Revoke a rollout's key and cancel its turns in flight. The tokens stay. Unknown rollouts are ignored."""
+        runtime.service.revoke(rollout)
+        return {"rollout": rollout}
+
+    @router.get("/v1/rollouts/{rollout}/calls", responses=problem_responses(410))
+    async def calls(rollout: str) -> dict[str, Any]:
+        """The calls of a rollout's program so far: turns, the limit that was met, and what was refused or left out."""
+        state = runtime.service.rollout(rollout)
+        return {
+            "turns": len(state.history.ledger.turns),
+            "in_flight": state.calls.in_flight,
+            "total_tokens": state.history.ledger.longest,
+            "limit": state.calls.limit,
+            "idle_s": time.monotonic() - state.calls.changed_at,
+            "refused": state.calls.refused,
+            "dropped": state.calls.dropped,
+        }
 
     @router.delete("/v1/rollouts/{rollout}", responses=problem_responses())
     async def finish(rollout: str) -> dict[str, Any]:
