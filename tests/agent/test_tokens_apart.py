@@ -62,6 +62,14 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
     assert usage_of(packed).length == 3
 
 
+async def test_what_another_rollout_of_the_row_had_to_train_on_is_not_this_ones() -> None:
+    async with deployment() as at:
+        row = await at.run(ROW | {"training_traces": {"traces": []}, "task": 7})
+    assert row["reward"] == 1.0
+    assert row["task"] == 7
+    assert "training_traces" not in row
+
+
 async def test_experts_of_a_mixture_go_with_the_tokens() -> None:
     async with deployment(policy=Policy(mixture=True)) as at, RolloutClient(at.url) as client:
         row = await at.run(ROW)

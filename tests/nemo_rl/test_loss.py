@@ -329,9 +329,9 @@ class Compacted:
             log_probs = [-draw.randint(1, 6000) / 1024 for _ in said]
             turn = history.ledger.append(before and before.turn, observed, Generation(said, log_probs, Finish.STOP))
             turns.append((turn.prompt(), said, log_probs))
-            return history.record(
-                before, [{"role": "user", "content": "go"}], {"role": "assistant", "content": ""}, turn
-            )
+            tools = [{"type": "function", "function": {"name": "shell"}}]
+            asked, answer = {"role": "user", "content": "go"}, {"role": "assistant", "content": ""}
+            return history.record(before, [asked], answer, turn, tools)
 
         first = sample(None)
         sample(first)

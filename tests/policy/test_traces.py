@@ -86,8 +86,9 @@ async def test_all_that_a_branch_holds_is_written_as_gym_writes_it(tmp_path: Pat
         told, tokens = await traces_of(http, url), await tokens_of(http, url)
 
     response = told["response"]
-    kinds = [(item["type"], item.get("role") or item.get("status")) for item in response["output"]]
-    turn = [("reasoning", "completed"), ("message", "assistant"), ("function_call", "completed")]
+    kinds = [(item["type"], item.get("role") or item.get("status")) for item in response["output"][1:]]
+    turn = [("message", "assistant"), ("function_call", "completed")]
+    assert response["output"][0]["type"] == "reasoning"
     observed = [("function_call_output", None), ("message", "user")]
     cut = [("message", "assistant"), ("function_call", "incomplete")]
     assert kinds == [*turn, *observed, *cut, *observed, ("message", "assistant")]

@@ -74,8 +74,8 @@ def _response(runtime: PolicyRuntime, rollout: str, nodes: Sequence[Conversation
         *new, message = node.messages[seen:]
         output += [*_items(new, items), *_items([message], items)]
         # One JSON fragment holds the three token fields, without the first field's name.
-        fields = runtime.service.token_fields(rollout, node.turn)
-        output[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(fields))
+        tokens = runtime.service.token_fields(rollout, node.turn)
+        output[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(tokens))
         if node.turn.routed_experts is not None:
             output[-1]["routed_experts"] = node.turn.routed_experts
         seen = len(node.messages)

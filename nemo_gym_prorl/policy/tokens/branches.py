@@ -28,6 +28,9 @@ from nemo_gym_prorl.policy.tokens.conversations import ConversationIndex, Conver
 from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn
 
 
+type BranchRole = Literal["main", "earlier", "retry", "side", "subagent"]
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """One branch of a rollout.
@@ -41,7 +44,7 @@ class Branch:
 
     nodes: tuple[ConversationNode, ...]
     times: tuple[int, ...]
-    role: Literal["main", "earlier", "retry", "side", "subagent"] = "subagent"
+    role: BranchRole = "subagent"
     owned: frozenset[LedgerTurn] = frozenset()
 
     @property
@@ -102,6 +105,7 @@ def branches_of(history: ConversationIndex) -> list[Branch]:
     owned: set[LedgerTurn] = set()
     found = []
     for branch in (*trained, *rest):
+        role: BranchRole
         if branch in trained:
             role = "earlier" if owned else "main"
         elif any(branch.is_retry_of(other) for other in trained):
