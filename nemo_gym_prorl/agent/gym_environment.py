@@ -22,12 +22,12 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_gym_prorl.agent.checkpoints import CheckpointRecorder, GymCheckpoint
 from nemo_gym_prorl.agent.conversation import Conversation, fetch_waited_s
@@ -39,7 +39,7 @@ from nemo_gym_prorl.agent.gym_http import (
     require_json,
     require_ok,
 )
-from nemo_gym_prorl.agent.run_rows import empty_response, failure_row
+from nemo_gym_prorl.agent.run_rows import empty_response, failure_row, has_items
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits, ToolErrorState, ToolLoop
 from nemo_gym_prorl.background import start_eager_task
 from nemo_gym_prorl.failures import (
@@ -178,14 +178,6 @@ class GymSession:
     lease: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-class FetchesTokens(Protocol):
-    """Source of a rollout's tokens."""
-
-    async def fetch_tokens(self) -> None:
-        """Fetch the tokens of the sampled turns into the job's trajectory."""
-        ...
-
-
 class GymEnvironmentHandler:
     """Handler of an environment behind a Gym resources server.
 
@@ -253,7 +245,7 @@ class GymEnvironmentHandler:
             await loop.run(params, trajectory.response, pending, recorder.after_turn if recorder else None)
             await conversation.fetch_tokens()
         except BaseException:
-            session.has_tokens = await self._fetch_tokens_in_time(job, conversation)
+            session.has_tokens = await self._fetch_tokens_in_time(job, conversation.fetch_tokens)
             raise
         finally:
             job.progress.weight_versions = conversation.weight_versions
@@ -328,7 +320,7 @@ class GymEnvironmentHandler:
             del result[name]
             if name in job.row:
                 result[name] = job.row[name]
-        if not _has_items(result.get("response"), trajectory):
+        if not has_items(result.get("response"), trajectory):
             result["response"] = trajectory.response  # the verifier dropped items that carry tokens
         result |= session.row_fields
         self._close_in_background(job, session)
@@ -468,13 +460,13 @@ class GymEnvironmentHandler:
     async def _release_late(self, job: Job, seeding: asyncio.Future[GymSession]) -> None:
         await self.release(job, await seeding)
 
-    async def _fetch_tokens_in_time(self, job: Job, conversation: FetchesTokens) -> bool:
+    async def _fetch_tokens_in_time(self, job: Job, fetch_tokens: Callable[[], Awaitable[None]]) -> bool:
         """Fetch the tokens within ``settle_s``; return whether all arrived."""
         fetched = False
 
         async def fetch() -> None:
             nonlocal fetched
-            await conversation.fetch_tokens()
+            await fetch_tokens()
             fetched = True
 
         task = self.context.cleanup.start(f"job {job.id}: fetching its tokens", fetch())
@@ -501,19 +493,3 @@ class GymEnvironmentHandler:
     def _close_in_background(self, job: Job, session: GymSession) -> None:
         if not session.closed:
             self.context.cleanup.start(f"job {job.id}: closing its session", self._close(session))
-
-
-def _has_items(response: Any, trajectory: Trajectory) -> bool:
-    """Return whether a response still has the items that carry the tokens of a trajectory."""
-    if not isinstance(response, dict) or not trajectory.tokens:
-        return isinstance(response, dict)
-    sent, output = trajectory.response["output"], response.get("output")
-    return (
-        isinstance(output, list)
-        and len(output) == len(sent)
-        and all(_kind(output[turn.item]) == _kind(sent[turn.item]) for turn in trajectory.tokens)
-    )
-
-
-def _kind(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else None

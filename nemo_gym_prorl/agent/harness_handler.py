@@ -5,17 +5,17 @@
     INIT   POST /seed_session              with the harness's name, so that its bundle is mounted
     RUN    POST …/key                      on the model server: a key for this rollout's turns only
            POST <program path>             on the resources server, which answers when the program has ended
-           GET …/calls                     on the model server, each second: turns, limits
+           GET …/calls                     on the model server, each second: turns and limits
            DELETE …/key, GET …/traces      on the model server: the conversation with its tokens
     EVAL   as every Gym environment
 
-A program ends in one of these ways:
+No log of the program is parsed, because the model server records every call. A program ends
 
-- With an exit code: the harness maps the code to a finish reason, and the rollout is scored as it stands.
-- At a limit of turns or tokens: the model server refuses further calls, and the program is ended.
-- At the end of the RUN budget, with the environment's policy ``on_timeout``.
-- Without a call: an infrastructure failure, because nothing was sampled. So is an end after a call that the service
-  could not answer: the program's failure may be the service's.
+- with an exit code, which the harness maps to a finish reason: the rollout is scored as it stands;
+- at a limit of turns or tokens, where the model server refuses further calls;
+- at the end of the RUN budget, with the environment's policy ``on_timeout``;
+- without a call, or after a call that the service failed to answer: an infrastructure failure, since the failure may
+  be the service's.
 
 Afterwards the key is dead, and processes that the program left behind end with the sandbox, before EVAL.
 """
@@ -29,12 +29,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from nemo_gym_prorl.agent.conversation import rollout_path
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
-from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, quote_header, require_json, require_ok
-from nemo_gym_prorl.agent.harness_rollout import HarnessRollout, ProgramCalls
+from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, CookieJar, quote_header, require_json, require_ok
 from nemo_gym_prorl.agent.run_rows import empty_response
 from nemo_gym_prorl.background import start_eager_task
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.harness.specification import HARNESS_EXIT, load_harness
 from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
 from nemo_gym_prorl.rollout.turns import text_of
@@ -46,17 +46,18 @@ POLL_S = 1.0
 OPEN_CONNECTION_S = 24 * 3600.0
 """Time limit of a program beyond its RUN budget, which waits for a backend extend, should its agent vanish unseen."""
 
+CONTEXT = 128 * 1024
+"""Context window that a program is told if neither the engine nor the environment limits it."""
+
 _OUTPUT_CHARS = 1_000
-_LIMITS = {"max_turns": "max_steps", "max_total_sequence_length": "max_total_sequence_length"}
+_FINISH_REASONS = {"max_turns": "max_steps"}
 _PROMPT_ROLES = ("system", "developer", "user")
+_OF_THE_PROGRAM = frozenset({"input", "instructions", "tools", "tool_choice", "parallel_tool_calls"})
+"""Fields of a row that a program decides for its calls; the row decides the others, such as the temperature."""
 
 
 class HarnessConfig(BaseModel):
-    """Settings of the handler.
-
-    Attributes:
-        harness: name of a shipped harness, or path of a YAML file.
-    """
+    """Settings of the handler: name of a shipped harness, or path of a YAML file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,9 +66,6 @@ class HarnessConfig(BaseModel):
 
 class HarnessHandler(GymEnvironmentHandler):
     """Handler of an environment whose rows a program solves.
-
-    Args:
-        context: servers and limits, with a :class:`HarnessConfig`.
 
     Raises:
         CallerError: the environment has no resources server, or the harness does not exist.
@@ -83,33 +81,30 @@ class HarnessHandler(GymEnvironmentHandler):
             self._harness = load_harness(named)
         except CallerError as error:
             raise CallerError(error.reason, field="handler_config.harness") from error
-        self._bundle: str | None = None
         if self._harness.bundle is not None:
             # Servers have different working folders.
-            self._bundle = str(Path(named).resolve()) if named.endswith((".yaml", ".yml")) else named
-            self.seed_headers = {HARNESS_HEADER: quote_header(self._bundle)}
+            place = str(Path(named).resolve()) if named.endswith((".yaml", ".yml")) else named
+            self.seed_headers = {HARNESS_HEADER: quote_header(place)}
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
         """Run the program until it ends; ``job.trajectory`` is filled afterwards, also when cancelled."""
-        params = job.row["responses_create_params"]
-        job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
-        prompt = prompt_of(params)
-        rollout = HarnessRollout(self.context.model_of(job), self._attempt_id(job), job, self.context.limits)
+        job.trajectory = trajectory = Trajectory(empty_response(job.row["responses_create_params"]), evidence=session)
+        job.progress.harness = {"name": self._harness.name, "version": self._harness.version}
+        record = _RolloutRecord(self, job, session)
         try:
-            end, calls = await self._run_program(job, session, rollout, prompt)
-            await rollout.fetch_tokens()
+            end, calls = await self._run_program(job, session, record)
+            await record.fetch_tokens()
         except BaseException:
-            session.has_tokens = await self._fetch_tokens_in_time(job, rollout)
+            session.has_tokens = await self._fetch_tokens_in_time(job, record.fetch_tokens)
             raise
         finally:
-            self._report(job, session, rollout)
-            self.context.cleanup.start(f"job {job.id}: deleting its tokens", rollout.forget())
+            self.context.cleanup.start(f"job {job.id}: deleting its tokens", record.forget())
         self._conclude(job, end, calls)
         session.awaits_verdict = True
         return trajectory
 
     def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
-        """Apply the environment's policy; a verdict has the further traces, too."""
+        """Apply the environment's policy; a verdict has the handler's fields, too."""
         result = super().timed_out(job, session)
         if isinstance(result, Verdict):
             result.result.update(session.row_fields)
@@ -121,90 +116,129 @@ class HarnessHandler(GymEnvironmentHandler):
         if session.program_path is None:
             self._close_in_background(job, session)
             raise CallerError(
-                f"{self._server.name} runs no programs for this row: handler 'harness' needs an environment of this "
-                "project and a row with a sandbox of the provider 'singularity'",
+                f"{self._server.name} runs no programs: handler 'harness' needs an environment of this project with "
+                "the sandbox provider 'singularity'",
                 field=f"environments.{self.context.environment}.handler",
             )
         return session
 
     async def _run_program(
-        self, job: Job, session: GymSession, rollout: HarnessRollout, prompt: str
-    ) -> tuple[dict[str, Any] | None, ProgramCalls]:
-        """Return the program's end, ``None`` at a limit, and its calls.
-
-        Cancelling the request ends the program.
-        """
-        grant = await rollout.open()
+        self, job: Job, session: GymSession, record: _RolloutRecord
+    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """Return the program's end, ``None`` at a limit, and its calls. Cancelling the request ends the program."""
+        params, path = job.row["responses_create_params"], session.program_path
+        assert path is not None
+        grant = await record.open()
+        longest = self.context.limits.max_total_sequence_length
         body = {
             "harness": self._harness.model_dump(mode="json", exclude_unset=True),
-            "bundle": self._bundle,
-            "prompt": prompt,
-            "model": job.row["responses_create_params"].get("model") or "policy",
-            "context": grant.context,
+            "prompt": prompt_of(params),
+            "model": params.get("model") or "policy",
+            "context": min(filter(None, (grant["context"], longest)), default=CONTEXT),
             "url": self.context.model_of(job).url,
-            "key": grant.key,
+            "key": grant["key"],
             "timeout_s": job.budgets.run + OPEN_CONNECTION_S,
         }
-        assert session.program_path is not None
-        running = start_eager_task(self._server.post(session.program_path, body, session.cookies))
+        running = start_eager_task(self._server.post(path, body, session.cookies))
         try:
             while True:
                 await asyncio.wait({running}, timeout=POLL_S)
-                ended = running.done()
-                calls = await rollout.calls()
-                job.progress.turns = calls.turns
+                ended, calls = running.done(), await record.ask("GET", "/calls")
+                job.progress.turns = calls["turns"]
                 if ended:
-                    what = f"{self._server.name} {session.program_path}"
+                    what = f"{self._server.name} {path}"
                     require_ok(running.result(), what, FailureKind.AGENT_RUN_ERROR)
-                    end: dict[str, Any] = require_json(running.result(), what, FailureKind.AGENT_RUN_ERROR)
-                    return end, calls
-                if calls.limit is not None:
+                    return require_json(running.result(), what, FailureKind.AGENT_RUN_ERROR), calls
+                if calls["limit"] is not None:
                     return None, calls
         finally:
             running.cancel()
 
-    def _conclude(self, job: Job, end: dict[str, Any] | None, calls: ProgramCalls) -> None:
+    def _conclude(self, job: Job, end: dict[str, Any] | None, calls: dict[str, Any]) -> None:
         """Set the finish reason.
 
         Raises:
-            InfrastructureError: the program made no call, or the service could not answer its last one.
+            InfrastructureError: the program made no call, or the service failed to answer its last one.
         """
-        report = job.progress.harness
-        report |= {"dropped": calls.dropped, "refused": calls.refused}
-        if end is not None:
-            report |= {"exit_code": end["exit_code"], "seconds": end["seconds"]}
-        if calls.limit is not None:
-            job.progress.finish_reason = _LIMITS[calls.limit]
+        name, report = self._harness.name, job.progress.harness
+        report |= {part: calls[part] for part in ("dropped", "refused")}
+        report |= {part: end[part] for part in ("exit_code", "seconds")} if end else {}
+        if end is None or calls["limit"] is not None:
+            job.progress.finish_reason = _FINISH_REASONS.get(calls["limit"], calls["limit"])
             return
-        assert end is not None
-        if not calls.turns:
-            raise InfrastructureError(
-                f"{self._harness.name} ended with exit code {end['exit_code']} and called the policy never: "
-                f"{end['output'][-_OUTPUT_CHARS:].strip() or 'no output'}",
-                kind=FailureKind.AGENT_RUN_ERROR,
-            )
-        if calls.failed:
-            raise InfrastructureError(
-                f"{self._harness.name} ended after a call that {self.context.model_of(job).name} failed to answer: "
-                f"refused calls by status: {calls.refused}",
-                kind=FailureKind.AGENT_REQUEST_FAILED,
-            )
+        output = end["output"][-_OUTPUT_CHARS:].strip() or "no output"
+        if not calls["turns"]:
+            reason = f"{name} ended with exit code {end['exit_code']} and never called the policy: {output}"
+            raise InfrastructureError(reason, kind=FailureKind.AGENT_RUN_ERROR)
+        if calls["failed"]:
+            reason = f"{name} ended after a call that the model server failed to answer; refused: {calls['refused']}"
+            raise InfrastructureError(reason, kind=FailureKind.AGENT_REQUEST_FAILED)
         job.progress.finish_reason = self._harness.exit_codes.get(end["exit_code"], HARNESS_EXIT)
         if job.progress.finish_reason == HARNESS_EXIT:
-            report["output"] = end["output"][-_OUTPUT_CHARS:]
+            report["output"] = output
 
-    def _report(self, job: Job, session: GymSession, rollout: HarnessRollout) -> None:
-        """Store what the row tells of the harness."""
-        job.progress.harness = {"name": self._harness.name, "version": self._harness.version}
-        if (traces := rollout.traces) is None:
+
+class _RolloutRecord:
+    """Record of one attempt of a rollout at its model server."""
+
+    def __init__(self, handler: HarnessHandler, job: Job, session: GymSession) -> None:
+        self._model, self._limits = handler.context.model_of(job), handler.context.limits
+        self._path = rollout_path(handler._attempt_id(job))
+        self._job, self._session, self._opened = job, session, False
+
+    async def open(self) -> dict[str, Any]:
+        """Return a key for a program, and the context length of the engines.
+
+        Raises:
+            CallerError: the model server issues no keys, or refuses a parameter of the row.
+        """
+        params = self._job.row["responses_create_params"]
+        body = {
+            "params": {name: value for name, value in params.items() if name not in _OF_THE_PROGRAM},
+            "group": self._job.group,
+            "run": self._job.run,
+            "max_turns": self._limits.max_steps,
+            "max_total_tokens": self._limits.max_total_sequence_length,
+        }
+        self._opened = True
+        grant: dict[str, Any] = await self.ask("POST", "/key", body, CallerError)
+        return grant
+
+    async def fetch_tokens(self) -> None:
+        """Revoke the key, so that no turn can follow, and fill trajectory, progress and row with the turns."""
+        if not self._opened:
             return
-        job.progress.turns = max(job.progress.turns, len(traces.weight_versions))
-        job.progress.weight_versions, job.progress.log_probs = traces.weight_versions, traces.log_probs
-        job.progress.token_in_rate = traces.token_in_rate
-        job.progress.harness |= {"branches": traces.branches, "token_in_rate": traces.token_in_rate}
-        # At the top of the row, Gym averages numbers.
-        told = {"training_traces": traces.training_traces, "token_in_rate": traces.token_in_rate}
-        session.row_fields |= {name: value for name, value in told.items() if value is not None}
+        await self.ask("DELETE", "/key")
+        traces, progress, trajectory = await self.ask("GET", "/traces"), self._job.progress, self._job.trajectory
+        assert trajectory is not None
+        trajectory.response |= traces["response"]
+        progress.weight_versions, progress.log_probs = traces["weight_versions"], traces["log_probs"]
+        progress.turns = max(progress.turns, len(progress.weight_versions))
+        progress.harness |= {part: traces[part] for part in ("branches", "token_in_rate")}
+        # Gym averages numbers at the top of a row.
+        told = {part: traces[part] for part in ("training_traces", "token_in_rate") if traces[part] is not None}
+        self._session.row_fields |= told
+
+    async def forget(self) -> None:
+        """Delete the rollout at the model server, with its key."""
+        if self._opened:
+            await self.ask("DELETE", "")
+
+    async def ask(
+        self, method: str, part: str, body: Any = None, refusal: type[RolloutError] = InfrastructureError
+    ) -> Any:
+        """Return the model server's answer about the rollout.
+
+        Raises:
+            CallerError: the model server keeps no record of programs.
+            InfrastructureError: the model server fails, or has lost the rollout.
+        """
+        answer = await self._model.call(method, f"{self._path}{part}", body, CookieJar())
+        what = f"{self._model.name} {method} {part or 'rollout'}"
+        if answer.status in (404, 405):
+            raise CallerError(f"{self._model.name} does not serve programs: use prorl_model", field="model_server")
+        require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, refusal)
+        return require_json(answer, what, FailureKind.AGENT_REQUEST_FAILED)
 
 
 def prompt_of(params: Mapping[str, Any]) -> str:

@@ -26,7 +26,6 @@ import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
 from typing import Any, ClassVar, Self, get_args
 from urllib.parse import unquote
 
@@ -46,9 +45,9 @@ from starlette.requests import ClientDisconnect
 
 from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
-from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
+from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.harness.bundles import find_bundle
-from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness, Libc
+from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness, Launch, Libc
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
@@ -60,7 +59,7 @@ from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.servers.server_base import ServerBase
 from nemo_gym_prorl.servers.server_config import ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
-from nemo_gym_prorl.tasks.programs import Program, Surroundings
+from nemo_gym_prorl.tasks.programs import run_program
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
@@ -123,23 +122,11 @@ class ResumeRequest(BaseModel):
 
 
 class ProgramRequest(BaseModel):
-    """Body of ``/run_program``.
-
-    Attributes:
-        harness: the program.
-        bundle: name of the program's bundle; ``None`` if the image holds the program.
-        prompt: its task.
-        model: name of the model for the program.
-        context: context window of the model, in tokens.
-        url: URL of the rollout's policy.
-        key: key of the rollout's policy, which stays outside of the sandbox.
-        timeout_s: time limit.
-    """
+    """Body of ``/run_program``: a harness and its task, the policy's URL and key, and a time limit."""
 
     model_config = ConfigDict(extra="forbid")
 
     harness: Harness
-    bundle: str | None
     prompt: str
     model: str
     context: int
@@ -147,24 +134,10 @@ class ProgramRequest(BaseModel):
     key: str
     timeout_s: float = Field(gt=0)
 
-    def program(self, inside: Surroundings) -> Program:
-        """Return the program for a sandbox.
-
-        Raises:
-            CallerError: the prompt is too long for an argument.
-            InfrastructureError: there is no bundle for the image's C library.
-        """
-        if self.bundle is not None:
-            _bundle_bind(self.bundle, inside.libc)
-        launch = self.harness.launch(
-            prompt=self.prompt,
-            model=self.model,
-            context=self.context,
-            origin=inside.origin,
-            home=inside.home,
-            libc=inside.libc,
-        )
-        return Program(launch.command, launch.env, launch.files)
+    def launch(self, *, origin: str, home: str, libc: Libc) -> Launch:
+        """Return the program; see :meth:`.Harness.launch`."""
+        told = {"prompt": self.prompt, "model": self.model}
+        return self.harness.launch(**told, context=self.context, origin=origin, home=home, libc=libc)
 
 
 class SnapshotsRequest(BaseModel):
@@ -268,18 +241,18 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         self._check_tools(row)
         key, binds = _key(request), _bundle_binds(request.headers.get(HARNESS_HEADER))
         await _while_connected(request, self._sessions.seed(key, row, once=bool(named), lease=lease, binds=binds))
-        if named:
-            return {"resources_session_id": named}
-        runs = self._sessions.runs_programs(key)
-        return self._paths(lease) | ({"program_path": PROGRAM_PATH} if runs else {})
+        return {"resources_session_id": named} if named else self._paths(lease)
 
     async def run_program(self, request: Request, body: ProgramRequest) -> dict[str, Any]:
         """Run a harness in the session's sandbox until the program ends or the client disconnects."""
-        policy = body.url, body.key
-        working = self._sessions.run_program(_key(request), policy, body.program, body.timeout_s)
-        if (end := await _while_connected(request, working)) is None:
+        using = self._sessions.use(_key(request), lambda tools, sandbox: run_program(tools, sandbox, body))
+        try:
+            end = await _while_connected(request, using)
+        except AgentError as error:
+            end = {"exit_code": None, "seconds": None, "output": error.reason}
+        if end is None:
             raise ClientDisconnect
-        return asdict(end)
+        return end
 
     async def checkpoint_session(self, request: Request) -> dict[str, Any]:
         """Save the session between two tool calls; the reply is the checkpoint for ``/resume``."""
@@ -330,6 +303,8 @@ class TaskServer(ServerBase, SimpleResourcesServer):
     def _paths(self, lease: str | None) -> dict[str, str]:
         """Return the paths of routes beyond Gym's."""
         paths = {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
+        if self._sandboxes is not None and self._sandboxes.is_own:
+            paths["program_path"] = PROGRAM_PATH
         return paths | ({"lease_path": LEASE_PATH} if lease else {})
 
     @property
@@ -338,7 +313,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
     @property
     def _resumes(self) -> bool:
-        ours = self._sandboxes is None or self._sandboxes.supports_snapshots
+        ours = self._sandboxes is None or self._sandboxes.is_own
         return ours and self._sessions.resumes
 
     @property
@@ -421,34 +396,20 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return SNAPSHOT_SWEEP_S
 
 
-def _bundle_bind(name: str, libc: Libc) -> str:
-    """Return the bind of a harness's bundle.
+def _bundle_binds(harness: str | None) -> list[str]:
+    """Return the binds of a harness's bundles, one per C library: that of the image is known only inside.
 
     Raises:
-        InfrastructureError: the bundle is not built on this machine; names the command.
+        InfrastructureError: no bundle is built on this machine; names the command.
     """
-    try:
-        return f"{find_bundle(name, libc)}:{BUNDLE_FOLDER}/{libc}:ro"
-    except CallerError as error:
-        raise InfrastructureError(error.reason, final=True) from error
-
-
-def _bundle_binds(header: str | None) -> list[str]:
-    """Return the binds of a harness's bundles: the C library of the image is known only inside.
-
-    Raises:
-        InfrastructureError: no bundle of the harness is built.
-    """
-    if header is None:
-        return []
-    binds, missing = [], []
-    for libc in get_args(Libc):
+    binds, missing = [], ""
+    for libc in get_args(Libc) if harness is not None else ():
         try:
-            binds.append(_bundle_bind(unquote(header), libc))
-        except InfrastructureError as error:
-            missing.append(error)
-    if not binds:
-        raise missing[0]
+            binds.append(f"{find_bundle(unquote(harness or ''), libc)}:{BUNDLE_FOLDER}/{libc}:ro")
+        except CallerError as error:
+            missing = missing or error.reason
+    if missing and not binds:
+        raise InfrastructureError(missing, final=True)
     return binds
 
 
