@@ -235,8 +235,11 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
         if isinstance(answer, StreamingResponse):
+            # A repeated request may get the same answer.
             events = [str(event) async for event in answer.body_iterator]
-            return _with_tokens_header(Response("".join(events), media_type=answer.media_type), caller)
+            answer = Response("".join(events), media_type=answer.media_type)
+        if isinstance(answer, Response):
+            return _with_tokens_header(answer, caller)
         return _json(orjson.dumps(jsonable_encoder(answer)), caller)
 
     # The same routes inside Gym's application, for its OpenAPI document and its own calls
