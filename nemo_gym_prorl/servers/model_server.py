@@ -327,6 +327,12 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
                     item.arguments = json.dumps(parse_arguments(item.arguments))
         return response
 
+    async def responses_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
+        """Drop a program's hosted tools, which Gym's dispatch does not read, and call Gym's to :meth:`responses`."""
+        if LEFT_OUT.get() is not None and isinstance(tools := body.get("tools"), list):
+            body["tools"] = [tool for tool in tools if tool.get("type") in ("function", "namespace")]
+        return await super().responses_dispatch(request, body)
+
     async def chat_completions_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
         """Drop litellm's notes on answers, which agents send back, and call Gym's dispatch to
         :meth:`chat_completions`.
