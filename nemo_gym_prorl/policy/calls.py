@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.problems import ProblemError
 from nemo_gym_prorl.policy.engines.engine import Sampling
 
 
 KEY_PREFIX = "rk-"
 """Prefix of capability keys, so that middlewares, scanners and people recognise them."""
+DEAD_KEY = 401, "key-revoked", "the capability key is unknown or revoked"
 
 LEFT_OUT: ContextVar[set[str] | None] = ContextVar("left_out", default=None)
 """Names of what the current request loses; ``None`` if it is no program's, and loses nothing."""
@@ -34,20 +36,6 @@ def refuse(field: str, why: str, part: str | None = None) -> None:
     if left_out is None:
         raise CallerError(why, field=field)
     left_out.add(part or re.sub(r"\.\d+", "", field))
-
-
-class LimitReached(CallerError):
-    """The rollout has all turns or tokens that its key allows. Clients do not retry 403."""
-
-    http_status = 403
-    problem = "limit-reached"
-
-
-class DeadKey(CallerError):
-    """The capability key is unknown, replaced or revoked."""
-
-    http_status = 401
-    problem = "key-revoked"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,10 +100,12 @@ class RolloutCalls:
         self.changed_at = time.monotonic()
 
     def check(self, grant: CallGrant, turns: int, tokens: int) -> None:
-        """Check a key's limits before a turn, by the number of turns and the length of the longest sequence.
+        """Raise 403, which clients do not retry, if a key's limit is reached.
 
-        Raises:
-            LimitReached: names the limit.
+        Args:
+            grant: what the key allows.
+            turns: number of turns so far.
+            tokens: length of the longest sequence.
         """
         if grant.max_turns is not None and turns + self.in_flight > grant.max_turns:
             self.limit = "max_turns"
@@ -123,4 +113,4 @@ class RolloutCalls:
             self.limit = "max_total_sequence_length"
         else:
             return
-        raise LimitReached(f"the rollout has reached its {self.limit}")
+        raise ProblemError(403, "limit-reached", f"the rollout has reached its {self.limit}")

@@ -237,8 +237,11 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
         if isinstance(answer, StreamingResponse):
+            # A repeated request may get the same answer.
             events = [str(event) async for event in answer.body_iterator]
-            return _with_tokens_header(Response("".join(events), media_type=answer.media_type), caller)
+            answer = Response("".join(events), media_type=answer.media_type)
+        if isinstance(answer, Response):
+            return _with_tokens_header(answer, caller)
         return _json(orjson.dumps(jsonable_encoder(answer)), caller)
 
     # The same routes inside Gym's application, for its OpenAPI document and its own calls
@@ -325,6 +328,12 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
                     # In the Messages API a call's input is always an object.
                     item.arguments = json.dumps(parse_arguments(item.arguments))
         return response
+
+    async def responses_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
+        """Drop a program's hosted tools, which Gym's dispatch does not read, and call Gym's to :meth:`responses`."""
+        if LEFT_OUT.get() is not None and isinstance(tools := body.get("tools"), list):
+            body["tools"] = [tool for tool in tools if tool.get("type") in ("function", "namespace")]
+        return await super().responses_dispatch(request, body)
 
     async def chat_completions_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
         """Drop litellm's notes on answers, which agents send back, and call Gym's dispatch to

@@ -203,9 +203,8 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
     async def issue_key(rollout: str, body: NewKey) -> dict[str, Any]:
         """Create a rollout with a capability key, or replace the rollout's key.
 
-        A request with this key, as bearer token or `x-api-key`, opens the model API for this rollout and nothing else.
-        A turn beyond `max_turns`, or after a sequence has `max_total_tokens`, is refused (403). `context` is the
-        engines' context length, if known.
+        As bearer token or `x-api-key`, it opens the model API for the turns of this rollout, within the limits.
+        `context` is the engines' context length, if known.
         """
         service = runtime.service
         wanted = turn_request(chat_fields_of_responses(body.params), (), template_variables={}, extra_body={})

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.problems import ProblemError, answer_to
-from nemo_gym_prorl.policy.calls import KEY_PREFIX, LEFT_OUT, CallGrant, DeadKey
+from nemo_gym_prorl.policy.calls import DEAD_KEY, KEY_PREFIX, LEFT_OUT, CallGrant
 from nemo_gym_prorl.policy.http.programs import program_error
 from nemo_gym_prorl.policy.turns import TurnRequest
 
@@ -180,10 +180,7 @@ class RolloutUrlMiddleware:
 
 
 _KEY = re.compile(rf"(?i:Bearer +)?({KEY_PREFIX}.*)")
-_OPEN_TO_KEYS = {
-    "POST": re.compile("/v1/(responses|chat/completions|messages|messages/count_tokens)"),
-    "GET": re.compile("/v1/models(/.+)?"),
-}
+_OPEN_TO_KEYS = re.compile("POST /v1/(responses|chat/completions|messages(/count_tokens)?)|GET /v1/models(/.+)?")
 _NOT_FROM_PROGRAMS = (b"x-rollout-", b"authorization", b"x-api-key", b"cookie")
 
 
@@ -191,26 +188,25 @@ class CapabilityKeyMiddleware:
     """ASGI middleware: a request with a capability key reaches the model API of its rollout and nothing else.
 
     Args:
-        app: the application, behind the guard of the server's own key.
-        model_api: the application without that guard, for requests with a capability key.
+        guarded: the application behind the guard of the server's own key, for other requests.
+        model_api: the application without that guard.
         find: returns what a capability key allows; ``None`` for a dead key.
     """
 
-    def __init__(self, app: ASGIApp, model_api: ASGIApp, find: Callable[[str], CallGrant | None]) -> None:
-        self._app, self._model_api, self._find = app, model_api, find
+    def __init__(self, guarded: ASGIApp, model_api: ASGIApp, find: Callable[[str], CallGrant | None]) -> None:
+        self._guarded, self._model_api, self._find = guarded, model_api, find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else {}
         given = [_KEY.fullmatch(value) for name in ("authorization", "x-api-key") if (value := headers.get(name))]
         key = next((found[1] for found in given if found), None)
+        grant = self._find(key) if key is not None else None
         if key is None:
-            await self._app(scope, receive, send)
-            return
-        grant, route = self._find(key), _OPEN_TO_KEYS.get(scope.get("method", ""))
-        if grant is None:
-            await program_error(DeadKey("the capability key is unknown or revoked"))(scope, receive, send)
-        elif route is None or route.fullmatch(scope["path"]) is None:
+            await self._guarded(scope, receive, send)
+        elif grant is None:
+            await program_error(ProblemError(*DEAD_KEY))(scope, receive, send)
+        elif _OPEN_TO_KEYS.fullmatch(f"{scope.get('method')} {scope['path']}") is None:
             told = "a capability key opens /v1/responses, /v1/chat/completions, /v1/messages and /v1/models"
             await program_error(ProblemError(404, "http-404", told))(scope, receive, send)
         else:

@@ -9,7 +9,6 @@ while its turn waits or is sampled, because programs and proxies drop silent con
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from hashlib import blake2b
@@ -17,8 +16,8 @@ from hashlib import blake2b
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from nemo_gym_prorl.http.problems import KNOWN_ERRORS
-from nemo_gym_prorl.policy.calls import LEFT_OUT, DeadKey, RolloutCalls, SharedCall
+from nemo_gym_prorl.http.problems import KNOWN_ERRORS, ProblemError
+from nemo_gym_prorl.policy.calls import DEAD_KEY, LEFT_OUT, RolloutCalls, SharedCall
 from nemo_gym_prorl.policy.http.callers import RolloutCaller
 from nemo_gym_prorl.policy.http.programs import program_error
 from nemo_gym_prorl.policy.http.turn_requests import read_object
@@ -28,8 +27,6 @@ from nemo_gym_prorl.policy.runtime import PolicyRuntime
 KEEP_ALIVE_S = 3.0  # clients and proxies drop connections that are silent for 5 s or more
 _MAX_KEPT = 8
 """Calls that a rollout keeps for repeated requests; programs make few at once."""
-_STREAM = re.compile(rb'"stream"\s*:\s*true')
-"""Excludes requests that ask for no stream; an inner field may match too."""
 
 
 type Answer = Callable[[Request, RolloutCaller, bytes], Awaitable[Response]]
@@ -43,7 +40,7 @@ class ProgramCalls:
 
     async def __call__(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
         """Answer one request."""
-        streams = _STREAM.search(body) is not None and read_object(body).get("stream") is True
+        streams = b'"stream"' in body and read_object(body).get("stream") is True
         if not streams and LEFT_OUT.get() is None:
             return await self._answer(request, caller, body)
         caller = replace(caller, streams=streams, deferred=caller.deferred or streams)
@@ -67,7 +64,7 @@ class ProgramCalls:
         try:
             if grant is not None:
                 if grant not in service.keys.values():
-                    raise DeadKey("the capability key was revoked while the body arrived")
+                    raise ProblemError(*DEAD_KEY)  # revoked while the body arrived
                 ledger = service.ledger(caller.rollout)
                 calls.check(grant, len(ledger.turns), ledger.longest)
             answer = await self._answer(request, caller, body)
