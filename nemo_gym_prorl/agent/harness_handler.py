@@ -183,6 +183,12 @@ class HarnessHandler(GymEnvironmentHandler):
                 f"{end['output'][-_OUTPUT_CHARS:].strip() or 'no output'}",
                 kind=FailureKind.AGENT_RUN_ERROR,
             )
+        if calls.failed:
+            raise InfrastructureError(
+                f"{self._harness.name} ended after a call that {self.context.model_of(job).name} failed to answer: "
+                f"refused calls by status: {calls.refused}",
+                kind=FailureKind.AGENT_REQUEST_FAILED,
+            )
         job.progress.finish_reason = self._harness.exit_codes.get(end["exit_code"], HARNESS_EXIT)
         if job.progress.finish_reason == HARNESS_EXIT:
             report["output"] = end["output"][-_OUTPUT_CHARS:]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveInt,
 from nemo_gym_prorl.agent.conversation import rollout_path
 from nemo_gym_prorl.agent.gym_http import CookieJar, GymServer, require_json, require_ok
 from nemo_gym_prorl.agent.tool_loop import LoopLimits
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.http.client import HttpAnswer
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
 from nemo_gym_prorl.rollout.job import Job
@@ -24,6 +24,9 @@ from nemo_gym_prorl.rollout.job import Job
 
 CONTEXT = 128 * 1024
 """Context window that a program is told if neither the engine nor the environment limits it."""
+
+_OF_THE_PROGRAM = frozenset({"input", "instructions", "tools", "tool_choice", "parallel_tool_calls"})
+"""Fields of a row that a program decides for its calls; the row decides the others, such as the temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,14 @@ class ProgramCalls(BaseModel):
         limit: limit that a call exceeded.
         refused: refused calls by HTTP status.
         dropped: request fields and tools that were dropped, by name.
+        failed: whether the model server failed to answer the latest call.
     """
 
     turns: NonNegativeInt
     limit: Literal["max_turns", "max_total_sequence_length"] | None = None
     refused: dict[str, int] = {}
     dropped: dict[str, int] = {}
+    failed: bool = False
 
 
 class RolloutTraces(BaseModel):
@@ -103,10 +108,12 @@ class HarnessRollout:
         """Let a program call the policy.
 
         Raises:
-            CallerError: the model server issues no keys.
+            CallerError: the model server issues no keys, or refuses a parameter of the row.
             InfrastructureError: the model server fails.
         """
+        params = self._job.row["responses_create_params"]
         body = {
+            "params": {name: value for name, value in params.items() if name not in _OF_THE_PROGRAM},
             "group": self._job.group,
             "run": self._job.run,
             "max_turns": self._limits.max_steps,
@@ -116,7 +123,7 @@ class HarnessRollout:
         answer = await self._model.call("POST", f"{self._path}/key", body, self._jar)
         if answer.status in (404, 405):
             raise CallerError(f"{self._model.name} issues no keys for programs: use prorl_model", field="model_server")
-        told = self._read(_Key, self._checked(answer, "key"))
+        told = self._read(_Key, self._checked(answer, "key", CallerError))
         limits = (told.context, self._limits.max_total_sequence_length)
         return ProgramGrant(told.key, min((limit for limit in limits if limit is not None), default=CONTEXT))
 
@@ -150,9 +157,9 @@ class HarnessRollout:
         if self._opened:
             await self._model.call("DELETE", self._path, None, self._jar)
 
-    def _checked(self, answer: HttpAnswer, what: str) -> Any:
+    def _checked(self, answer: HttpAnswer, what: str, refusal: type[RolloutError] = InfrastructureError) -> Any:
         what = f"{what} of the rollout at {self._model.name}"
-        require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, InfrastructureError)
+        require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, refusal)
         return require_json(answer, what, FailureKind.AGENT_REQUEST_FAILED)
 
     def _read[Told: BaseModel](self, model: type[Told], told: Any) -> Told:

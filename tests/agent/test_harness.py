@@ -38,10 +38,10 @@ pytestmark = pytest.mark.sandbox
 AGENT = """\
 import json, os, subprocess, sys, time, urllib.request
 URL, PROMPT = sys.argv[1:3]
-MESSAGES = [{"role": "user", "content": PROMPT}]
+MESSAGES, EXTRA = [{"role": "user", "content": PROMPT}], {}
 
 def ask():
-    body = json.dumps({"model": "any", "messages": MESSAGES}).encode()
+    body = json.dumps({"model": "any", "messages": MESSAGES, **EXTRA}).encode()
     headers = {"Content-Type": "application/json", "Authorization": "Bearer dummy"}
     with urllib.request.urlopen(urllib.request.Request(URL + "/chat/completions", body, headers)) as answer:
         message = json.load(answer)["choices"][0]["message"]
@@ -67,18 +67,22 @@ class CommandEngine(ScriptedEngine):
 
     Attributes:
         command: the command.
+        turns: number of turns after which the engine fails.
         answers: prompts and sampled ids of the turns.
     """
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, turns: int | None = None) -> None:
         super().__init__(BYTES, context=32_768)
         self.command = command
+        self.turns = turns
         self.answers: list[tuple[list[int], list[int]]] = []
 
     def say(self, body: dict[str, Any]) -> str:
         first = "exit code" not in BYTES.decode(body["prompt"])
         said = f"{self.command if first else 'done'}<|im_end|>"
         self.answers.append((body["prompt"], BYTES.encode(said)))
+        if len(self.answers) == self.turns:
+            self.status = 500
         return said
 
 
@@ -115,12 +119,14 @@ def harness(folder: Path, program: str, **changes: Any) -> str:
 
 
 @asynccontextmanager
-async def service(folder: Path, program: str = PLAIN, command: str = SOLVE, **settings: Any) -> AsyncIterator[Service]:
+async def service(
+    folder: Path, program: str = PLAIN, command: str = SOLVE, turns: int | None = None, **settings: Any
+) -> AsyncIterator[Service]:
     """Serve a tiny harness over ``prorl_code``, ``prorl_model`` and the agent; one try unless told otherwise."""
-    engine = CommandEngine(command)
+    engine = CommandEngine(command, turns)
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(serve(engine.app()))
-        policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, CHATML)}
+        policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, CHATML), "unreachable_s": 0.5}
         model = server(upstream, folder, policy=policy)
         model_url = await stack.enter_async_context(serve(model.setup_webserver()))
         environment_url = await stack.enter_async_context(serving())
@@ -222,6 +228,24 @@ async def test_ends_of_programs_are_typed(name: str, tmp_path: Path) -> None:
             at.engine.answers[: len(sampled(answer))]
         )
         assert sampled(answer)
+
+
+async def test_the_row_decides_sampling(tmp_path: Path) -> None:
+    """Programs ask for greedy sampling, and training samples as the trainer says."""
+    asked = row()
+    asked["responses_create_params"] |= {"temperature": 0.7, "top_p": 0.9, "max_output_tokens": 300}
+    asked["responses_create_params"]["metadata"] = {"extra_body": '{"top_k": 5}'}
+    async with service(tmp_path, f"EXTRA.update(temperature=0, max_tokens=400)\n{PLAIN}") as at:
+        await at.run(asked)
+    for seen in at.engine.seen:
+        assert (seen["temperature"], seen["top_p"], seen["max_tokens"], seen["top_k"]) == (0.7, 0.9, 300, 5)
+    assert len(at.engine.seen) == 2
+
+
+async def test_a_failure_of_the_service_is_not_the_programs(tmp_path: Path) -> None:
+    async with service(tmp_path, turns=1) as at:
+        answer = await at.run(row(), status=503)
+    assert "failed to answer" in answer["detail"], answer
 
 
 async def test_nothing_of_a_program_outlives_its_run(tmp_path: Path) -> None:

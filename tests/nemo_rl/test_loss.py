@@ -393,15 +393,15 @@ def test_a_rollout_of_three_traces_trains_each_sampled_token_once_with_its_advan
     got = plane.get_samples(samples, PARTITION, columns)
     trained = []
     for row in range(len(samples)):
-        ids, mask, advantages, log_probs = (
+        ids, mask, advantages, behaviour = (
             got[name][row].tolist() for name in ("input_ids", "token_mask", *columns[3:])
         )
         places = [place for place in range(int(got["input_lengths"][row])) if mask[place]]
-        trained += [(tuple(ids[: place + 1]), log_probs[place], advantages[place]) for place in places]
+        trained += [(tuple(ids[: place + 1]), behaviour[place], advantages[place]) for place in places]
     wanted = [
         (tuple(prompt + said[: place + 1]), log_prob, advantage)
-        for advantage, prompt, said, log_probs in sampled
-        for place, log_prob in enumerate(log_probs)
+        for advantage, prompt, said, behaviour in sampled
+        for place, log_prob in enumerate(behaviour)
     ]
     assert len(trained) == len(wanted) == metrics["global_valid_toks"]
     for one, other in zip(sorted(trained), sorted(wanted), strict=True):

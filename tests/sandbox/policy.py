@@ -1,17 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A policy's server that keeps every byte it gets, and a sandbox whose programs may call it."""
+"""A policy's server that keeps what it gets, and programs in a sandbox that call it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import shlex
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +16,30 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.sandbox.factory import SandboxFactory, SandboxWithSessions
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.egress import Origin, python
 
 
 KEY = "rk-own-key"
 
 
-@dataclass
-class Policy:
-    """The server.
+class Policy(Origin):
+    """A policy that answers as the path says, with the digest of the body or as many bytes as the path's number.
 
     Attributes:
-        port: its port.
-        heads: head of each connection's request.
         bodies: digest of each body that arrived whole.
         beyond: bytes that arrived behind a request.
-        open: connections that are open.
         go: lets the next event of a stream be sent.
     """
 
-    port: int = 0
-    heads: list[str] = field(default_factory=list)
-    bodies: list[str] = field(default_factory=list)
-    beyond: bytes = b""
-    open: int = 0
-    go: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[str] = []
+        self.beyond = b""
+        self.go = asyncio.Semaphore(0)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.open += 1
-        try:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                await self._answer(reader, writer)
-        finally:
-            self.open -= 1
-            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -63,15 +47,14 @@ class Policy:
         kind, _, argument = head.split()[1].partition("?")[0].removeprefix("/v1/").partition("/")
         if kind == "early":
             writer.write(b"HTTP/1.1 401 No\r\nContent-Length: 2\r\n\r\nno")
-            await writer.drain()
             return
-        body, lower = b"", head.lower()
+        body, lower = bytearray(), head.lower()
         if "\r\ntransfer-encoding: chunked\r\n" in lower:
             while size := int(await reader.readuntil(b"\r\n"), 16):
                 body += (await reader.readexactly(size + 2))[:-2]
             await reader.readexactly(2)
         elif "\r\ncontent-length: " in lower:
-            body = await reader.readexactly(int(lower.split("\r\ncontent-length: ")[1].split("\r\n")[0]))
+            body += await reader.readexactly(int(lower.split("\r\ncontent-length: ")[1].split("\r\n")[0]))
         self.bodies.append(digest(body))
         sent = b"x" * int(argument) if argument.isdigit() else self.bodies[-1].encode()
         length = b"HTTP/1.1 200 OK\r\nX-Own: a\r\nConnection: X-Own\r\nContent-Length: %d\r\n\r\n" % len(sent)
@@ -86,14 +69,13 @@ class Policy:
                     writer.write(b"8\r\ndata: %d\n\r\n" % number)
                     await self.go.acquire()
                 writer.write(b"0\r\n\r\n")
-            case "chunked":
-                writer.write(chunks + b"%x\r\n%b\r\n0\r\n\r\n" % (len(sent), sent))
+            case "chunked" | "torn_chunks":
+                end = b"0\r\n\r\n" if kind == "chunked" else b""
+                writer.write(chunks + b"%x\r\n%b\r\n" % (len(sent), sent) + end)
             case "until_close":
                 writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + sent)
             case "torn":
                 writer.write(length + sent[:-1])
-            case "torn_chunk":
-                writer.write(chunks + b"%x\r\n%b\r\n" % (len(sent), sent))
             case "hold":
                 await reader.read()
             case "other":
@@ -107,7 +89,7 @@ class Policy:
             self.beyond += await reader.read()
 
 
-def digest(body: bytes) -> str:
+def digest(body: bytes | bytearray) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
@@ -134,31 +116,27 @@ async def sandbox(image: Path, runtime: Runtime, **options: Any) -> AsyncIterato
 
 ASK = """
 import socket, sys
-s = socket.create_connection(("127.0.0.1", 61081), 20)
+s = socket.create_connection(("127.0.0.1", 61081), 60)
 s.sendall(sys.argv[1].encode("latin-1"))
-data = b""
+data, end = b"", "end"
 try:
-    s.settimeout(float(sys.argv[2]))
     while chunk := s.recv(65536):
         data += chunk
-    print("<end>", end="")
-except TimeoutError:
-    print("<open>", end="")
+        s.settimeout(1)
 except OSError as error:
-    print("<cut>", end="")
-sys.stdout.flush()
-sys.stdout.buffer.write(data)
+    end = "open" if isinstance(error, TimeoutError) else "cut"
+print(f"<{end}>" + data.decode("latin-1"), end="")
 """
-"""Program that sends bytes to the policy's port and prints what comes back, and how the connection ends."""
+"""Program that sends bytes to the policy's port and prints how the connection ends, and what came back."""
 
 
-async def python(box: SandboxWithSessions, code: str, *arguments: object, timeout_s: float = 60) -> str:
-    """Run a program inside, and return what it says."""
-    done = await box.exec(shlex.join(["python3", "-c", code, *map(str, arguments)]), timeout_s=timeout_s)
+async def run(box: SandboxWithSessions, code: str, *arguments: object) -> str:
+    """Run a Python program inside, and return what it says."""
+    done = await box.exec(python(code, *arguments), timeout_s=120)
     return (done.stdout or "") + (done.stderr or "")
 
 
-async def ask(box: SandboxWithSessions, request: str, silence_s: float = 1.0) -> str:
+async def ask(box: SandboxWithSessions, request: str) -> str:
     """Send a request with these lines from inside; an empty line and a body may follow."""
     head, _, body = request.partition("\n\n")
-    return await python(box, ASK, head.replace("\n", "\r\n") + "\r\n\r\n" + body.replace("\n", "\r\n"), silence_s)
+    return await run(box, ASK, f"{head}\n\n{body}".replace("\n", "\r\n"))

@@ -23,7 +23,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxRefused
 from nemo_gym_prorl.tasks.sandbox import HasPolicyAccess
 from tests.agent.test_keys import certificate  # noqa: F401
 from tests.sandbox.egress import Origin
-from tests.sandbox.policy import KEY, ask, digest, policy, python, sandbox
+from tests.sandbox.policy import KEY, ask, digest, policy, run, sandbox
 from tests.sandbox.test_egress import open_files, proxies, until
 from tests.sandbox.without import Off, Without
 
@@ -56,7 +56,7 @@ async def test_a_program_calls_its_policy_on_one_connection(
         assert isinstance(box, HasPolicyAccess)
         assert await box.open_policy(server.url, KEY) == "http://127.0.0.1:61081"
         paths = ["/v1/responses", "/v1/chunked?chunked", "/v1/chunked", "/v1/messages?beta=true"]
-        said = await python(box, CALLS, 1000, *paths)
+        said = await run(box, CALLS, 1000, *paths)
         sent = digest(b"y" * 1000)
         assert said == f"200 {digest(sent.encode())}\n" * 4 + "1 connection\n"
         assert server.bodies == [sent] * 4
@@ -67,13 +67,13 @@ async def test_a_program_calls_its_policy_on_one_connection(
 
 
 async def test_long_bodies_pass_unchanged(image: Path, runtime: Runtime) -> None:
-    size = 30_000_000
+    size = 20_000_000
     paths = [
         f"/v1/{kind}/{size}{framing}" for kind in ("length", "chunked", "until_close") for framing in ("", "?chunked")
     ]
     async with policy() as server, sandbox(image, runtime) as box:
         await box.open_policy(server.url, KEY)
-        said = await python(box, CALLS, size, *paths)
+        said = await run(box, CALLS, size, *paths)
         assert said == f"200 {digest(b'x' * size)}\n" * 6 + "1 connection\n"
         assert server.bodies == [digest(b"y" * size)] * 6
 
@@ -93,7 +93,7 @@ print(stream.read())
 async def test_an_event_passes_before_the_next_is_sent(image: Path, runtime: Runtime) -> None:
     async with policy() as server, sandbox(image, runtime) as box:
         await box.open_policy(server.url, KEY)
-        assert await python(box, EVENTS) == "data: 0\ndata: 1\ndata: 2\nb''\n"
+        assert await run(box, EVENTS) == "data: 0\ndata: 1\ndata: 2\nb''\n"
 
 
 HOST = "Host: 127.0.0.1:61081"
@@ -123,7 +123,7 @@ FORMS = {
     ),
     "torn": (f"GET /v1/torn HTTP/1.1\n{HOST}", r"<end>HTTP/1.1 200 OK\nContent-Length: 64\n\n\w{63}"),
     "torn between chunks": (
-        f"GET /v1/torn_chunk HTTP/1.1\n{HOST}",
+        f"GET /v1/torn_chunks HTTP/1.1\n{HOST}",
         r"<end>HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n40\n\w{64}\n",
     ),
 }
@@ -200,7 +200,7 @@ async def test_a_policy_that_is_gone_is_said_in_one_line(image: Path, runtime: R
 async def test_a_program_that_leaves_cancels_its_call(image: Path, runtime: Runtime, call: str) -> None:
     async with policy() as server, sandbox(image, runtime) as box:
         await box.open_policy(server.url, KEY)
-        program = asyncio.create_task(ask(box, call, 60))
+        program = asyncio.create_task(ask(box, call))
         await until(lambda: server.open == 1)
         program.cancel()  # kills the program
         await until(lambda: server.open == 0)
@@ -215,7 +215,7 @@ async def test_nothing_answers_after_the_end(image: Path, runtime: Runtime) -> N
         before = open_files(proxy)
         for used in (server, other, server):
             await box.open_policy(used.url, KEY)
-            held = asyncio.create_task(ask(box, f"GET /v1/hold HTTP/1.1\n{HOST}", 30))
+            held = asyncio.create_task(ask(box, f"GET /v1/hold HTTP/1.1\n{HOST}"))
             await until(lambda used=used: used.open == 1)
             await box.close_policy()
             assert await held in ("<end>", "<cut>")
@@ -223,7 +223,7 @@ async def test_nothing_answers_after_the_end(image: Path, runtime: Runtime) -> N
             await until(lambda used=used: used.open == 0)
         await box.close_policy()
         await box.open_policy(other.url, KEY)
-        held = asyncio.create_task(ask(box, f"GET /v1/hold HTTP/1.1\n{HOST}", 30))
+        held = asyncio.create_task(ask(box, f"GET /v1/hold HTTP/1.1\n{HOST}"))
         await until(lambda: other.open == 1)
         await box.stop()
         await until(lambda: other.open == 0)
@@ -345,7 +345,7 @@ async def test_no_way_leads_to_another_policy_or_to_the_host(image: Path, runtim
         await other.open_policy(server.url, "rk-b")
         for name, way in ways_out(listening.sockets[0].getsockname()[1], own_address).items():
             if isinstance(way, tuple):
-                said = await python(box, *way)
+                said = await run(box, *way)
             elif way is SEARCH:
                 said = (await box.exec(way, timeout_s=60)).stdout or ""
             else:
