@@ -38,7 +38,7 @@ from tests.agent.test_harness import address
 from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.test_prorl_model import BYTES, CHATML
-from tests.prorl_code.conftest import serving
+from tests.prorl_code.conftest import build
 from tests.rollout.serving import serve
 from tests.tasks.harbor import folders
 from tests.tasks.swe import tally
@@ -178,7 +178,7 @@ async def run_cell(harness: str, environment: str, count: int, folder: Path) -> 
         policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, CHATML), "tool_call_parser": "hermes"}
         model = server(upstream, folder, policy=policy)
         model_url = await stack.enter_async_context(serve(model.setup_webserver()))
-        environment_url = await stack.enter_async_context(serving(environment))
+        environment_url = await stack.enter_async_context(serve(build(environment).setup_webserver()))
         at = await stack.enter_async_context(
             deployment(
                 elsewhere={"task": address(environment_url), "policy_model": address(model_url)},

@@ -112,7 +112,8 @@ def _install_npm(packages: Bundle, folder: Path, libc: Libc, progress: Progress)
     wanted = {fill(name, values): fill(version, values) for name, version in packages.npm.items()}
     (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": wanted}))
     progress(f"installing {', '.join(wanted)}")
-    options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", f"--libc={libc}"]
+    # --force: packages for another C library than this machine's are refused otherwise.
+    options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", "--force", f"--libc={libc}"]
     run_step([npm, "install", *options, f"--before={packages.before}"], "npm can't install the packages", cwd=folder)
 
 

