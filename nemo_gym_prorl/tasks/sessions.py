@@ -41,7 +41,9 @@ from nemo_gym_prorl.tasks.task import (
     ResumableTask,
     ResumableTools,
     SandboxNeeds,
+    StartsSessions,
     Task,
+    offered_tools,
     task_errors,
 )
 
@@ -427,6 +429,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
                     await self._task.prepare(row, tools)
                 elif isinstance(resumable := cast(OpenTools, tools), ResumableTools):
                     await resumable.resume(checkpoint["state"], checkpoint["lost"])
+                if isinstance(starting := cast(OpenTools, tools), StartsSessions):
+                    await starting.start_sessions(offered_tools(row))
         except BaseException:
             await self._end(sandbox, tools)
             raise

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,10 @@ class HarborTools:
     async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
         """Run a shell script as the agent; see :class:`~nemo_gym_prorl.tasks.task.RunsScripts`."""
         return await self.workspace.run_script(script, timeout_s=timeout_s)
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the shell if the policy may use it."""
+        await self.workspace.start_sessions(offered)
 
     async def close(self) -> None:
         """Release the shell."""

@@ -25,7 +25,7 @@ import os
 import posixpath
 import secrets
 import shlex
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -306,6 +306,11 @@ class Workspace:
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """Return the call counts by tool; see :class:`~.tools.ToolCallCounts`."""
         return self._call_stats.as_json()
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the shell if the policy may use it; see :class:`.task.StartsSessions`."""
+        if self._bash is not None and "bash" in offered:
+            await self._bash.start()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """Return the tools' state and its lost parts; see :class:`.task.ResumableTools`."""
