@@ -70,7 +70,7 @@ class Counting(SimpleResourcesServer):
         self._sums[session] += body.number
         return {"sum": self._sums[session]}
 
-    async def verify(self, request: Request, body: VerifyRequest) -> BaseVerifyResponse:
+    async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
         self._fail(body.trouble, body.trouble.verify)
         total = self._sums.pop(request.session[SESSION_ID_KEY])
         traced = {"training_traces": {"traces": body.traces}} if body.traces else {}
