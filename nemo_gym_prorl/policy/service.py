@@ -29,6 +29,7 @@ from typing import Literal
 from nemo_gym_prorl.background import is_cancelled, start_eager_task
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.http.tracing import SpanGroup, note, span
+from nemo_gym_prorl.policy.calls import CallGrant, RolloutCalls, refuse
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
@@ -75,6 +76,7 @@ class RolloutState:
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     log_prob_modes: set[str] = field(default_factory=set)
     """Log-prob modes of the engines that sampled its turns here."""
+    calls: RolloutCalls = field(default_factory=RolloutCalls)
     used_at: float = 0.0
     restored: bool = False
     """The rollout has turns, but no backend yet."""
@@ -115,6 +117,8 @@ class PolicyService:
             text = renderer.tokenizer.sample_text()
             self.engine.expect_tokenization(text, renderer.tokenizer.encode(text))
         self.metrics = metrics
+        self.keys: dict[str, CallGrant] = {}
+        """The live capability keys."""
         self.renderer = renderer
         self.form = form
         self.reads_reasoning = reads_reasoning
@@ -222,6 +226,8 @@ class PolicyService:
         whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
         kept = whole if opened and parsed.reasoning is not None else message
         rollout.answers[answer.id] = rollout.history.record(node, new, kept, turn, request.tools, rendered)
+        if (continued := rollout.history.continues_tokens(turn)) is not None:
+            self.metrics.later_turns.labels("yes" if continued else "no").inc()
         if not parsed.calls:
             # A turn without calls usually ends the rollout. A later turn finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
@@ -270,11 +276,22 @@ class PolicyService:
         texts = self.rollout(rollout).texts
         return texts.before(turn), texts.sampled(turn)
 
-    def finish(self, rollout: str) -> None:
-        """Forget a rollout, if known: cancel its turns and free its slot."""
-        gone = self._rollouts.pop(rollout, None)
-        for turn in gone.turns if gone is not None else ():
+    def calls(self, rollout: str, run: str | None) -> RolloutCalls:
+        """Return the record of a rollout's calls. Creates the rollout, unless it is forgotten."""
+        if rollout in self._forgotten and rollout not in self._rollouts:
+            return RolloutCalls()
+        return self._rollout(TurnRequest(rollout, (), run=run)).calls
+
+    def revoke(self, rollout: str) -> None:
+        """Revoke a rollout's capability key and cancel its turns, if any."""
+        self.keys = {key: grant for key, grant in self.keys.items() if grant.rollout != rollout}
+        for turn in self._rollouts[rollout].turns if rollout in self._rollouts else ():
             turn.cancel()
+
+    def finish(self, rollout: str) -> None:
+        """Forget a rollout, if known: revoke its key, cancel its turns and free its slot."""
+        self.revoke(rollout)
+        gone = self._rollouts.pop(rollout, None)
         self.dispatcher.apply(self.dispatcher.pool.drop(rollout, time.monotonic()))
         if gone is not None:
             self.metrics.finished(gone.history.ledger.branches)
@@ -333,20 +350,19 @@ class PolicyService:
         if self.renderer is None:
             return request
         if request.tool_choice not in (None, "none"):
-            raise CallerError(
+            refuse(
+                "tool_choice",
                 "'auto' and 'none' are supported by an engine that takes tokens: a call that is forced by a grammar"
                 " is not written in the policy's format; leave it out, or set policy.engine to 'vllm_chat'",
-                field="tool_choice",
             )
+            request = replace(request, tool_choice=None)
         if request.effort is None:
             return request
         # The same variables as in vLLM.
         said = {"reasoning_effort": request.effort, "enable_thinking": request.effort != "none"}
         if not any(name in self.renderer.template.source for name in said):
-            raise CallerError(
-                "the chat template uses neither reasoning_effort nor enable_thinking: leave it out",
-                field="reasoning_effort",
-            )
+            why = "the chat template uses neither reasoning_effort nor enable_thinking: leave it out"
+            refuse("reasoning_effort", why)
         return replace(request, template_variables=said | dict(request.template_variables))
 
     def _find_continued_turn(self, rollout: RolloutState, request: TurnRequest) -> ConversationMatch:

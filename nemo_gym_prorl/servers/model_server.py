@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import orjson
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.encoders import jsonable_encoder
+from fastapi.responses import StreamingResponse
 from nemo_gym import base_responses_api_model
 from nemo_gym.anthropic_converter import AnthropicConverter
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
@@ -38,12 +39,14 @@ from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import Declared, invalid_body
 from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
+from nemo_gym_prorl.policy.calls import KEY_PREFIX, LEFT_OUT
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.http.callers import (
     TOKENS_HEADER,
     CancelOnDisconnect,
+    CapabilityKeyMiddleware,
     RolloutCaller,
     RolloutUrlMiddleware,
     caller_of,
@@ -54,7 +57,16 @@ from nemo_gym_prorl.policy.http.fields import (
     chat_fields_of_messages,
     chat_fields_of_responses,
 )
-from nemo_gym_prorl.policy.http.turn_requests import RequestTemplate, TurnRequests, answer_fields, read_object
+from nemo_gym_prorl.policy.http.program_calls import ProgramCalls
+from nemo_gym_prorl.policy.http.programs import adapt_messages, chat_stream, responses_stream
+from nemo_gym_prorl.policy.http.traces import traces_router
+from nemo_gym_prorl.policy.http.turn_requests import (
+    RequestTemplate,
+    TurnRequests,
+    answer_fields,
+    messages_of,
+    read_object,
+)
 from nemo_gym_prorl.policy.runtime import PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.text.template import Message, parse_arguments
@@ -98,6 +110,8 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
             **self.policy,
         )
         check_exposure(self.host, policy.control_token, field="policy.control_token")
+        if (policy.control_token or "").startswith(KEY_PREFIX):
+            raise CallerError(f"must not begin with {KEY_PREFIX}, as capability keys do", field="policy.control_token")
         if (getattr(self, "num_workers", None) or 1) > 1:
             raise CallerError(
                 "must be 1: a rollout's tokens live in one process; configure several model servers, and name them in "
@@ -160,8 +174,14 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             "/v1/messages": self._on_messages,
         }
         add_control_routes(app, self._runtime, dict.fromkeys(turns, Declared((400, 410, 500))))
+        app.include_router(traces_router(self._runtime, self._items))
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{model:path}")(self.models)
+        app.post("/v1/messages/count_tokens")(self.count_tokens)
         app.add_middleware(CancelOnDisconnect)
-        routes = {path: turn_route(answer, SESSION_ID_KEY) for path, answer in turns.items()}
+        routes = {
+            path: turn_route(ProgramCalls(self._runtime, answer), SESSION_ID_KEY) for path, answer in turns.items()
+        }
         session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
 
         def around(route: ASGIApp) -> ASGIApp:
@@ -169,7 +189,8 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
 
         def in_front(rest: ASGIApp) -> ASGIApp:
             direct = RolloutUrlMiddleware(DirectRoutes(rest, routes, around), whole=recorded)
-            return KeyGuard(direct, key=policy.control_token)
+            guarded = KeyGuard(direct, key=policy.control_token)
+            return CapabilityKeyMiddleware(guarded, direct, lambda key: self._runtime.service.keys.get(key))
 
         wrap_outermost(app, in_front)
         tune_garbage_collection()
@@ -195,39 +216,33 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
     # Turn routes in front of the application
 
     async def _on_responses(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
-        if (streamed := await self._streamed(request, caller, body, "responses")) is not None:
-            return streamed
-        return _json(await self._turns.answer(caller, body), caller)
+        answer = await self._turns.answer(caller, body)
+        return responses_stream(orjson.loads(answer)) if caller.streams else _json(answer, caller)
 
     async def _on_chat_completions(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
-        if (streamed := await self._streamed(request, caller, body, "chat_completions")) is not None:
-            return streamed
+        given = read_object(body)
+        options = (given.pop("stream"), given.pop("stream_options", None))[1] if caller.streams else None
+        adapt_messages("chat/completions", given)
         try:
-            requested = ChatRequest.model_validate(read_object(body))
+            requested = ChatRequest.model_validate(given)
         except ValidationError as error:
             raise invalid_body(error) from error
         completion = await self._complete(caller, requested)
+        if caller.streams:
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            return chat_stream(completion.model_dump(mode="json"), usage=usage)
         return _json(completion.model_dump_json(by_alias=True).encode(), caller)
 
     async def _on_messages(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
+        if isinstance(answer, StreamingResponse):
+            # A repeated request may get the same answer.
+            events = [str(event) async for event in answer.body_iterator]
+            answer = Response("".join(events), media_type=answer.media_type)
         if isinstance(answer, Response):
             return _with_tokens_header(answer, caller)
         return _json(orjson.dumps(jsonable_encoder(answer)), caller)
-
-    async def _streamed(self, request: Request, caller: RolloutCaller, body: bytes, api: str) -> Response | None:
-        """Answer a request with ``stream: true`` through Gym's dispatch of recent versions; ``None`` for any other
-        request.
-        """
-        dispatch = f"{api}_dispatch"
-        if not hasattr(SimpleResponsesAPIModel, dispatch) or b'"stream"' not in body:
-            return None
-        if (requested := read_object(body)).get("stream") is not True:
-            return None
-        setattr(request.state, _CALLER, caller)
-        answer: Response = await getattr(self, dispatch)(request, requested)
-        return answer
 
     # The same routes inside Gym's application, for its OpenAPI document and its own calls
 
@@ -274,11 +289,34 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return [item.model_dump(by_alias=True) for item in self._converter.postprocess_assistant_message_dict(message)]
 
     async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:
+        adapt_messages("messages", body)
         with conversion_errors():
             # Gym's handler converts again; converting here first separates conversion errors from later ones.
             AnthropicConverter().anthropic_request_to_responses(deepcopy(body))
             setattr(request.state, _MESSAGES_FIELDS, chat_fields_of_messages(body))
         return await super().messages(request, body)
+
+    async def count_tokens(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, int]:
+        """Count the tokens of a prompt; where engines render prompts, a token counts as 4 bytes."""
+        LEFT_OUT.set(set())
+        adapt_messages("messages", body)
+        with conversion_errors():
+            params = AnthropicConverter().anthropic_request_to_responses(body).model_dump(exclude_unset=True)
+        messages = messages_of([{"role": "system", "content": params.pop("instructions", "")}, *params.pop("input")])
+        asked = self._request_template(params, {}).turn_request
+        renderer = self._runtime.service.renderer
+        if renderer is None:
+            return {"input_tokens": len(orjson.dumps([messages, asked.tools])) // 4}
+        prompt = renderer.render_prompt(messages, asked.tools, variables=asked.template_variables)
+        return {"input_tokens": len(prompt.ids)}
+
+    async def models(self, model: str | None = None) -> dict[str, Any]:
+        """Describe a model, or list the one model of this server. Any name stands for that model."""
+        name = model or self.config.model
+        of_openai = {"object": "model", "created": 0, "owned_by": "nemo-gym-prorl"}
+        card = {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", **of_openai}
+        listing = {"object": "list", "data": [card], "has_more": False, "first_id": name, "last_id": name}
+        return card if model else listing
 
     async def _invoke_responses(
         self, request: Request, params: NeMoGymResponseCreateParamsNonStreaming
@@ -290,6 +328,12 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
                     # In the Messages API a call's input is always an object.
                     item.arguments = json.dumps(parse_arguments(item.arguments))
         return response
+
+    async def responses_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
+        """Drop a program's hosted tools, which Gym's dispatch does not read, and call Gym's to :meth:`responses`."""
+        if LEFT_OUT.get() is not None and isinstance(tools := body.get("tools"), list):
+            body["tools"] = [tool for tool in tools if tool.get("type") in ("function", "namespace")]
+        return await super().responses_dispatch(request, body)
 
     async def chat_completions_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
         """Drop litellm's notes on answers, which agents send back, and call Gym's dispatch to
@@ -339,7 +383,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
 def _caller(request: Request) -> RolloutCaller:
     """Return the caller of a request that came through Gym's application."""
     known: RolloutCaller | None = getattr(request.state, _CALLER, None)
-    return known or caller_of(request.headers, str(request.session[SESSION_ID_KEY]))
+    return known or caller_of(request, str(request.session[SESSION_ID_KEY]))
 
 
 def _json(body: bytes, caller: RolloutCaller) -> Response:

@@ -29,7 +29,7 @@ import orjson
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.network_access import Network
-from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
 
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,15 @@ class CountsToolCalls(Protocol):
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """Return counts by tool: ``{"bash": {"calls": 3, "errors": 1}}``. Available after :meth:`OpenTools.close`."""
+        ...
+
+
+@runtime_checkable
+class RunsScripts(Protocol):
+    """Tools that run shell scripts where the policy's commands run."""
+
+    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
+        """Run a script as the policy's user, in its folder, with its variables."""
         ...
 
 
@@ -346,6 +355,11 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
         ended = next((part for part in self._parts.values() if part.over), None)
         return await (ended or mine).call(tool, arguments)
 
+    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
+        """Run a script with the set that supports it."""
+        runner = next(part for part in self._parts.values() if isinstance(part, RunsScripts))
+        return await runner.run_script(script, timeout_s=timeout_s)
+
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """Return the call counts by tool, of the sets that count."""
         counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
@@ -406,6 +420,13 @@ class CombinedToolSet[First: OpenTools, Second: OpenTools]:
             await first.close()
             raise
         return CombinedTools(first, second, self._names_of_first)
+
+
+def offered_tools(row: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tools that the row offers the policy."""
+    params = row.get("responses_create_params")
+    tools = params.get("tools") if isinstance(params, dict) else None
+    return frozenset(str(tool["name"]) for tool in tools or () if isinstance(tool, dict) and "name" in tool)
 
 
 @contextmanager

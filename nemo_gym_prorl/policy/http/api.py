@@ -9,6 +9,7 @@ labelled and given new weights while rollouts run.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
@@ -22,9 +23,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.http.applications import health_router
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
+from nemo_gym_prorl.policy.calls import KEY_PREFIX, CallGrant
+from nemo_gym_prorl.policy.http.chat_requests import turn_request
+from nemo_gym_prorl.policy.http.fields import chat_fields_of_responses
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.tokens.branches import token_in_rate
 from nemo_gym_prorl.policy.tokens.conversations import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
 
@@ -77,6 +82,20 @@ class SavedRollout(BaseModel):
     began: datetime
     waited_s: float = 0.0
     turns: Annotated[list[SavedTurn], Field(min_length=1)]
+
+
+class NewKey(BaseModel):
+    """Body of ``POST /v1/rollouts/{rollout}/key``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    group: Annotated[str, Field(max_length=2000)] | None = None
+    run: _Label | None = None
+    max_turns: Annotated[int, Field(ge=1)] | None = None
+    max_total_tokens: Annotated[int, Field(ge=1)] | None = None
+    params: dict[str, Any] = Field(
+        default={}, description="Fields of the Responses API that override those of the calls."
+    )
 
 
 class Weights(BackendSelector):
@@ -180,6 +199,47 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
         runtime.service.restore(rollout, body.run, body.began, body.turns)
         return {"rollout": rollout, "turns": len(body.turns)}
 
+    @router.post("/v1/rollouts/{rollout}/key", status_code=201, responses=problem_responses())
+    async def issue_key(rollout: str, body: NewKey) -> dict[str, Any]:
+        """Create a rollout with a capability key, or replace the rollout's key.
+
+        As bearer token or `x-api-key`, it opens the model API for the turns of this rollout, within the limits.
+        `context` is the engines' context length, if known.
+        """
+        service = runtime.service
+        wanted = turn_request(chat_fields_of_responses(body.params), (), template_variables={}, extra_body={})
+        service.calls(rollout, body.run).limit = None
+        service.keys = {key: grant for key, grant in service.keys.items() if grant.rollout != rollout}
+        key = KEY_PREFIX + secrets.token_urlsafe(32)
+        service.keys[key] = CallGrant(
+            rollout,
+            **body.model_dump(exclude={"params"}),
+            sampling=wanted.sampling,
+            template_variables=wanted.template_variables,
+        )
+        return {"key": key, "context": min(filter(None, service.engine.contexts.values()), default=None)}
+
+    @router.delete("/v1/rollouts/{rollout}/key", responses=problem_responses())
+    async def revoke_key(rollout: str) -> dict[str, str]:
+        """Revoke a rollout's key and cancel its turns in flight. The tokens stay. Unknown rollouts are ignored."""
+        runtime.service.revoke(rollout)
+        return {"rollout": rollout}
+
+    @router.get("/v1/rollouts/{rollout}/calls", responses=problem_responses(410))
+    async def calls(rollout: str) -> dict[str, Any]:
+        """The calls of a rollout's program so far: turns, the limit that was met, and what was refused or left out."""
+        state = runtime.service.rollout(rollout)
+        return {
+            "turns": len(state.history.ledger.turns),
+            "in_flight": state.calls.in_flight,
+            "total_tokens": state.history.ledger.longest,
+            "limit": state.calls.limit,
+            "idle_s": time.monotonic() - state.calls.changed_at,
+            "refused": state.calls.refused,
+            "dropped": state.calls.dropped,
+            "failed": state.calls.failed,
+        }
+
     @router.delete("/v1/rollouts/{rollout}", responses=problem_responses())
     async def finish(rollout: str) -> dict[str, Any]:
         """Forget a rollout: cancel its turns and free its slot. Unknown rollouts are ignored."""
@@ -248,6 +308,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
         "run": state.run,
         "counts": asdict(state.counts),
         "log_probs": sorted(state.log_prob_modes),
+        "token_in_rate": token_in_rate(state.history),
         "sequences": [
             {
                 "ids": sequence.ids.tolist(),

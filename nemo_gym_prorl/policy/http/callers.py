@@ -3,7 +3,7 @@
 """The rollout that a request belongs to, and cancellation when its client disconnects.
 
 A client names its rollout in a header, or in the URL that it was given (Gym's harness agents know only their base
-URL). Other clients are identified by their session cookie.
+URL). A program in a sandbox has a capability key instead. Other clients are identified by their session cookie.
 
 A turn needs little of a web framework: no request and answer models, no dependencies, no middleware tasks. Routes of
 turns therefore run in front of FastAPI (:mod:`nemo_gym_prorl.http.applications`). This module gives them the session's
@@ -28,6 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.problems import ProblemError, answer_to
+from nemo_gym_prorl.policy.calls import DEAD_KEY, KEY_PREFIX, LEFT_OUT, CallGrant
+from nemo_gym_prorl.policy.http.programs import program_error
 from nemo_gym_prorl.policy.turns import TurnRequest
 
 
@@ -44,15 +46,22 @@ class RolloutCaller:
         group: name of its group, if given.
         run: run whose backends may sample it; ``None`` for those of no run.
         deferred: whether answers omit tokens.
+        streams: whether the answer is a stream.
+        grant: what the request's capability key allows, if it has one.
     """
 
     rollout: str
     group: str | None
     run: str | None
     deferred: bool
+    streams: bool = False
+    grant: CallGrant | None = None
 
     def complete(self, request: TurnRequest, **more: Any) -> TurnRequest:
-        """Return a request with this caller's rollout, group and run."""
+        """Return a request with this caller's rollout, group and run, and the parameters of its grant."""
+        if self.grant is not None:
+            more["sampling"] = request.sampling.overridden(self.grant.sampling)
+            more["template_variables"] = {**request.template_variables, **self.grant.template_variables}
         return replace(request, rollout=self.rollout, group=self.group, run=self.run, **more)
 
 
@@ -69,8 +78,16 @@ def decode_header(value: str) -> str:
     return unquote(value)
 
 
-def caller_of(headers: Headers, session: str) -> RolloutCaller:
-    """Return the rollout that the headers name, or else the session."""
+_GRANT = "prorl.grant"
+"""Key of a request's scope: what its capability key allows."""
+
+
+def caller_of(request: Request, session: str) -> RolloutCaller:
+    """Return the rollout that the capability key or the headers name, or else the session."""
+    grant: CallGrant | None = request.scope.get(_GRANT)
+    if grant is not None:
+        return RolloutCaller(grant.rollout, grant.group, grant.run, deferred=True, grant=grant)
+    headers = request.headers
     group = headers.get("x-rollout-group")
     return RolloutCaller(
         decode_header(headers.get("x-rollout-id", "")) or session,
@@ -92,11 +109,11 @@ def turn_route(
 
     async def route(request: Request) -> Response:
         session = request.session.get(field)
-        if session is None and not request.headers.get("x-rollout-id"):
+        if session is None and not request.headers.get("x-rollout-id") and _GRANT not in request.scope:
             session = str(uuid.uuid4())
         if session is not None:
             request.session[field] = session  # setting the field renews the cookie
-        return await answer(request, caller_of(request.headers, session or ""), await request.body())
+        return await answer(request, caller_of(request, session or ""), await request.body())
 
     return route
 
@@ -128,7 +145,9 @@ class RolloutUrlMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] == "http" and scope["path"].startswith(_PREFIX):
+        named = scope["type"] == "http" and scope["path"].startswith(_PREFIX)
+        LEFT_OUT.set(set() if named or _GRANT in scope else None)
+        if named:
             try:
                 scope = self._named(scope)
             except (CallerError, ProblemError) as error:
@@ -158,6 +177,41 @@ class RolloutUrlMiddleware:
             named["path"] = scope["path"].removeprefix(prefix)
             named["raw_path"] = scope["raw_path"].removeprefix(prefix.encode())
         return named
+
+
+_KEY = re.compile(rf"(?i:Bearer +)?({KEY_PREFIX}.*)")
+_OPEN_TO_KEYS = re.compile("POST /v1/(responses|chat/completions|messages(/count_tokens)?)|GET /v1/models(/.+)?")
+_NOT_FROM_PROGRAMS = (b"x-rollout-", b"authorization", b"x-api-key", b"cookie")
+
+
+class CapabilityKeyMiddleware:
+    """ASGI middleware: a request with a capability key reaches the model API of its rollout and nothing else.
+
+    Args:
+        guarded: the application behind the guard of the server's own key, for other requests.
+        model_api: the application without that guard.
+        find: returns what a capability key allows; ``None`` for a dead key.
+    """
+
+    def __init__(self, guarded: ASGIApp, model_api: ASGIApp, find: Callable[[str], CallGrant | None]) -> None:
+        self._guarded, self._model_api, self._find = guarded, model_api, find
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else {}
+        given = [_KEY.fullmatch(value) for name in ("authorization", "x-api-key") if (value := headers.get(name))]
+        key = next((found[1] for found in given if found), None)
+        grant = self._find(key) if key is not None else None
+        if key is None:
+            await self._guarded(scope, receive, send)
+        elif grant is None:
+            await program_error(ProblemError(*DEAD_KEY))(scope, receive, send)
+        elif _OPEN_TO_KEYS.fullmatch(f"{scope.get('method')} {scope['path']}") is None:
+            told = "a capability key opens /v1/responses, /v1/chat/completions, /v1/messages and /v1/models"
+            await program_error(ProblemError(404, "http-404", told))(scope, receive, send)
+        else:
+            kept = [(name, value) for name, value in scope["headers"] if not name.startswith(_NOT_FROM_PROGRAMS)]
+            await self._model_api({**scope, "headers": kept, _GRANT: grant}, receive, send)
 
 
 class CancelOnDisconnect:

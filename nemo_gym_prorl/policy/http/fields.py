@@ -4,15 +4,16 @@
 
 The three APIs use different names for the same parameters. A table per API maps each to the fields of chat
 completions. Fields of engines are passed on, values that ask for existing behaviour are accepted, and everything else
-is refused.
+is refused. Requests of agent programs lose such fields beforehand (:func:`leave_out_unserved`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.calls import refuse
 
 
 ENGINE_FIELDS = frozenset(
@@ -62,7 +63,7 @@ def check_fields(
         CallerError: names the first refused field.
     """
     for name, value in given.items():
-        if value is not None and name not in served and value not in _NO_OP_VALUES.get(name, ()):
+        if not _is_served(name, value, served):
             raise CallerError(
                 "is not served: leave it out, or put an engine's own field into metadata.extra_body",
                 field=name,
@@ -73,6 +74,10 @@ def check_fields(
             raise CallerError(
                 f"{tool.get('type')!r} is not supported: only functions can be called", field=f"tools.{index}.type"
             )
+
+
+def _is_served(name: str, value: object, served: Collection[str]) -> bool:
+    return value is None or name in served or value in _NO_OP_VALUES.get(name, ())
 
 
 def _unchanged(value: Any, field: str) -> Any:
@@ -128,6 +133,17 @@ _OF_MESSAGES: _Table = {
     "thinking.type": ("thinking", _thinking),
     "top_k": ("top_k", _unchanged),
 }
+_BY_GYM = ("model", "messages", "system", "max_tokens", "temperature", "top_p", "tools", "tool_choice", "stream")
+_APIS: Mapping[str, tuple[_Table, Collection[str], Collection[str | None]]] = {
+    "chat/completions": ({}, _SERVED, ("function",)),
+    "messages": (_OF_MESSAGES, _BY_GYM, (None, "custom")),
+    "responses": (
+        _OF_RESPONSES,
+        ("input", "instructions", "model", "previous_response_id", "tools", "store"),
+        ("function",),
+    ),
+}
+"""Table, fields that are read elsewhere, and types of tools that count as functions, by API."""
 
 
 def chat_fields_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +152,7 @@ def chat_fields_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CallerError: names a field that cannot be served.
     """
-    return _read(body, _OF_RESPONSES, ("input", "instructions", "model", "previous_response_id", "tools", "store"))
+    return _read(body, *_APIS["responses"])
 
 
 def chat_fields_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,8 +161,7 @@ def chat_fields_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CallerError: names a field that cannot be served.
     """
-    by_gym = ("model", "messages", "system", "max_tokens", "temperature", "top_p", "tools", "tool_choice", "stream")
-    chat = _read(body, _OF_MESSAGES, by_gym, (None, "custom"))
+    chat = _read(body, *_APIS["messages"])
     if "thinking" in chat:
         chat["reasoning_effort"] = chat.pop("thinking") or chat.get("reasoning_effort", "medium")
     if (body.get("tool_choice") or {}).get("disable_parallel_tool_use"):
@@ -155,17 +170,35 @@ def chat_fields_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(
-    body: Mapping[str, Any], table: _Table, elsewhere: Collection[str], tools: Collection[str | None] = ("function",)
+    body: Mapping[str, Any], table: _Table, elsewhere: Collection[str], tools: Collection[str | None]
 ) -> dict[str, Any]:
     """Convert the fields in a table, and refuse fields that are neither in the table nor read elsewhere."""
-    objects = {name.partition(".")[0] for name in table if "." in name}
-    given: dict[str, Any] = {}
-    for name, value in body.items():
-        if name not in objects or value is None:
-            given[name] = value
-        elif isinstance(value, dict):
-            given |= {f"{name}.{inner}": one for inner, one in value.items()}
-        else:
-            raise CallerError("must be an object", field=name)
+    given = {field: holder[name] for field, holder, name in _fields(body, table)}
     check_fields(given, {*table, *elsewhere}, tools)
     return {chat: read(given[name], name) for name, (chat, read) in table.items() if given.get(name) is not None}
+
+
+def leave_out_unserved(api: str, body: dict[str, Any]) -> None:
+    """Remove the fields and tools of a program's request that its API does not serve."""
+    table, elsewhere, types = _APIS[api]
+    for field, holder, name in _fields(body, table):
+        if not _is_served(field, holder[name], {*table, *elsewhere}):
+            refuse(field, "is not served")
+            del holder[name]
+    if isinstance(tools := body.get("tools"), list):
+        unknown = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") not in types]
+        for tool in unknown:
+            refuse(str(tool.get("type")), "is not served")
+        body["tools"] = [tool for tool in tools if tool not in unknown]
+
+
+def _fields(body: Mapping[str, Any], table: _Table) -> Iterator[tuple[str, Any, str]]:
+    """Yield each field's dotted name, the object that holds the field, and the name there."""
+    objects = {name.partition(".")[0] for name in table if "." in name}
+    for name, value in list(body.items()):
+        if name not in objects or value is None:
+            yield name, body, name
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{inner}", value, inner) for inner in list(value))
+        else:
+            raise CallerError("must be an object", field=name)

@@ -8,7 +8,7 @@ JSON text of the cache.
 
 Agents send texts, calls and their results, reasoning, and earlier turns, with or without tokens. Items are read as Gym
 0.7's converter reads them, except that each sampled turn stays a message of its own. All other items and fields are
-refused by name. Gym's converter makes the items of an answer.
+refused by name; a program's request loses them. Gym's converter makes the items of an answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import orjson
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.problems import invalid_body
+from nemo_gym_prorl.policy.calls import refuse
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.callers import RolloutCaller
+from nemo_gym_prorl.policy.http.programs import SEPARATOR, adapt_responses
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.template import Message
@@ -37,6 +39,7 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 
 _STATUSES = ("in_progress", "completed", "incomplete", None)
 _STATE = ("id", "status")
+_KINDS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def messages_of(items: object, turns: Sequence[LedgerTurn] = ()) -> list[Message]:
@@ -66,6 +69,9 @@ def messages_of(items: object, turns: Sequence[LedgerTurn] = ()) -> list[Message
             new: Message | None = _result(item, at)
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
             new = _text(item, at)
+        elif kind not in _KINDS:
+            refuse(f"{at}.type", f"{kind!r:.100} is none of {', '.join(_KINDS)}", str(kind))
+            continue
         else:
             new = None
             assistant.add(kind, item, at)
@@ -100,11 +106,8 @@ class _AssistantMessage:
                 self._content += "".join(f"<think>{text}</think>" for text in _thoughts(item, at) if text)
             case "function_call":
                 self._calls.append(_call(item, at))
-            case "message":
-                raise CallerError("must be user, system, developer or assistant", field=f"{at}.role")
             case _:
-                known = "message, reasoning, function_call or function_call_output"
-                raise CallerError(f"{kind!r:.100} is none of {known}", field=f"{at}.type")
+                raise CallerError("must be user, system, developer or assistant", field=f"{at}.role")
 
     def message(self) -> list[Message]:
         if not self._anything:
@@ -138,7 +141,7 @@ def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence
             raise CallerError("must be a text", field=f"{at}.{name}")
     for name, value in item.items():
         if value is not None and name not in texts and name not in free:
-            raise CallerError("is not supported: leave it out", field=f"{at}.{name}")
+            refuse(f"{at}.{name}", "is not supported: leave it out")
     if not isinstance(item.get("id"), str | None):
         raise CallerError("must be a text", field=f"{at}.id")
     if item.get("status") not in _STATUSES:
@@ -147,15 +150,18 @@ def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence
 
 def _parts(parts: object, at: str, kinds: Sequence[str]) -> list[str]:
     """Return the texts of a list of parts."""
+    texts: list[str] = []
     if not isinstance(parts, list):
         raise CallerError("must be a text or a list of parts", field=at)
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
             wanted = " or ".join(kinds)
-            raise CallerError(f"only text is supported ({wanted}), not {kind!r:.100}", field=f"{at}.{index}.type")
+            refuse(f"{at}.{index}.type", f"only text is supported ({wanted}), not {kind!r:.100}", str(kind))
+            continue
         _only(part, f"{at}.{index}", ("text", "type"), () if part.get("annotations") else ("annotations",))
-    return [part["text"] for part in parts]
+        texts.append(part["text"])
+    return texts
 
 
 def _text(item: Mapping[str, Any], at: str) -> Message:
@@ -168,11 +174,15 @@ def _text(item: Mapping[str, Any], at: str) -> Message:
 
 
 def _result(item: Mapping[str, Any], at: str) -> Message:
+    if isinstance(item.get("output"), list):
+        item = {**item, "output": "\n".join(_parts(item["output"], f"{at}.output", ("input_text",)))}
     _only(item, at, ("call_id", "output"), _STATE)
     return {"content": item["output"], "role": "tool", "tool_call_id": item["call_id"]}
 
 
 def _call(item: Mapping[str, Any], at: str) -> dict[str, Any]:
+    if isinstance(space := item.get("namespace"), str):
+        item = {**item, "namespace": None, "name": f"{space}{SEPARATOR}{item.get('name')}"}
     _only(item, at, ("arguments", "call_id", "name"), _STATE)
     function = {"arguments": item["arguments"], "name": item["name"]}
     return {"id": item["call_id"], "function": function, "type": "function"}
@@ -258,13 +268,14 @@ class TurnRequests:
         params = read_object(raw)
         if "input" not in params:
             raise CallerError("Field required", field="input")
+        spaces = adapt_responses(params)
         messages = messages_of(params.pop("input"), turns)
         after = params.pop("previous_response_id", None)
         if not (after is None or isinstance(after, str)):
             raise CallerError("must be a text", field="previous_response_id")
         template = self._template_of(params, more)
         answer = await service.turn(caller.complete(template.turn_request, messages=messages, after=after))
-        output = self._output(service, caller, answer)
+        output = [{**item, **spaces.get(item.get("name"), {})} for item in self._output(service, caller, answer)]
         return orjson.dumps({**template.envelope, **answer_fields(answer, after), "output": output})
 
     def _output(self, service: PolicyService, caller: RolloutCaller, answer: PolicyAnswer) -> list[dict[str, Any]]:

@@ -129,6 +129,11 @@ class TokenLedger:
         self._with_children: set[LedgerTurn] = set()
         self._by_tokens: dict[tuple[int, int], list[LedgerTurn]] = {}
 
+    @property
+    def longest(self) -> int:
+        """Length of the longest sequence."""
+        return max((turn.end for turn in self.turns), default=0)
+
     def append(
         self,
         parent: LedgerTurn | None,

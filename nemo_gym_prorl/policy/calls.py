@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of agent programs: what a rollout's capability key allows, and what became of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.problems import ProblemError
+from nemo_gym_prorl.policy.engines.engine import Sampling
+
+
+KEY_PREFIX = "rk-"
+"""Prefix of capability keys, so that middlewares, scanners and people recognise them."""
+DEAD_KEY = 401, "key-revoked", "the capability key is unknown or revoked"
+
+LEFT_OUT: ContextVar[set[str] | None] = ContextVar("left_out", default=None)
+"""Names of what the current request loses; ``None`` if it is no program's, and loses nothing."""
+
+
+def refuse(field: str, why: str, part: str | None = None) -> None:
+    """Refuse a part of a request, or note under its name that a program's request loses it.
+
+    Raises:
+        CallerError: the request is no program's.
+    """
+    left_out = LEFT_OUT.get()
+    if left_out is None:
+        raise CallerError(why, field=field)
+    left_out.add(part or re.sub(r"\.\d+", "", field))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallGrant:
+    """What a capability key allows: turns of one rollout, until it has ``max_turns`` turns or a sequence of
+    ``max_total_tokens``. ``sampling`` and ``template_variables`` override those of the calls.
+    """
+
+    rollout: str
+    group: str | None = None
+    run: str | None = None
+    max_turns: int | None = None
+    max_total_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SharedCall[T]:
+    """A call that several requests await. Cancelling the last of these requests cancels the call."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._task = asyncio.create_task(work)
+        self._requests = 0
+        self.is_cancelled = False
+
+    async def answer(self) -> T:
+        """Return the answer."""
+        self._requests += 1
+        try:
+            return await asyncio.shield(self._task)
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self.is_cancelled = self._task.cancel()
+
+
+@dataclass(slots=True)
+class RolloutCalls:
+    """What became of a rollout's calls.
+
+    Attributes:
+        limit: limit that a call met.
+        refused: number of calls by the status that refused them.
+        dropped: number of calls by the name of a part that was left out.
+        in_flight: calls without an answer.
+        failed: whether the server failed to answer the latest call.
+        changed_at: when a call last began or ended, by the monotonic clock.
+        kept: latest calls, by a digest of their requests, for requests that are repeated.
+    """
+
+    limit: str | None = None
+    refused: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    failed: bool = False
+    changed_at: float = field(default_factory=time.monotonic)
+    kept: OrderedDict[bytes, SharedCall[Any]] = field(default_factory=OrderedDict)
+
+    def changed(self, number: int) -> None:
+        """Count a call that begins (1) or ends (-1)."""
+        self.in_flight += number
+        self.changed_at = time.monotonic()
+
+    def check(self, grant: CallGrant, turns: int, tokens: int) -> None:
+        """Raise 403, which clients do not retry, if a key's limit is reached.
+
+        Args:
+            grant: what the key allows.
+            turns: number of turns so far.
+            tokens: length of the longest sequence.
+        """
+        if grant.max_turns is not None and turns + self.in_flight > grant.max_turns:
+            self.limit = "max_turns"
+        elif grant.max_total_tokens is not None and tokens >= grant.max_total_tokens:
+            self.limit = "max_total_sequence_length"
+        else:
+            return
+        raise ProblemError(403, "limit-reached", f"the rollout has reached its {self.limit}")

@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of agent programs: limits, repeated requests, keep-alive, and a record of each call.
+
+A client that repeats a request gets the same turn, so a lost connection adds no branch. A stream begins with comments
+while its turn waits or is sampled, because programs and proxies drop silent connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from hashlib import blake2b
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from nemo_gym_prorl.http.problems import KNOWN_ERRORS, ProblemError
+from nemo_gym_prorl.policy.calls import DEAD_KEY, LEFT_OUT, RolloutCalls, SharedCall
+from nemo_gym_prorl.policy.http.callers import RolloutCaller
+from nemo_gym_prorl.policy.http.programs import program_error
+from nemo_gym_prorl.policy.http.turn_requests import read_object
+from nemo_gym_prorl.policy.runtime import PolicyRuntime
+
+
+KEEP_ALIVE_S = 3.0  # clients and proxies drop connections that are silent for 5 s or more
+_MAX_KEPT = 8
+"""Calls that a rollout keeps for repeated requests; programs make few at once."""
+
+
+type Answer = Callable[[Request, RolloutCaller, bytes], Awaitable[Response]]
+
+
+class ProgramCalls:
+    """Handler of a route's turn requests, which records those of programs."""
+
+    def __init__(self, runtime: PolicyRuntime, answer: Answer) -> None:
+        self._runtime, self._answer = runtime, answer
+
+    async def __call__(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
+        """Answer one request."""
+        streams = b'"stream"' in body and read_object(body).get("stream") is True
+        if not streams and LEFT_OUT.get() is None:
+            return await self._answer(request, caller, body)
+        caller = replace(caller, streams=streams, deferred=caller.deferred or streams)
+        calls = self._runtime.service.calls(caller.rollout, caller.run)
+        key, repeats = _repetition(request, body)
+        call = calls.kept.get(key) if repeats else None
+        if call is None or call.is_cancelled:
+            call = SharedCall(self._call(request, caller, body, calls, key))
+            if key:
+                calls.kept[key] = call
+                if len(calls.kept) > _MAX_KEPT:
+                    calls.kept.popitem(last=False)
+        return await (_kept_alive(call) if streams else call.answer())
+
+    async def _call(
+        self, request: Request, caller: RolloutCaller, body: bytes, calls: RolloutCalls, key: bytes
+    ) -> Response:
+        service, grant, answer = self._runtime.service, caller.grant, None
+        LEFT_OUT.set(left_out := set[str]())
+        calls.changed(+1)
+        try:
+            if grant is not None:
+                if grant not in service.keys.values():
+                    raise ProblemError(*DEAD_KEY)  # revoked while the body arrived
+                ledger = service.ledger(caller.rollout)
+                calls.check(grant, len(ledger.turns), ledger.longest)
+            answer = await self._answer(request, caller, body)
+            calls.failed = False
+        except KNOWN_ERRORS as error:
+            answer = program_error(error)
+            calls.refused[str(answer.status_code)] += 1
+            calls.failed = answer.status_code >= 500
+        except Exception:
+            calls.failed = True
+            raise
+        finally:
+            calls.changed(-1)
+            calls.dropped.update(left_out)
+            if answer is None or answer.status_code >= 400:
+                calls.kept.pop(key, None)
+        return answer
+
+
+def _repetition(request: Request, body: bytes) -> tuple[bytes, bool]:
+    """Return a digest that a request shares with its repetitions, and whether the request may be a repetition.
+
+    Clients name repetitions by a key, or count them from 0. A request with neither has no digest.
+    """
+    name, count = (request.headers.get(header) for header in ("idempotency-key", "x-stainless-retry-count"))
+    if name is None and count is None:
+        return b"", False
+    parts = (request.url.path.encode(), (name or "").encode(), body)
+    return b"".join(blake2b(part).digest() for part in parts), name is not None or count != "0"
+
+
+async def _kept_alive(call: SharedCall[Response]) -> Response:
+    """Return the answer, or after ``KEEP_ALIVE_S`` a stream that sends comments until the answer comes."""
+    waiting = asyncio.ensure_future(call.answer())
+    try:
+        await asyncio.wait([waiting], timeout=KEEP_ALIVE_S)
+    except asyncio.CancelledError:
+        waiting.cancel()
+        raise
+    if waiting.done():
+        return waiting.result()
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            while not waiting.done():
+                yield b": keep-alive\n\n"
+                await asyncio.wait([waiting], timeout=KEEP_ALIVE_S)
+            answer = waiting.result()
+            yield (
+                bytes(answer.body) if answer.status_code < 400 else b"event: error\ndata: %b\n\n" % bytes(answer.body)
+            )
+        finally:
+            waiting.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

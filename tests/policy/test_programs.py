@@ -1,0 +1,402 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Finished agent programs at the model server: their wire, capability keys, limits, repeated requests, keep-alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import Request
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.http import program_calls
+from tests.policy.runtimes import server
+from tests.policy.scripted_engine import ScriptedEngine, saved
+from tests.policy.test_prorl_model import BYTES, CHATML
+from tests.rollout.serving import serve as serving
+
+
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"what": "box"}}\n</tool_call><|im_end|>'
+PARAMETERS = {"type": "object", "properties": {"what": {"type": "string"}}}
+LOOK = {"name": "look", "description": "Look.", "parameters": PARAMETERS}
+HI = {"role": "user", "content": "hi"}
+RESPONSES, CHAT, MESSAGES = "responses", "chat/completions", "messages"
+
+
+class SlowEngine(ScriptedEngine):
+    """Engine that answers a turn once it may."""
+
+    def __init__(self, texts: Iterator[str] | None) -> None:
+        super().__init__(BYTES, texts)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def _completions(self, request: Request) -> Any:
+        answer = await super()._completions(request)
+        if len(self.seen):
+            await self.may_answer.wait()
+        return answer
+
+
+@dataclass
+class Program:
+    """A program's client, and its engine; ``control`` is the deployment's own client."""
+
+    url: str
+    engine: SlowEngine
+    http: aiohttp.ClientSession
+    control: aiohttp.ClientSession
+
+    async def key(self, rollout: str = "r", **limits: Any) -> str:
+        async with self.control.post(f"{self.url}/v1/rollouts/{rollout}/key", json=limits) as said:
+            assert said.status == 201, await said.text()
+            return str((await said.json())["key"])
+
+    async def post(self, api: str, body: Any, key: str, **headers: str) -> tuple[int, str]:
+        given = {"Authorization": f"Bearer {key}"} | {name.replace("_", "-"): one for name, one in headers.items()}
+        async with self.http.post(f"{self.url}/v1/{api}", json=body, headers=given) as said:
+            return said.status, await said.text()
+
+    async def asked(self, path: str) -> Any:
+        async with self.control.get(f"{self.url}/v1/rollouts/{path}") as said:
+            assert said.status == 200, await said.text()
+            return await said.json()
+
+
+@contextlib.asynccontextmanager
+async def program(
+    folder: Path, texts: Iterator[str] | None = None, token: str | None = None
+) -> AsyncIterator[Program]:
+    engine = SlowEngine(texts)
+    policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, CHATML), "control_token": token}
+    control = {"Authorization": f"Bearer {token}"} if token else {}
+    async with (
+        serving(engine.app()) as upstream,
+        serving(server(upstream, folder, policy=policy).setup_webserver()) as url,
+        aiohttp.ClientSession() as http,
+        aiohttp.ClientSession(headers=control) as deployment,
+    ):
+        yield Program(url, engine, http, deployment)
+
+
+# The wire
+
+CODEX = {
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Obey."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}], "phase": "x"},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "secret"},
+        {"type": "custom_tool_call", "call_id": "c0", "name": "patch", "input": "x"},
+        {"type": "function_call", "call_id": "c1", "name": "look", "namespace": "eyes", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1"}
+        | {"output": [{"type": "input_text", "text": "fox"}, {"type": "input_image", "image_url": "data:"}]},
+    ],
+    "tools": [
+        {"type": "function", **LOOK, "strict": False},
+        {"type": "web_search", "external_web_access": True},
+        {"type": "namespace", "name": "eyes", "description": "", "tools": [{"type": "function", **LOOK}]},
+        {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
+    ],
+    **{"model": "gpt-x", "instructions": "You are an agent.", "tool_choice": "auto", "parallel_tool_calls": False},
+    **{"reasoning": {"effort": "medium", "summary": "detailed", "context": "x"}, "store": False, "stream": True},
+    **{"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x", "client_metadata": {"a": "b"}},
+    "text": {"verbosity": "low"},
+}
+OF_CODEX = {
+    *("web_search", "custom", "custom_tool_call", "input_image", "input.phase", "input.encrypted_content"),
+    *("include", "prompt_cache_key", "client_metadata", "text.verbosity", "reasoning.summary", "reasoning.context"),
+    "reasoning_effort",
+}
+SEEN = [{"type": "text", "text": "fox"}, {"type": "image", "source": {}}]
+CLAUDE = {
+    "system": [{"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": SEEN}]},
+        {"role": "system", "content": "Be brief."},
+    ],
+    "tools": [
+        {"name": "look", "description": "Look.", "input_schema": PARAMETERS},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    **{"model": "claude-x", "max_tokens": 64, "thinking": {"type": "adaptive"}, "stream": True},
+    **{"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}, "diagnostics": {"x": 1}},
+}
+OF_CLAUDE = {"web_search_20250305", "context_management", "diagnostics", "image", "reasoning_effort"}
+CALLED = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+QWEN = {
+    "messages": [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": CALLED},
+        {"role": "tool", "tool_call_id": "c1", "content": "fox"},
+    ],
+    "tools": [{"type": "function", "function": LOOK}],
+    **{"model": "qwen-x", "n": 2, "verbosity": "low", "stream": True, "stream_options": {"include_usage": True}},
+}
+OF_QWEN = {"image_url", "n", "verbosity"}
+WIRES = {"codex": (RESPONSES, CODEX, OF_CODEX), "claude": (MESSAGES, CLAUDE, OF_CLAUDE), "qwen": (CHAT, QWEN, OF_QWEN)}
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def called(api: str, text: str) -> dict[str, Any]:
+    """Return name, namespace and arguments of the one call in a stream."""
+    events = events_of(text)
+    if api == RESPONSES:
+        assert [event["type"] for event in (events[0], events[-1])] == ["response.created", "response.completed"]
+        (item,) = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        return {name: item.get(name) for name in ("name", "namespace", "arguments")}
+    if api == CHAT:
+        assert text.endswith("data: [DONE]\n\n")
+        assert events[-1]["usage"]["completion_tokens"] > 0
+        assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+        (call,) = events[0]["choices"][0]["delta"]["tool_calls"]
+        return dict(call["function"])
+    (block,) = [one["content_block"] for one in events if one["type"] == "content_block_start"]
+    (delta,) = [one["delta"] for one in events if one["type"] == "content_block_delta"]
+    return {"name": block["name"], "arguments": delta["partial_json"]}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("by", ["key", "url", "stream"])
+async def test_a_programs_request_loses_what_cannot_be_served(tmp_path: Path, wire: str, by: str) -> None:
+    """Both requests are sampled: nothing marks the second as a repetition."""
+    api, body, dropped = WIRES[wire]
+    texts = itertools.repeat(CALL % ("eyes__look" if api == RESPONSES else "look"))
+    async with program(tmp_path, texts) as agent:
+        headers = {"Authorization": f"Bearer {await agent.key()}"} if by == "key" else {"X-Rollout-Id": "r"}
+        url = f"{agent.url}/ng-rollout/r/v1/{api}" if by == "url" else f"{agent.url}/v1/{api}?beta=true"
+        for _ in range(2):
+            async with agent.http.post(url, json=body, headers=headers) as said:
+                text = await said.text()
+                assert (said.status, said.content_type) == (200, "text/event-stream"), text
+            call = called(api, text)
+            assert json.loads(call.pop("arguments")) == {"what": "box"}
+            assert call == {"name": "look"} | ({"namespace": "eyes"} if api == RESPONSES else {})
+            assert "token_ids" not in text
+        prompt = BYTES.decode(agent.engine.seen[0]["prompt"])
+        assert all(word in prompt for word in ("You are an agent.", "fox", '"look"'))
+        record = await agent.asked("r/calls")
+        assert record["dropped"] == dict.fromkeys(dropped, 2)
+        assert (record["turns"], record["in_flight"], record["refused"], record["limit"]) == (2, 0, {}, None)
+        assert record["total_tokens"] == len(agent.engine.seen[0]["prompt"]) + len(BYTES.encode(next(texts)))
+        assert 0 <= record["idle_s"] < 60
+
+
+async def test_models_and_counts(tmp_path: Path) -> None:
+    """Any name is a model, and a count is the length of the prompt that a turn would have."""
+    async with program(tmp_path) as agent:
+        headers = {"x-api-key": await agent.key()}
+        for name in ("", "/gpt-x", "/org/name"):
+            async with agent.http.get(f"{agent.url}/v1/models{name}?limit=9", headers=headers) as said:
+                assert said.status == 200
+                told = await said.json()
+                assert (told if name else told["data"][0])["id"] == (name[1:] or "tiny")
+        key = headers["x-api-key"]
+        status, text = await agent.post("messages/count_tokens", CLAUDE, key)
+        assert status == 200, text
+        assert (await agent.post(MESSAGES, CLAUDE, key))[0] == 200
+        assert json.loads(text) == {"input_tokens": len(agent.engine.seen[0]["prompt"])}
+
+
+# Keys
+
+OPEN = [("POST", "/v1/responses"), ("POST", "/v1/chat/completions"), ("POST", "/v1/messages"), ("GET", "/v1/models")]
+CLOSED = [
+    *(("GET", f"/v1/rollouts/{rollout}/{what}") for rollout in "rs" for what in ("tokens", "calls", "turns")),
+    *(("POST", "/v1/rollouts/r/key"), ("DELETE", "/v1/rollouts/r/key"), ("DELETE", "/v1/rollouts/r")),
+    *(("GET", "/v1/backends"), ("POST", "/v1/backends"), ("GET", "/metrics"), ("GET", "/healthz")),
+    *(("GET", "/openapi.json"), ("GET", "/v1/responses"), ("POST", "/ng-rollout/s/v1/responses")),
+    *(("POST", "/v1/responses/"), ("POST", "/v1//responses"), ("GET", "/v1/models/"), ("GET", "/")),
+]
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+@pytest.mark.parametrize("header", ["Authorization", "x-api-key"])
+async def test_a_key_opens_the_model_api_of_its_rollout_only(tmp_path: Path, token: str | None, header: str) -> None:
+    async with program(tmp_path, token=token) as agent:
+        replaced, live, revoked = await agent.key(), await agent.key(group="g"), await agent.key("s")
+        async with agent.control.delete(f"{agent.url}/v1/rollouts/s/key") as said:
+            assert said.status == 200
+        for key in (replaced, live, revoked, "rk-guess"):
+            given = {header: f"Bearer {key}" if header == "Authorization" else key, "X-Rollout-Id": "s"}
+            for method, path in (*OPEN, *CLOSED):
+                async with agent.http.request(method, agent.url + path, json=[], headers=given) as said:
+                    opened = 404 if (method, path) in CLOSED else 422 if method == "POST" else 200
+                    wanted = opened if key == live else 401
+                    assert said.status == wanted, (method, path, await said.text())
+                    assert wanted == 200 or (await said.json())["error"]["message"]
+        # The headers of a request with a key name no other rollout.
+        await agent.post(CHAT, {"messages": [HI]}, live, X_Rollout_Id="s", X_Rollout_Run="x")
+        assert [(await agent.asked(f"{rollout}/calls"))["turns"] for rollout in "rs"] == [1, 0]
+        assert (await agent.asked("r/calls"))["refused"] == {"422": 3}
+        async with agent.control.delete(f"{agent.url}/v1/rollouts/r") as said:
+            assert said.status == 200
+        assert (await agent.post(CHAT, {"messages": [HI]}, live))[0] == 401
+
+
+async def test_a_revoked_key_ends_its_turns_and_leaves_the_tokens(tmp_path: Path) -> None:
+    async with program(tmp_path) as agent:
+        key = await agent.key()
+        assert (await agent.post(CHAT, {"messages": [HI]}, key))[0] == 200
+        agent.engine.may_answer.clear()
+        turn = asyncio.create_task(agent.post(CHAT, {"messages": [HI]}, key))
+        await until(lambda: len(agent.engine.seen) == 2)
+        async with agent.control.delete(f"{agent.url}/v1/rollouts/r/key") as said:
+            assert said.status == 200
+        assert (await turn)[0] == 410
+        assert (await agent.post(CHAT, {"messages": [HI]}, key))[0] == 401
+        assert len((await agent.asked("r/tokens"))["answers"]) == 1
+
+
+async def test_a_token_of_the_deployment_is_no_capability_key() -> None:
+    with pytest.raises(CallerError, match=r"policy\.control_token: must not begin with rk-"):
+        server([], Path(), policy={"control_token": "rk-x"}).setup_webserver()
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    RESPONSES: {"input": "hi"},
+    CHAT: {"messages": [HI]},
+    MESSAGES: {"model": "m", "max_tokens": 64, "messages": [HI]},
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit", "turns"),
+    [
+        ({"max_turns": 2}, "max_turns", 2),
+        ({"max_total_tokens": 10}, "max_total_sequence_length", 1),
+        ({"max_total_tokens": 10_000, "max_turns": 9}, None, 3),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_limit_ends_the_calls(
+    tmp_path: Path, limits: dict[str, int], limit: str | None, turns: int, streams: bool
+) -> None:
+    async with program(tmp_path) as agent:
+        key = await agent.key(**limits)
+        said = [await agent.post(api, body | {"stream": streams}, key) for api, body in BODIES.items()]
+        assert [status for status, _ in said] == [200] * turns + [403] * (3 - turns)
+        for _, text in said[turns:]:
+            assert str(limit) in json.loads(text)["error"]["message"]
+        record = await agent.asked("r/calls")
+        assert (record["turns"], record["limit"]) == (turns, limit)
+        assert record["refused"] == ({"403": 3 - turns} if limit else {})
+        assert (await agent.post(CHAT, BODIES[CHAT], await agent.key()))[0] == 200
+        assert (await agent.asked("r/calls"))["limit"] is None
+
+
+async def test_turns_in_flight_count(tmp_path: Path) -> None:
+    async with program(tmp_path) as agent:
+        key = await agent.key(max_turns=2)
+        agent.engine.may_answer.clear()
+        turns = [asyncio.create_task(agent.post(CHAT, {"messages": [HI]}, key)) for _ in range(4)]
+        await until(lambda: sum(turn.done() for turn in turns) == 2)
+        assert (await agent.asked("r/calls"))["in_flight"] == 2
+        agent.engine.may_answer.set()
+        assert sorted([(await turn)[0] for turn in turns]) == [200, 200, 403, 403]
+
+
+# Repeated requests and keep-alive
+
+
+async def until(met: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not met():
+            await asyncio.sleep(0.01)
+
+
+NAMED, OTHER, FIRST, AGAIN = (
+    *({"Idempotency_Key": "a", "x_stainless_retry_count": "0"}, {"Idempotency_Key": "b"}),
+    *({"x_stainless_retry_count": "0"}, {"x_stainless_retry_count": "1"}),
+)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "other_body", "same"),
+    [
+        (NAMED, NAMED, False, True),
+        (NAMED, NAMED, True, False),
+        (NAMED, OTHER, False, False),
+        (FIRST, AGAIN, False, True),
+        (FIRST, AGAIN, True, False),
+        (FIRST, FIRST, False, False),
+        ({}, {}, False, False),
+    ],
+)
+async def test_a_repeated_request_gets_the_same_turn(
+    tmp_path: Path, in_flight: bool, first: dict[str, str], second: dict[str, str], other_body: bool, same: bool
+) -> None:
+    async with program(tmp_path) as agent:
+        key, body = await agent.key(), {"messages": [HI]}
+        if in_flight:
+            agent.engine.may_answer.clear()
+        one = asyncio.create_task(agent.post(CHAT, body, key, **first))
+        await until(lambda: one.done() or (in_flight and len(agent.engine.seen) == 1))
+        two = asyncio.create_task(agent.post(CHAT, body | {"seed": 1} if other_body else body, key, **second))
+        if in_flight and same:
+            await asyncio.sleep(0.2)  # the second has joined
+            one.cancel()  # its client has gone; the other still waits
+            await asyncio.wait([one])
+        agent.engine.may_answer.set()
+        assert (await two)[0] == 200
+        assert one.cancelled() or (await one == await two) == same
+        assert len(agent.engine.seen) == (await agent.asked("r/calls"))["turns"] == 2 - same
+
+
+async def test_a_failed_call_is_sampled_when_it_is_repeated(tmp_path: Path) -> None:
+    async with program(tmp_path) as agent:
+        key = await agent.key()
+        agent.engine.status = 400
+        status, text = await agent.post(CHAT, {"messages": [HI]}, key, **NAMED)
+        assert status >= 400
+        assert json.loads(text)["error"]["message"]
+        agent.engine.status = 200
+        assert (await agent.post(CHAT, {"messages": [HI]}, key, **NAMED))[0] == 200
+
+
+@pytest.mark.parametrize("api", BODIES)
+async def test_a_stream_is_kept_alive_before_its_turn(
+    tmp_path: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error then becomes the last event, and a client that hangs up cancels the turn."""
+    monkeypatch.setattr(program_calls, "KEEP_ALIVE_S", 0.05)
+    async with program(tmp_path) as agent:
+        headers = {"x-api-key": await agent.key()}
+        for ends in ("answered", "deleted", "hung up"):
+            agent.engine.may_answer.clear()
+            async with agent.http.post(
+                f"{agent.url}/v1/{api}", json=BODIES[api] | {"stream": True}, headers=headers
+            ) as said:
+                assert (said.status, said.content_type) == (200, "text/event-stream")
+                assert await said.content.readexactly(28) == b": keep-alive\n\n" * 2
+                if ends == "hung up":
+                    break
+                if ends == "deleted":
+                    await agent.control.delete(f"{agent.url}/v1/rollouts/r/key")
+                agent.engine.may_answer.set()
+                events = events_of(await said.text())
+            if ends == "answered":
+                assert len(events) > 1
+            else:
+                assert [event["error"]["code"] for event in events] == ["rollout-gone"]
+                headers = {"x-api-key": await agent.key()}
+        async with asyncio.timeout(60):
+            while (await agent.asked("r/calls"))["in_flight"]:
+                await asyncio.sleep(0.01)
+        assert (await agent.asked("r/calls"))["turns"] == 1
