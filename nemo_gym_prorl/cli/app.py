@@ -21,8 +21,8 @@ import typer
 
 from nemo_gym_prorl.cli.backends import backends_app
 from nemo_gym_prorl.cli.data.commands import data_app
-from nemo_gym_prorl.cli.harness import harness_app
 from nemo_gym_prorl.cli.image.commands import image_app
+from nemo_gym_prorl.cli.image.harness import harness_app
 from nemo_gym_prorl.cli.keys import key_app
 from nemo_gym_prorl.cli.options import Token, Url
 
