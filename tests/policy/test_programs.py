@@ -255,10 +255,20 @@ async def test_a_revoked_key_ends_its_turns_and_leaves_the_tokens(tmp_path: Path
         assert (await agent.post(CHAT, {"messages": [HI]}, key))[0] == 200
         agent.engine.may_answer.clear()
         turn = asyncio.create_task(agent.post(CHAT, {"messages": [HI]}, key))
+        revoked = asyncio.Event()
+
+        async def late() -> AsyncIterator[bytes]:
+            yield b'{"messages": [{"role": "user",'
+            await revoked.wait()
+            yield b'"content": "hi"}]}'
+
+        slow = asyncio.create_task(agent.http.post(f"{agent.url}/v1/{CHAT}", data=late(), headers={"x-api-key": key}))
         await until(lambda: len(agent.engine.seen) == 2)
+        await asyncio.sleep(0.2)  # the other request has come, without its body
         async with agent.control.delete(f"{agent.url}/v1/rollouts/r/key") as said:
             assert said.status == 200
-        assert (await turn)[0] == 410
+        revoked.set()
+        assert ((await turn)[0], (await slow).status) == (410, 401)
         assert (await agent.post(CHAT, {"messages": [HI]}, key))[0] == 401
         assert len((await agent.asked("r/tokens"))["answers"]) == 1
 
