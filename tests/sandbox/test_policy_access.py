@@ -310,13 +310,14 @@ SEARCH = "cat /proc/*/environ /proc/*/cmdline; env; grep -rs rk-own- /tmp /root 
 def ways_out(service: int, own_address: str) -> dict[str, Any]:
     """Ways to another rollout's policy, to a service of the host and to the host: requests, or programs."""
     get = f"GET /v1/x HTTP/1.1\n{HOST}\n"
+    one = f"{get}Connection: close\n"
     return {
-        "another's key": get + "Authorization: Bearer rk-b",
-        "another's key, in other fields": get + "X-Api-Key: rk-b\nx_api_key: rk-b\nProxy-Authorization: rk-b",
-        "two keys": get + "Authorization: Bearer rk-b\nAUTHORIZATION: Bearer rk-b\nConnection: X-Api-Key",
-        "another's rollout": get + "X-Rollout-Id: b\nx_rollout_id: b\nX-Rollout-Run: b\nX-ProRL-Lease: b",
-        "another's session": get + "Cookie: session=rk-b",
-        "another's address": get + "X-Forwarded-For: rk-b\nForwarded: for=rk-b\nX-Real-IP: rk-b",
+        "another's key": one + "Authorization: Bearer rk-b",
+        "another's key, in other fields": one + "X-Api-Key: rk-b\nx_api_key: rk-b\nProxy-Authorization: rk-b",
+        "two keys": one + "Authorization: Bearer rk-b\nAUTHORIZATION: Bearer rk-b\nConnection: X-Api-Key",
+        "another's rollout": one + "X-Rollout-Id: b\nx_rollout_id: b\nX-Rollout-Run: b\nX-ProRL-Lease: b",
+        "another's session": one + "Cookie: session=rk-b",
+        "another's address": one + "X-Forwarded-For: rk-b\nForwarded: for=rk-b\nX-Real-IP: rk-b",
         "another's rollout, in the path": f"GET /ng-rollout/b/v1/x HTTP/1.1\n{HOST}",
         "dots in the path": f"DELETE /v1/%2E%2e/v1/rollouts/b HTTP/1.1\n{HOST}",
         "a URL of the service": f"GET http://127.0.0.1:{service}/ HTTP/1.1\nHost: 127.0.0.1:{service}",

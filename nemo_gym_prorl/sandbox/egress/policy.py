@@ -46,6 +46,7 @@ _CALLER = re.compile(r"authorization|(x-)?api-key|cookie|forwarded|x-(real-ip|(f
 _FRAMING = ("content-length", "transfer-encoding", "trailer", "expect")
 _STATUS = re.compile(r"HTTP/1\.[01] ([2-5]\d\d)( .*)?")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
+_tls = cache(ssl.create_default_context)  # reads all authorities, which takes long
 
 
 class BadBody(OSError):
@@ -125,11 +126,6 @@ class PolicyAccess(SandboxPort):
         if request.size != 0:
             fields.append("Transfer-Encoding: chunked" if request.size is None else f"Content-Length: {request.size}")
         return "\r\n".join([f"{method} {target} HTTP/1.1", *self._own_fields, *fields, "", ""]).encode("latin-1")
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 def _unreachable(error: Exception) -> Refusal:
