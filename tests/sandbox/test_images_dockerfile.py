@@ -12,6 +12,7 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile
+from nemo_gym_prorl.sandbox.images import pull
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore, config_of
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -148,8 +149,9 @@ def test_a_step_that_fails_is_named_by_its_line_and_leaves_no_image(
 
 
 def test_a_base_is_replaced_only_by_the_users_word(
-    order: DockerfileRequest, store: ImageStore, runtime: Runtime
+    order: DockerfileRequest, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pull, "_is_transient", lambda _error: False)  # asks the registry once
     order.dockerfile.write_text("FROM localhost:9/none:1\nRUN true")
     with pytest.raises(CallerError, match=f"--replace: no FROM names '{BASE}', only localhost:9/none:1"):
         build_dockerfile(order, store, runtime, ignore_progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.prorl_code.conftest import serving
-from tests.tasks.harbor.cheats import CHEATS, CHECK, PAY_IN_SHARED, TEST, make_tools
+from tests.tasks.harbor.cheats import CHEATS, CHECK, TEST, make_tools
 from tests.tasks.harbor.folders import ANSWER, make_task, play, row_of, shown
 
 
@@ -44,10 +44,3 @@ async def rewards(folder: Path, strict: object) -> dict[str, object]:
 async def test_no_cheat_earns_a_reward_or_escapes_its_grade(tmp_path: Path, strict: object) -> None:
     found = await rewards(tmp_path, strict)
     assert {name: reward for name, reward in found.items() if reward != 0.0} == {}
-
-
-@pytest.mark.long("tells what is known not to hold")
-async def test_only_cheats_on_the_verifiers_own_programs_pay_in_the_mode_shared(tmp_path: Path) -> None:
-    found = await rewards(tmp_path, False)
-    assert {name for name, reward in found.items() if reward == 1.0} == PAY_IN_SHARED
-    assert {name: reward for name, reward in found.items() if reward not in (0.0, 1.0)} == {}

@@ -12,7 +12,7 @@ import pytest
 from nemo_gym_prorl.sandbox.images.builder import APT_BASE
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.task import Grade
-from tests.conftest import LONG
+from tests.conftest import LONG, tiered
 from tests.tasks.swe import records, tally
 from tests.tasks.swe.test_cheating import append
 
@@ -214,10 +214,12 @@ CHEATS = {
     "is a plugin of the runner's": (PLUGIN, "any_answer"),
 }
 
+FIRST = ("rewrites the tests", "rewrites the runner")
+
 UPGRADE = "sed -i s/8.3.5/8.3.6/ $(python3 -c 'import _pytest._version as found; print(found.__file__)')"
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", tiered(CHEATS, FIRST))
 async def test_installation_cannot_manipulate_the_tests(name: str) -> None:
     command, verdict = CHEATS[name]
     grade = await play("copied", command)
