@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import socket
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from rich.console import Console
 
@@ -20,7 +22,7 @@ from nemo_gym_prorl.cli.service import Service
 from nemo_gym_prorl.cli.show import file_table, rollout_table
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.tasks import extras
-from tests.cli.command_line import TOKEN, prorl, service, write
+from tests.cli.command_line import TOKEN, begin, prorl, service, write
 
 
 def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -310,6 +312,31 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
     assert failed["metadata"]["failure_kind"] == "session_lost"
     assert [event["event"] for event in failed["events"]] == ["error"]
     assert (odd["events"], odd.get("scores")) == ([], None)
+
+
+@pytest.mark.long("the site that is made of the same log takes a second; the viewer, six of them to be imported")
+async def test_the_viewer_is_inspects_own_and_ends_with_an_interrupt(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = write(tmp_path / "first.jsonl", GOOD)
+    viewer = await begin("", "view", str(results), "--port", str(port))
+    try:
+        async with asyncio.timeout(60), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            while True:
+                try:
+                    async with http.get("/") as page:
+                        assert "Inspect" in await page.text()
+                    async with http.get("/api/logs") as listed:
+                        assert "first.eval" in json.dumps(await listed.json())
+                    break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.1)
+        viewer.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(viewer.wait(), 20) in (0, 130)
+    finally:
+        if viewer.returncode is None:
+            viewer.kill()
 
 
 async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

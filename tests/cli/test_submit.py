@@ -240,6 +240,23 @@ async def test_a_signal_cancels_what_was_submitted_and_the_run_can_go_on(
         assert output.decode().split()[:2] == ["r-1-0.2", "r-1-1.2"]
 
 
+@pytest.mark.long("waits for a service that is gone; that a signal cancels is told by the test above")
+async def test_a_signal_ends_it_also_where_the_service_is_gone(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", LONG)
+    async with standalone(TOKEN) as there:
+        process = await begin(there.url, "submit", str(rows))
+        await until_running(there.url, 1)
+        await there.end()
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            while b"waiting for the service" not in await process.stdout.readline():
+                pass
+        process.send_signal(signal.SIGTERM)
+        said, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 143
+        assert b"1 rollouts were not cancelled, because the service does not answer" in said
+
+
 # -- a service that goes away ----------------------------------------------------------------------------------------
 
 

@@ -148,6 +148,20 @@ def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_pat
     assert (good.returncode, good.stdout.strip()) == (0, "No errors found: training can start."), good.stderr
 
 
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        ("", "NRL_ROOT: the environment variable is not set"),
+        ("/there/is/none", "there is no NeMo RL in /there/is/none"),
+    ],
+)
+@pytest.mark.long("a process that imports the trainer's side")
+def test_without_a_checkout_it_says_so(root: str, says: str, tmp_path: Path) -> None:
+    without = _command(folder=tmp_path, root=root)
+    assert without.returncode == 2
+    assert says in without.stderr
+
+
 @needs_nemo_rl
 @pytest.mark.parametrize(
     ("arguments", "says"),
