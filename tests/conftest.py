@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Container, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,14 @@ from tests import watchdog
 
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
+
+
+def tiered(
+    cases: Iterable[Any], first: Container[Any], reason: str = "one of its kind is in the first tier"
+) -> list[Any]:
+    """Return the cases as parameters of a test, of which ``make test`` runs those that are in ``first``."""
+    return [pytest.param(case, marks=[] if case in first else [pytest.mark.long(reason)]) for case in cases]
+
 
 # Deadlines would make results depend on the speed of the machine.
 settings.register_profile(

@@ -28,6 +28,7 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.storage.journal import Journal
 from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
 from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
+from nemo_gym_prorl.servers import task_server as task_server_module
 from nemo_gym_prorl.tasks.sessions import Sessions
 from tests.fleet.fleets import Changing, service
 from tests.policy.runtimes import hosted
@@ -129,8 +130,8 @@ async def test_a_loop_that_raises_once_is_restarted_and_turns_health_red_meanwhi
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for constant in ("SURVEY_S", "_FIRST_S"):
-        monkeypatch.setattr(dispatcher, constant, 0.1)
+    for module, constant in ((dispatcher, "SURVEY_S"), (dispatcher, "_FIRST_S"), (task_server_module, "RENEW_S")):
+        monkeypatch.setattr(module, constant, 0.1)
     failed: list[BackgroundLoops] = []
     real = BackgroundLoops._failed
     seen = asyncio.Event()

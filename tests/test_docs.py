@@ -34,7 +34,6 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME, ScriptTurn, parse_script
 from nemo_gym_prorl.rollout.api.client import RolloutClient
-from nemo_gym_prorl.rollout.turns import gym_reads_trajectories
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
@@ -85,8 +84,6 @@ NEW_ENVIRONMENTS = ("adder", "my_environment")
 WITH_SANDBOXES = ("resources_servers/prorl_", "code.jsonl")
 """Rows and results of environments that need sandboxes, which the small service does not serve."""
 
-FROM_GYM_07 = {("eval", "export"), ("eval", "health-check")}
-"""Commands that Gym has only since then."""
 
 ENDLESS = {"prorl tail"}
 """Commands that go on until they are interrupted."""
@@ -191,32 +188,6 @@ def test_every_prorl_command_in_a_block_parses(tmp_path: Path, monkeypatch: pyte
             parse(words)
         except Exception as error:
             pytest.fail(f"{snippet}: {shlex.join(words)}: {error}")
-
-
-def gym_commands() -> list[list[str]]:
-    """Gym's command lines of all documents."""
-    return [words for snippet in SHELL for words in commands(snippet.text) if words[0] == "gym"]
-
-
-@pytest.mark.long("asks Gym's command line for the help of each command")
-async def test_every_option_of_gyms_command_line_exists() -> None:
-    help_texts: dict[tuple[str, ...], str] = {}
-    found = gym_commands()
-    assert len(found) >= 5
-    for words in found:
-        subcommand = tuple(words[1:3])
-        if subcommand in FROM_GYM_07 and not gym_reads_trajectories():
-            continue
-        if subcommand not in help_texts:
-            process = await asyncio.create_subprocess_exec(
-                "gym", *subcommand, "--help", stdout=asyncio.subprocess.PIPE, env=ENVIRON, cwd=ROOT
-            )
-            output, _ = await process.communicate()
-            help_texts[subcommand] = output.decode()
-            assert process.returncode == 0, output
-        options = {word for word in words[3:] if word.startswith("-")}
-        options_known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_texts[subcommand]))
-        assert options <= options_known, words
 
 
 def test_every_path_that_is_named_exists() -> None:

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The limit of open files: raised where that is allowed, and never taken for another's fault.
-
-``make test-long`` also sends a thousand rollouts at once to real servers with a soft limit of 1,024.
-"""
+"""The limit of open files: raised where that is allowed, and never taken for another's fault."""
 
 import errno
 import os
@@ -35,7 +32,3 @@ def test_our_own_want_of_descriptors_is_named_as_such(number: int) -> None:
     assert "ulimit -n" in failure.reason
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert str(limit) in descriptor_exhaustion().reason
-
-
-SLOTS = 32
-"""Of the agent's RUN pool: the first ones take it up until everybody is there."""

@@ -73,7 +73,6 @@ def test_routes_and_unknown_sessions(server: str) -> None:
     assert client.post("/close_session").json() == {}
 
 
-UNKNOWN_TOOL = {"responses_create_params": {"tools": [{"type": "function", "name": "bassh"}]}}
 LIGHT = row_for("How fast is light in vacuum?", "3.00e8 m/s")
 
 

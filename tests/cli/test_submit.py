@@ -283,25 +283,6 @@ async def test_what_the_service_has_forgotten_runs_under_a_new_id(tmp_path: Path
         assert all(count == 1 for count in started(bench).values())
 
 
-@pytest.mark.long("restarts a service twice; what a lost service had is submitted elsewhere in fleet/test_bad_nodes")
-async def test_a_service_that_is_restarted_gets_what_it_lost_again(tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", *(SLOW | {"task_id": number} for number in range(30)))
-    output = tmp_path / "results.jsonl"
-    async with standalone(TOKEN) as there:
-        running = asyncio.create_task(submit(SubmitOptions(rows, repeats=3, run="r", output=output), there.url, TOKEN))
-        for how in (signal.SIGKILL, signal.SIGTERM):
-            await until_running(there.url, 16)
-            await asyncio.sleep(0.7)  # so that some have ended
-            assert not running.done()
-            await there.end(how)
-            await there.start()
-        async with asyncio.timeout(120):
-            assert await running
-    sources = [(line["rollout"]["source"]["line"], line["rollout"]["source"]["repeat"]) for line in lines_of(output)]
-    assert sorted(sources) == [(line, repeat) for line in range(1, 31) for repeat in range(3)]
-    assert {line["rollout"]["state"] for line in lines_of(output)} == {"succeeded"}
-
-
 async def test_a_service_that_stays_away_ends_the_run_and_says_how_to_go_on(
     tmp_path: Path,
 ) -> None:

@@ -232,13 +232,7 @@ async def test_an_interpreter_without_gym_is_refused(tmp_path):
         await GymCli(tmp_path, python=str(bare)).prepare()
 
 
-KINDER = pytest.mark.long("kinder than SIGKILL")
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, *(pytest.param(kind, marks=KINDER) for kind in (signal.SIGTERM, signal.SIGINT))]
-)
-async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.Signals, tmp_path: Path):
+async def test_a_tree_ends_with_the_process_that_its_owner_knows(tmp_path: Path):
     """A worker of Ray that ends kills its children."""
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
     scratch, owners = tmp_path / "scratch", tmp_path / "owners"
@@ -252,7 +246,7 @@ async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.
     async with asyncio.timeout(20):
         while sum("sleep 600" in command for command in mark.processes().values()) < 4:
             await asyncio.sleep(0.02)
-    os.kill(known.pid, number)
+    known.kill()
     await known.wait()
     assert await mark.wait_gone(20) == {}
     async with asyncio.timeout(5):
@@ -297,18 +291,6 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     assert another.exists(), "nobody knows whose it is"
 
 
-SLOW_TO_END = """
-import signal, time
-told = []
-signal.signal(signal.SIGINT, lambda *_: told.append(True))
-print("up", flush=True)
-while not told:  # signal.pause() would miss a signal that comes before it
-    time.sleep(0.01)
-time.sleep(2)
-print("ended in peace", flush=True)
-"""
-
-
 OWNER = """
 import os, subprocess, sys
 from pathlib import Path
@@ -321,31 +303,6 @@ if not program:
     os._exit(0)
 reaper.wait()
 """
-
-
-@pytest.mark.long("kills owners of a tree in many states")
-async def test_what_only_a_killed_owner_could_remove_goes_with_the_tree(tmp_path: Path):
-    """And the command has its grace, though two processes say that it is over."""
-    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
-    owners = tmp_path / "owners"
-    owners.mkdir()
-    (owners / "log").write_text("")
-    owner = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", OWNER, SLOW_TO_END, str(tmp_path / "scratch"), str(owners), mark.name, mark.value),
-        env={**os.environ, mark.name: mark.value},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert owner.stdout is not None
-    assert await owner.stdout.readline() == b"up\n"
-    children = await asyncio.to_thread(Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text)
-    os.kill(int(children), signal.SIGTERM)
-    await asyncio.sleep(0.5)
-    owner.kill()
-    async with asyncio.timeout(30):
-        assert await owner.stdout.read() == b"ended in peace\n"
-        while await asyncio.to_thread(owners.exists):
-            await asyncio.sleep(0.02)
-    assert await mark.wait_gone(20) == {}
 
 
 async def test_a_reaper_whose_owner_is_gone_before_it_looks_starts_nothing(tmp_path: Path):

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +14,17 @@ import aiohttp
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, Origin
-from nemo_gym_prorl.fleet import dispatcher, forwarder
-from nemo_gym_prorl.fleet.gateway import MAX_LOST_NODES, FleetGateway
-from nemo_gym_prorl.fleet.nodes import NodeJoined, NodeLeft
+from nemo_gym_prorl.fleet import dispatcher
+from nemo_gym_prorl.fleet.gateway import MAX_LOST_NODES
+from nemo_gym_prorl.fleet.nodes import NodeLeft
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.settings import ServiceSettings
 from nemo_gym_prorl.rollout.storage.checkpoints import SharedCheckpoints
 from tests.dapo.test_runner import Scorer
-from tests.fleet.fleets import SMALL, Changing, Fleet, Service, fleet, service
-from tests.rollout.handlers import PlannedHandler
-from tests.rollout.serving import serve
+from tests.fleet.fleets import Fleet, fleet, service
 from tests.rollout.test_access_control import OF, write
 
 
@@ -211,40 +207,8 @@ async def test_what_waits_and_what_runs_is_cancelled() -> None:
         assert (await there.client.wait("s")).state is JobState.SUCCEEDED
 
 
-@pytest.mark.long("waits for a time-out of 20 s; test_bad_nodes.py loses services as well")
-async def test_a_service_that_begins_anew_at_its_address_has_lost_its_rollouts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As an agent does that dies and is started again: a job that kills its agent kills so many, and no more."""
-    monkeypatch.setattr(forwarder, "RETRY_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    gateway = FleetGateway(Changing([NodeJoined("n", RolloutClient(f"http://127.0.0.1:{port}"))]))
-    lives: list[Service] = []
-    for number in range(MAX_LOST_NODES):
-        it = Service(PlannedHandler(), SMALL)
-        lives.append(it)
-        async with serve(it.app(), port):
-            if not number:
-                await gateway.start()
-                await until(lambda: gateway.dispatcher.statuses)
-                job = await gateway.accept(JobRequest(HELD, id="poison"))
-            await until(lambda: lives[-1].handler.sessions)
-    async with serve(Service(PlannedHandler(), SMALL).app(), port):
-        assert await gateway.wait(job, 30)
-    assert job.outcome is not None
-    assert job.outcome.failure is not None
-    assert job.outcome.failure.kind is FailureKind.SESSION_LOST
-    assert len(job.failures) == MAX_LOST_NODES
-    names = {call[0] for it in lives for call in it.handler.calls}
-    assert len(names) == MAX_LOST_NODES, "each try has an id of its own, and is told of those before"
-    await gateway.close()
-    for it in lives:
-        it.handler.let_go.set()
-        await it.pipeline.close()
-
-
-async def test_groups_that_are_scored_together_stay_together() -> None:
+async def test_groups_that_are_scored_together_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.05)
     async with fleet(3) as there:
         for it in there.services:
             (name,) = it.pipeline.environments.names

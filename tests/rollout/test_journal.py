@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym_prorl import filesystems
-from nemo_gym_prorl.failures import CallerError, FailureKind, JobCancelled, Origin
+from nemo_gym_prorl.failures import CallerError, JobCancelled
 from nemo_gym_prorl.rollout import service as service_module
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm, job_json
@@ -195,42 +195,6 @@ def test_whenever_a_service_dies_each_accepted_rollout_has_one_outcome_in_one_or
 
         for copy, before in draw.sample(crashes.points, min(5, len(crashes.points))):
             run_in_virtual_time(next_life(copy, before))
-
-
-@pytest.mark.long("kills a service twice; the copies of a folder at every write are what a kill leaves")
-async def test_a_killed_service_goes_on_where_it_was(tmp_path: Path) -> None:
-    quick = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "ok", "seconds": 0.02}]}}
-    slow = {**quick, "plan": {"run": [{"how": "ok", "seconds": 2.0}]}}
-    async with standalone(TOKEN, str(tmp_path)) as there, RolloutClient(there.url, TOKEN) as client:
-        with pytest.raises(CallerError, match=rf"journal: {tmp_path} is in use by another process"):
-            opened(tmp_path)
-        for number in range(20):
-            await client.submit(quick, id=f"q{number}", group="g")
-        taken_back = await client.submit(slow, id="taken back")
-        await client.cancel([taken_back.id])
-        for number in range(20):
-            await client.submit(slow, id=f"s{number}", group="g")
-        first = await client.ended("0", wait=30, limit=10)
-        for _ in range(2):
-            await asyncio.sleep(0.7)
-            seen = await client.ended("0", limit=1000, results=True)
-            await there.end()
-            await there.start()
-            again = await client.ended("0", limit=1000, results=True)
-            assert again.rollouts[: len(seen.rollouts)] == seen.rollouts
-            assert (await client.submit(quick, id="q3")).id == "q3", "the same rollout"
-        done = {job.id: job for job in [await client.wait(f"s{number}") for number in range(20)]}
-        assert {job.state for job in done.values()} == {JobState.SUCCEEDED}
-        assert (await client.get("taken back")).state is JobState.CANCELLED
-        notes = [failure for job in done.values() for failure in job.failed_attempts]
-        assert {(note.kind, note.origin) for note in notes} == {(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE)}
-        assert "restarted 2 times" in notes[-1].reason
-        whole = (await client.ended("0", limit=1000)).rollouts
-        assert sorted(job.id for job in whole) == sorted([*done, *(f"q{n}" for n in range(20)), "taken back"])
-        rest = await client.ended(first.cursor, limit=1000)
-        assert [job.id for job in first.rollouts + rest.rollouts] == [job.id for job in whole]
-        listed = [job.id async for job in client.every(group="g")]
-        assert len({*listed}) == len(listed) == 40
 
 
 async def test_a_disk_that_is_full_loses_nothing(tmp_path: Path) -> None:

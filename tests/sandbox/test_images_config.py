@@ -24,6 +24,7 @@ from nemo_gym_prorl.sandbox.images.rootfs import fuse_error
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.conftest import tiered
 from tests.sandbox.registry import Registry, layer, serve
 
 
@@ -145,7 +146,7 @@ USERS = {
 }
 
 
-@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("user", tiered(USERS, ["a name", "a number without an account"]))
 async def test_the_published_user(
     user: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
 ) -> None:

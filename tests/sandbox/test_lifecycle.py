@@ -133,9 +133,9 @@ class Server:
         assert not any(self.remains().values())
 
 
-@pytest.fixture(params=["direct", "runtime"])
-def server(image: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    live = Server(image, 2, request.param)
+@pytest.fixture
+def server(image: Path, way: str) -> Iterator[Server]:
+    live = Server(image, 2, way)
     yield live
     live.end()
 

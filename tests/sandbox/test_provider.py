@@ -17,6 +17,7 @@ import pytest_asyncio
 from nemo_gym.sandbox import AsyncSandbox
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec, SandboxStatus
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import commands
@@ -63,6 +64,11 @@ async def test_gyms_facade_from_start_to_stop(provider: SingularityProvider, tmp
         assert (await sandbox.exec("id -u", user="root")).stdout == "0\n"
         unknown = await sandbox.exec("true", user="somebody")
         assert (unknown.return_code, unknown.error_type) == (125, "sandbox")
+        assert (await sandbox.exec(f"sleep 1000 & : {'x' * (1 << 20)}; echo on", timeout_s=60)).stdout == "on\n"
+        with pytest.raises(CallerError, match="target_path"):
+            await sandbox.upload(tmp_path / "back.py", "/srv/task")
+        with pytest.raises(CallerError, match="source_path"):
+            await sandbox.download("/srv/missing", tmp_path / "none")
     assert await sandbox.status() == SandboxStatus.STOPPED
 
 

@@ -25,11 +25,13 @@ BY_THE_RUNTIME_TOO = {
         "a_limit_that_costs_no_sandbox_leaves_a_note[runtime-written",
         "a_limit_that_costs_no_sandbox_leaves_a_note[runtime-shared",
     ),
+    "lifecycle": ("a_terminated_supervisor", "whatever_is_killed_nothing_is_left[runtime-first process, supervisor"),
     "provider": (
         "gyms_facade_from_start_to_stop",
         "an_entrypoint_runs_beside_the_commands",
         "a_paused_sandbox_does_nothing_until_it_is_resumed",
     ),
+    "snapshots": ("a_snapshot_keeps_names_attributes_holes_and_deletions", "a_pause_stops_every_program"),
     "shell": (
         "what_a_command_leaves_the_next_one_finds",
         "ctrl_c_ends_the_command_and_nothing_else",
@@ -44,5 +46,4 @@ BY_THE_RUNTIME_TOO = {
 def is_long(file: str, test: str) -> bool:
     """Whether a test of a sandbox that the runtime starts is left to ``make test-long``."""
     chosen = BY_THE_RUNTIME_TOO.get(file.removeprefix("test_"))
-    later = chosen is not None and not any(test.startswith(f"test_{name}") for name in chosen)
-    return later or "unprotected" in test
+    return chosen is not None and not any(test.startswith(f"test_{name}") for name in chosen)

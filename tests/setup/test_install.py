@@ -112,6 +112,7 @@ def test_a_machine_that_is_not_debian_gets_the_other_ways_named(
 
 
 @needs_debian
+@pytest.mark.long("apt waits before it tries again")
 def test_a_dead_mirror_is_an_error_and_not_an_empty_result(tmp_path: Path) -> None:
     dead = [debian.AptSource("http://127.0.0.1:9/debian", "sid")]
     with pytest.raises(InfrastructureError, match=r"apt-get update failed: .*127\.0\.0\.1"):

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from itertools import product
 from textwrap import indent
 from typing import Any
 
@@ -28,7 +29,7 @@ from nemo_gym_prorl.tasks.code.grading import CodeLimits, CodeVerdict, NoVerdict
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS
-from tests.conftest import LONG
+from tests.conftest import LONG, tiered
 from tests.tasks import containers
 
 
@@ -60,14 +61,18 @@ async def grade_all(sandbox: Sandbox, source: Callable[[HumanEvalProblem], str],
     return dict(zip((problem.task_id for problem in chosen), verdicts, strict=True))
 
 
+EVERY = 1 if LONG else 5
+
+
+@pytest.mark.longer("all problems, else every fifth")
 async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
-    verdicts = await grade_all(sandbox, lambda problem: problem.reference_source)
+    verdicts = await grade_all(sandbox, lambda problem: problem.reference_source, EVERY)
     assert {task: verdict for task, verdict in verdicts.items() if not verdict.passed} == {}
 
 
 @pytest.mark.longer("all problems, else every fifth")
 async def test_empty_functions_fail(sandbox: AsyncSandbox) -> None:
-    empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n", 1 if LONG else 5)
+    empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n", EVERY)
     assert {task: grade for task, grade in empty.items() if grade.reward} == {}
 
 
@@ -270,15 +275,13 @@ os.kill(os.getppid(), signal.SIGKILL)
 }
 
 
-@pytest.mark.parametrize(
-    ("start", "attack"),
-    [
-        *(("direct", attack) for attack in TAKE_DOWN),
-        *(("runtime", attack) for attack in ("kill_all", "fork_bomb")),
-    ],
-)
-async def test_solution_that_destroys_its_sandbox_scores_zero(attack: str, start: str) -> None:
+FIRST = [("direct", "kill_all"), ("direct", "fork_bomb"), ("direct", "memory"), ("runtime", "kill_all")]
+
+
+@pytest.mark.parametrize("case", tiered(product(("direct", "runtime"), TAKE_DOWN), FIRST), ids=", ".join)
+async def test_solution_that_destroys_its_sandbox_scores_zero(case: tuple[str, str]) -> None:
     """The loss is the candidate's; a machine failure would be retried and finally masked."""
+    start, attack = case
     source = f"import os, resource, signal, time\ndef truncate_number(x):\n{indent(TAKE_DOWN[attack], '    ')}"
     options = {"start": start, "memory_mib": 1024, "processes": 128}
     limits = CodeLimits(time_s=2, total_s=6, memory_mib=512)

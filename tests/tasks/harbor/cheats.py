@@ -111,18 +111,6 @@ CHEATS: dict[str, str] = {
 }
 """Commands by name. None may earn a reward, and none may prevent that the rollout is graded."""
 
-PAY_IN_SHARED = frozenset(
-    {
-        "python3 of the system",
-        "bash",
-        "sh",
-        "a module that Python starts with",
-        "usercustomize",
-        "pathlib replaced",
-    }
-)
-"""Cheats that replace what the verifier itself runs, so that only a pristine image shuts them out."""
-
 
 def make_tools(folder: Path) -> Path:
     """Make a folder of verifier tools."""

@@ -11,18 +11,21 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.as_user import run_tests
 
 
+OTHERS = pytest.mark.long("root plays them in the first tier; steps are graded as this user, too")
+
+
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not is_machine_root(), reason="this is an ordinary user already")
 @pytest.mark.parametrize(
     ("file", "chosen"),
     [
-        ("test_cheats", "no_cheat and auto"),
-        ("test_steps", "rewards_of and minimum or links or strict or instruction"),
+        ("test_steps", "both or links or strict or instruction"),
+        pytest.param("test_cheats", "no_cheat and auto", marks=OTHERS),
         pytest.param(
             "test_harbor_server",
             "tests_decide or users or limited or (never_a_reward and True and (reward or logs))",
-            marks=pytest.mark.long("the cheats play the same paths as this user"),
+            marks=OTHERS,
         ),
     ],
 )

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
 from tests.prorl_code.conftest import serving
-from tests.tasks.harbor.cheats import CHEATS, CHECK, PAY_IN_SHARED, TEST, make_tools
+from tests.tasks.harbor.cheats import CHEATS, CHECK, TEST, make_tools
 from tests.tasks.harbor.folders import ANSWER, make_task, play, row_of, shown
 
 
@@ -35,19 +36,13 @@ async def rewards(folder: Path, strict: object) -> dict[str, object]:
         tools = make_tools(Path(shared, "tools"))
         async with serving("prorl_harbor", strict=strict, verifier_tools=tools) as base_url:
             assert await earned(base_url, ANSWER) == 1.0
-            names = [*CHEATS, "nothing"]
+            names = [*[*CHEATS][:: 1 if LONG else 3], "nothing"]
             done = await asyncio.gather(*(earned(base_url, CHEATS.get(name, "true")) for name in names))
             return dict(zip(names, done, strict=True))
 
 
+@pytest.mark.longer("all cheats, else every third")
 @pytest.mark.parametrize("strict", ["auto", pytest.param(True, marks=pytest.mark.long("auto grades so as well"))])
 async def test_no_cheat_earns_a_reward_or_escapes_its_grade(tmp_path: Path, strict: object) -> None:
     found = await rewards(tmp_path, strict)
     assert {name: reward for name, reward in found.items() if reward != 0.0} == {}
-
-
-@pytest.mark.long("tells what is known not to hold")
-async def test_only_cheats_on_the_verifiers_own_programs_pay_in_the_mode_shared(tmp_path: Path) -> None:
-    found = await rewards(tmp_path, False)
-    assert {name for name, reward in found.items() if reward == 1.0} == PAY_IN_SHARED
-    assert {name: reward for name, reward in found.items() if reward not in (0.0, 1.0)} == {}

@@ -11,6 +11,7 @@ import pytest
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.snapshots import default_folder
 from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH, state_root
+from tests.conftest import LONG, tiered
 from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, says, shown
 
@@ -127,7 +128,15 @@ BEHAVIOURS = {
 }
 
 
-@pytest.mark.parametrize("name", BEHAVIOURS)
+LATER = (
+    *("a script without an interpreter runs in bash", "folders of logs are open to all", "one reward of any name"),
+    *("files of the agent's logs reach the tests", "variables of the verifier", "the exit code means nothing"),
+    *("a reward may be any number", "a child that holds the output", "without a working folder all runs in /"),
+    "a wrong answer where the solution earns nothing",
+)
+
+
+@pytest.mark.parametrize("name", tiered(BEHAVIOURS, BEHAVIOURS.keys() - {*LATER}))
 async def test_behaviours_of_the_format(base_url: str, tmp_path: Path, name: str) -> None:
     task, command, result = BEHAVIOURS[name]
     # The default solution solves the default tests only.
@@ -189,13 +198,16 @@ NO_VERDICT = {
 }
 
 
+FIRST = ("no reward file", "a pipe", "a reward, and then no end", "an interpreter that is missing", "too many logs")
+
+
 @pytest.mark.parametrize("has_solution", [True, False])
-@pytest.mark.parametrize("name", NO_VERDICT)
+@pytest.mark.parametrize("name", tiered(NO_VERDICT, FIRST, "test_rewards.py has each defect of a file"))
 async def test_a_verifier_that_cannot_run_is_never_a_reward(tmp_path: Path, name: str, has_solution: bool) -> None:
-    toml = PLAIN + "[verifier]\ntimeout_sec = 4\n"
+    toml = PLAIN + "[verifier]\ntimeout_sec = 2\n"
     folder = make_task(tmp_path / "t", toml=toml, test=NO_VERDICT[name], solve=SOLVE if has_solution else None)
     async with serving("prorl_harbor", verifier_logs_mib=8) as base_url:
-        for command in (ANSWER, "true"):
+        for command in (ANSWER, "true") if LONG else (ANSWER,):
             reply = await play(base_url, row_of(folder), command)
             assert shown(reply) == (422, None, "verifier_error"), reply
 
@@ -211,7 +223,7 @@ LOGS = {
 }
 
 
-@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("name", tiered(LOGS, ["in a closed folder"]))
 async def test_logs_of_the_verifier_are_limited_and_removed(tmp_path: Path, name: str) -> None:
     test = f"cd /logs/verifier; echo 1 > reward.txt; ({LOGS[name]}); sleep 100"
     async with serving("prorl_harbor", verifier_logs_mib=8) as base_url:

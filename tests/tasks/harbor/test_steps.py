@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.sandbox.snapshots import default_folder
+from tests.conftest import tiered
 from tests.prorl_code.conftest import RESPONSE, Client, build, serving
 from tests.rollout.serving import serve
 from tests.tasks.harbor.folders import PLAIN, make_task, play, row_of, says, shown
@@ -93,7 +94,13 @@ ROLLOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ROLLOUTS)
+FIRST = (
+    *("both steps", "the first step alone", "an early end does not pay", "files of a step arrive with it"),
+    *("below the minimum nothing later counts", "who breaks the set-up of the next step"),
+)
+
+
+@pytest.mark.parametrize("name", tiered(ROLLOUTS, FIRST))
 async def test_rewards_of_several_steps(base_url: str, tmp_path: Path, name: str) -> None:
     task, commands, submits, result = ROLLOUTS[name]
     reply = await play(base_url, steps_task(tmp_path / "t", **task), *commands, submits=submits)
@@ -181,7 +188,7 @@ HANDED_IN = {
 }
 
 
-@pytest.mark.parametrize("name", HANDED_IN)
+@pytest.mark.parametrize("name", tiered(HANDED_IN, ["artifacts and nothing else", "links elsewhere", "no tar"]))
 async def test_a_separate_verifier_sees_artifacts_alone(base_url: str, tmp_path: Path, name: str) -> None:
     command, expected = HANDED_IN[name]
     toml = SEPARATE + f'env = {{ EXPECTED = "{expected}" }}\n{PLAIN}'

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.patches import PatchLimits, Repositories
+from tests.conftest import tiered
 from tests.tasks.swe import tally
 
 
@@ -201,7 +202,18 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+FIRST = {
+    "edits the tests",
+    "patches reports in conftest.py",
+    "prints what a runner prints and leaves",
+    "replaces how pytest calls tests",
+    "registers a plugin from the package",
+    "makes reports of its own",
+    "has git run a hook",
+}
+
+
+@pytest.mark.parametrize("name", tiered(ATTACKS, FIRST))
 async def test_attack_fools_a_naive_grader_only(name: str) -> None:
     attack = ATTACKS[name]
     grade, naive = await tally.play("mkdir -p .git/hooks\n" + attack.command, naive=True, **attack.swe)

@@ -12,7 +12,7 @@ import pytest
 from nemo_gym_prorl.sandbox.images.builder import APT_BASE
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.task import Grade
-from tests.conftest import LONG
+from tests.conftest import tiered
 from tests.tasks.swe import records, tally
 from tests.tasks.swe.test_cheating import append
 
@@ -119,14 +119,11 @@ async def play(name: str, command: str, more: str = "") -> Grade:
 LISTS = {"FAIL_TO_PASS": "test_new", "PASS_TO_PASS": "test_plain"}
 
 
-@pytest.mark.longer("what is compiled without a fix, too")
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", tiered(ROWS, ["copied", "own script"]))
 async def test_only_the_fix_earns_a_reward(name: str) -> None:
     fixed = await play(name, fix(name))
     assert (fixed.verdict, fixed.reward) == ("resolved", 1.0), fixed
     assert fixed.fields["resolved_by_dataset"] is True
-    if name == "compiled" and not LONG:
-        return  # which differs from a copied one in what a fix has to do
     left = await play(name, "printf '# Betr\\344ge\\n' >> tally/money.py && seq 100000 > amounts.txt")
     assert (left.verdict, left.reward, left.fields["resolved_by_dataset"]) == ("failed", 0.0, False), left
     assert list(left.fields["test_report"]["FAIL_TO_PASS"]["failures"]) == [
@@ -214,10 +211,12 @@ CHEATS = {
     "is a plugin of the runner's": (PLUGIN, "any_answer"),
 }
 
+FIRST = ("rewrites the tests", "rewrites the runner")
+
 UPGRADE = "sed -i s/8.3.5/8.3.6/ $(python3 -c 'import _pytest._version as found; print(found.__file__)')"
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", tiered(CHEATS, FIRST))
 async def test_installation_cannot_manipulate_the_tests(name: str) -> None:
     command, verdict = CHEATS[name]
     grade = await play("copied", command)

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.tasks.swe.mutation_check import mutation_check_for
+from tests.conftest import tiered
 from tests.tasks.swe import tally
 from tests.tasks.swe.test_cheating import PASSED_LINES, REGISTER, append
 
@@ -173,6 +174,8 @@ CHEATS = {
 }
 
 
+FIRST = ("reads the line that asks", "replaces a test that decides nothing", "forges the records")
+
 FORMS = [
     "assert f(2) == 4",
     "assert 'b' in 'abc'",
@@ -280,9 +283,7 @@ def test_changed_tests_keep_helpers_and_fixtures() -> None:
 
 
 @sandboxed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[long] if name == "equals everything" else []) for name in CHEATS]
-)
+@pytest.mark.parametrize("name", tiered(CHEATS, FIRST))
 async def test_cheat_fools_a_naive_grader_only(name: str) -> None:
     cheat = CHEATS[name]
     grade, naive = await tally.play(cheat.command, naive=True, image_path=image(), **{"base_commit": ""} | cheat.swe)
@@ -296,7 +297,7 @@ async def test_cheat_fools_a_naive_grader_only(name: str) -> None:
     "swe",
     [
         pytest.param(BLUNT, id="blunt"),
-        pytest.param(TABLE, id="table"),
+        pytest.param(TABLE, id="table", marks=long),
         pytest.param(LOG_ONLY, id="log"),
         pytest.param(IN_TEST, id="test", marks=long),
     ],

@@ -13,6 +13,8 @@ from tests.tasks.swe import tally
 
 pytestmark = pytest.mark.sandbox
 
+OTHERS = pytest.mark.long("test_cheating.py has cheats with the same verdicts")
+BREAKS = "echo 'total = None' >> tally/money.py"
 PARTIAL = 'sed -i \'s/text.strip()/text.strip().replace(",", "")/\' tally/money.py'
 
 
@@ -49,8 +51,11 @@ async def test_fix_earns_one_with_all_fields(base_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("commands", "verdict"),
-    [((), "no_patch"), ((PARTIAL,), "failed"), ((tally.APPLY_FIX, "echo 'total = None' >> tally/money.py"), "broke")],
-    ids=["nothing", "part of it", "at the cost of another"],
+    [
+        pytest.param((), "no_patch", id="nothing", marks=OTHERS),
+        pytest.param((PARTIAL,), "failed", id="part of it", marks=OTHERS),
+        pytest.param((tally.APPLY_FIX, BREAKS), "broke", id="at the cost of another"),
+    ],
 )
 async def test_partial_solutions_earn_nothing(base_url: str, commands: tuple[str, ...], verdict: str) -> None:
     status, done, _ = await play(base_url, *commands)
