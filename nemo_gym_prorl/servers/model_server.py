@@ -221,7 +221,9 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
 
     async def _on_chat_completions(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
         given = read_object(body)
-        options = (given.pop("stream"), given.pop("stream_options", None))[1] if caller.streams else None
+        options = given.pop("stream_options", None) if caller.streams else None
+        if caller.streams:
+            del given["stream"]
         adapt_messages("chat/completions", given)
         try:
             requested = ChatRequest.model_validate(given)
