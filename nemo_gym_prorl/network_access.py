@@ -35,6 +35,9 @@ HOST_NAME = "sandbox"
 PROXY_PORT = 61080
 """Port of the proxy on a sandbox's loopback device; outside of the ports that Linux and most programs choose."""
 
+POLICY_PORT = 61081
+"""Port of a rollout's policy on a sandbox's loopback device."""
+
 PUBLIC_PORTS = (80, 443)
 """Ports of ``public``: mail and shells of strangers' machines stay closed."""
 

@@ -72,6 +72,7 @@ NOT_RUN = {
     "prorl setup": "downloads a container runtime; tests/setup runs it",
     "prorl doctor": "its exit code depends on the machine; tests/setup runs it",
     "prorl image": "needs a registry; tests/sandbox/test_images_*.py run these commands",
+    "prorl harness": "needs the npm registry; tests/harness builds packages of the disk",
     "prorl data": "needs a dataset's file; tests/tasks/test_conversion.py runs it",
     "prorl serve": "starts Ray and containers; its own tests run it",
     "prorl scripted": "listens on a port that may be taken; its own tests run it",

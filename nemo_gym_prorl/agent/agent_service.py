@@ -275,6 +275,7 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
         "finish_reason": job.progress.finish_reason,
         "weight_versions": job.progress.weight_versions,
         "log_probs": job.progress.log_probs,
+        "token_in_rate": job.progress.token_in_rate,
         "seconds": {
             stage.value: {"waited": time.waited_s, "worked": time.worked_s} for stage, time in job.times.items()
         },
@@ -285,6 +286,8 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
         about |= {"resumed": job.resumed, "resumed_at_turn": job.resumed[-1]["turn"]}
     if job.forked_from:
         about["forked_from"] = job.forked_from
+    if job.progress.harness:
+        about["harness"] = job.progress.harness
     failure, result = job.outcome.failure, job.gym_result()
     if failure is not None and "response" not in result:  # a plug-in's handler may not return Gym rows
         row = job.row

@@ -84,6 +84,7 @@ class _Tokens(BaseModel):
     answers: dict[str, _AnswerSpan]
     run: str | None = None
     log_probs: list[str] = Field(default_factory=list, max_length=4)
+    token_in_rate: FiniteFloat | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -130,6 +131,8 @@ class Conversation:
         weight_versions: after :meth:`fetch_tokens`, the labels of the weights that sampled the first and last token
             of each turn: ``{"turn": 0, "first": "step-7", "last": "step-8"}``; ``None`` for a backend without a label.
         log_probs: after :meth:`fetch_tokens`, the modes of the log-probs that the server reports.
+        token_in_rate: after :meth:`fetch_tokens`, the share of turns whose prompt continued tokens of the rollout, if
+            the server reports it.
     """
 
     def __init__(self, model: GymServer, rollout_id: str, group: str | None = None, run: str | None = None) -> None:
@@ -148,6 +151,7 @@ class Conversation:
         self._turns: dict[str, _Turn] = {}
         self.weight_versions: list[dict[str, Any]] = []
         self.log_probs: list[str] = []
+        self.token_in_rate: float | None = None
         self._saved = SavedTurns()
 
     async def save(self) -> SavedTurns:
@@ -273,6 +277,7 @@ class Conversation:
         if tokens.run != self._run and self._run is not None:
             raise self._runs_unsupported()
         self.weight_versions, self.log_probs = [], tokens.log_probs
+        self.token_in_rate = tokens.token_in_rate
         for answer_id, turn in self._turns.items():
             if (span := tokens.answers.get(answer_id)) is None:
                 if turn.incomplete:

@@ -22,10 +22,11 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 from nemo_gym_prorl.agent.checkpoints import CheckpointRecorder, GymCheckpoint
@@ -38,7 +39,7 @@ from nemo_gym_prorl.agent.gym_http import (
     require_json,
     require_ok,
 )
-from nemo_gym_prorl.agent.run_rows import empty_response, failure_row
+from nemo_gym_prorl.agent.run_rows import empty_response, failure_row, has_items
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits, ToolErrorState, ToolLoop
 from nemo_gym_prorl.background import start_eager_task
 from nemo_gym_prorl.failures import (
@@ -157,6 +158,8 @@ class GymSession:
         unscored: final result of a timed-out rollout that EVAL scores only because its group is scored together.
         tool_errors: tool errors of the rollout.
         checkpoint_path: path to POST to save the session; ``None`` if the server cannot.
+        program_path: path to POST to run a program in the session's sandbox; ``None`` if the server cannot.
+        row_fields: fields that the handler adds to the verdict's row.
         checkpoint: the checkpoint from which the session was resumed.
         lease: id that the service renews; a server with leases ends the session once the lease lapses.
     """
@@ -169,6 +172,8 @@ class GymSession:
     unscored: Verdict | BudgetExceeded | None = None
     tool_errors: ToolErrorState = field(default_factory=ToolErrorState)
     checkpoint_path: str | None = None
+    program_path: str | None = None
+    row_fields: dict[str, Any] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
     lease: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -184,6 +189,8 @@ class GymEnvironmentHandler:
     """
 
     name = "gym_environment"
+    seed_headers: Mapping[str, str] = MappingProxyType({})
+    """Further headers of ``/seed_session``."""
 
     def __init__(self, context: GymContext) -> None:
         if context.resources is None:
@@ -228,7 +235,7 @@ class GymEnvironmentHandler:
             conversation,
             self.context.limits,
             job.progress,
-            hidden=[path for path in (session.release_path, session.checkpoint_path) if path],
+            hidden=[path for path in (session.release_path, session.checkpoint_path, session.program_path) if path],
             tools=self.context.tools,
             errors=session.tool_errors,
         )
@@ -238,11 +245,12 @@ class GymEnvironmentHandler:
             await loop.run(params, trajectory.response, pending, recorder.after_turn if recorder else None)
             await conversation.fetch_tokens()
         except BaseException:
-            session.has_tokens = await self._fetch_tokens_in_time(job, conversation)
+            session.has_tokens = await self._fetch_tokens_in_time(job, conversation.fetch_tokens)
             raise
         finally:
             job.progress.weight_versions = conversation.weight_versions
             job.progress.log_probs = conversation.log_probs
+            job.progress.token_in_rate = conversation.token_in_rate
             for step, versions in zip(job.progress.steps, conversation.weight_versions, strict=False):
                 step["weights"] = (versions["first"], versions["last"])
             # In the background, because the rollout's result does not depend on the deletion.
@@ -312,8 +320,9 @@ class GymEnvironmentHandler:
             del result[name]
             if name in job.row:
                 result[name] = job.row[name]
-        if not _has_items(result.get("response"), trajectory):
+        if not has_items(result.get("response"), trajectory):
             result["response"] = trajectory.response  # the verifier dropped items that carry tokens
+        result |= session.row_fields
         self._close_in_background(job, session)
         unscored: Verdict | BudgetExceeded | None = session.unscored
         if isinstance(unscored, BudgetExceeded):
@@ -391,12 +400,14 @@ class GymEnvironmentHandler:
         server = self._server
         session = GymSession(CookieJar())
         what = f"{server.name} {path}"
-        answer = await server.call("POST", path, body, session.cookies, {LEASE_HEADER: session.lease})
+        answer = await server.call(
+            "POST", path, body, session.cookies, {LEASE_HEADER: session.lease, **self.seed_headers}
+        )
         require_ok(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
         try:
             content = require_json(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
             reply = content if isinstance(content, dict) else {}
-            for name in ("release_path", "checkpoint_path", "lease_path"):
+            for name in ("release_path", "checkpoint_path", "lease_path", "program_path"):
                 value = reply.get(name)
                 if value is not None and not (isinstance(value, str) and _PATH.fullmatch(value)):
                     raise InfrastructureError(f"{what} answered with an invalid {name}: {value!r:.200} is not a path")
@@ -404,6 +415,7 @@ class GymEnvironmentHandler:
             self.context.cleanup.start(f"closing a session at {server.name}", self._close(session))
             raise
         session.release_path, session.checkpoint_path = reply.get("release_path"), reply.get("checkpoint_path")
+        session.program_path = reply.get("program_path")
         if (lease_path := reply.get("lease_path")) is not None:
             server.traits.add(_LEASES)
             self.context.cleanup.leases[session.lease] = job, server, lease_path
@@ -448,13 +460,13 @@ class GymEnvironmentHandler:
     async def _release_late(self, job: Job, seeding: asyncio.Future[GymSession]) -> None:
         await self.release(job, await seeding)
 
-    async def _fetch_tokens_in_time(self, job: Job, conversation: Conversation) -> bool:
+    async def _fetch_tokens_in_time(self, job: Job, fetch_tokens: Callable[[], Awaitable[None]]) -> bool:
         """Fetch the tokens within ``settle_s``; return whether all arrived."""
         fetched = False
 
         async def fetch() -> None:
             nonlocal fetched
-            await conversation.fetch_tokens()
+            await fetch_tokens()
             fetched = True
 
         task = self.context.cleanup.start(f"job {job.id}: fetching its tokens", fetch())
@@ -481,19 +493,3 @@ class GymEnvironmentHandler:
     def _close_in_background(self, job: Job, session: GymSession) -> None:
         if not session.closed:
             self.context.cleanup.start(f"job {job.id}: closing its session", self._close(session))
-
-
-def _has_items(response: Any, trajectory: Trajectory) -> bool:
-    """Return whether a response still has the items that carry the tokens of a trajectory."""
-    if not isinstance(response, dict) or not trajectory.tokens:
-        return isinstance(response, dict)
-    sent, output = trajectory.response["output"], response.get("output")
-    return (
-        isinstance(output, list)
-        and len(output) == len(sent)
-        and all(_kind(output[turn.item]) == _kind(sent[turn.item]) for turn in trajectory.tokens)
-    )
-
-
-def _kind(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else None

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession, OnTimeout
 from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, addresses
+from nemo_gym_prorl.agent.harness_handler import HarnessHandler
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_problem, failure_status
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits
 from nemo_gym_prorl.failures import CallerError, Failure, InfrastructureError, Origin, Stage, suggest
@@ -201,7 +202,7 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
     Raises:
         CallerError: a setting is invalid; names the setting.
     """
-    registry = HandlerRegistry({GymEnvironmentHandler.name: GymEnvironmentHandler})
+    registry = HandlerRegistry({handler.name: handler for handler in (GymEnvironmentHandler, HarnessHandler)})
     base = replace(base, settle_s=config.cancel_grace_s * _SETTLE_SHARE)
     top = EnvironmentSettings.model_validate({key: getattr(config, key) for key in EnvironmentSettings.model_fields})
 

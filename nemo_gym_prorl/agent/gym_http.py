@@ -263,6 +263,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 LEASE_HEADER = "X-ProRL-Lease"
+HARNESS_HEADER = "X-ProRL-Harness"
 RENEW_S = 5.0  # a server ends a session after six without a renewal
 
 

@@ -31,6 +31,7 @@ from nemo_gym_prorl.http.problems import ProblemError
 from nemo_gym_prorl.rollout.api.attached_callers import row_key
 from nemo_gym_prorl.rollout.api.schemas import SubmitRequest
 from nemo_gym_prorl.rollout.gym_rows import FAILURE_CLASS, as_submitted, check_row, masked
+from nemo_gym_prorl.rollout.job import Trajectory
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
 
@@ -125,6 +126,22 @@ def has_tokens(response: Any) -> bool:
     return isinstance(output, list) and any(
         isinstance(item, dict) and bool(item.get("generation_token_ids")) for item in output
     )
+
+
+def has_items(response: Any, trajectory: Trajectory) -> bool:
+    """Return whether a response still has the items that carry the tokens of a trajectory."""
+    if not isinstance(response, dict) or not trajectory.tokens:
+        return isinstance(response, dict)
+    sent, output = trajectory.response["output"], response.get("output")
+    return (
+        isinstance(output, list)
+        and len(output) == len(sent)
+        and all(_kind(output[turn.item]) == _kind(sent[turn.item]) for turn in trajectory.tokens)
+    )
+
+
+def _kind(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None
 
 
 def empty_response(params: Mapping[str, Any], *, clock: Callable[[], float] = time.time) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from nemo_gym_prorl.rollout.turns import TurnTiming
 
 
 RESERVED_ROUTES = frozenset(
-    {"seed_session", "release_session", "close_session", "checkpoint_session", "renew_leases", "verify"}
+    {"seed_session", "release_session", "close_session", "checkpoint_session", "renew_leases", "run_program", "verify"}
     | {"aggregate_metrics", "mcp", "openapi.json", "docs"}
 )
 """Routes of a resources server that are not tools: a policy that calls them gets "Not Found"."""

@@ -22,6 +22,7 @@ import typer
 from nemo_gym_prorl.cli.backends import backends_app
 from nemo_gym_prorl.cli.data.commands import data_app
 from nemo_gym_prorl.cli.image.commands import image_app
+from nemo_gym_prorl.cli.image.harness import harness_app
 from nemo_gym_prorl.cli.keys import key_app
 from nemo_gym_prorl.cli.options import Token, Url
 
@@ -393,6 +394,7 @@ def tail(
 
 app.add_typer(backends_app)
 app.add_typer(image_app)
+app.add_typer(harness_app)
 app.add_typer(data_app)
 app.add_typer(key_app)
 

@@ -109,6 +109,12 @@ def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         ended = "" if job["state"] in _TERMINAL else ", not ended"
         ended += f", ended by {job['finish_reason']}" if job.get("finish_reason") else ""
         yield "", "rollout", f"{job['id']}: {job['state']}, reward {_reward(row, job)}{ended}"
+        if harness := job.get("harness"):
+            yield (
+                "",
+                "harness",
+                ", ".join(f"{name} {told}" for name, told in harness.items() if not isinstance(told, list)),
+            )
         for failure, times in distinct_failures(job):
             what = job["state"] if failure == job.get("failure") else "failed attempt"
             yield "", what, f"{failure_line(failure, times)}\n{failure.get('traceback') or ''}"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the import takes seconds
 
 _SPAN = ("started_at", "completed_at")
 _NO_METADATA = {"reward", "response", "responses_create_params", "rollout", "agent_ref", "ng_trajectory"}
+_NO_METADATA |= {"training_traces"}
 _REWARD = "reward"
 
 

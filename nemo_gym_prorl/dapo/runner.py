@@ -37,7 +37,7 @@ from nemo_gym_prorl.fleet.forwarder import FORK, LossReason
 from nemo_gym_prorl.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
-from nemo_gym_prorl.rollout.gym_rows import TurnTokens
+from nemo_gym_prorl.rollout.gym_rows import TRAINING_TRACES, TurnTokens, trace_turns
 from nemo_gym_prorl.rollout.job import JobState
 
 
@@ -79,6 +79,16 @@ class TrainedRollout:
     def result(self) -> dict[str, Any]:
         """Response of the environment's ``/verify`` without tokens, parsed on each access."""
         return dict(orjson.loads(self.body))
+
+    @property
+    def traces(self) -> list[list[TurnTokens]]:
+        """Sequences to train on, the oldest first, if the rollout has several of them; :attr:`tokens` is the last.
+
+        Raises:
+            ValueError: the result's ``training_traces`` are invalid.
+        """
+        told = self.result.get(TRAINING_TRACES) if TRAINING_TRACES.encode() in self.body else None
+        return [trace_turns(trace) for trace in told.get("traces") or ()] if isinstance(told, dict) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class _Ended:
     tool_calls: int
     finish: str
     reward: float | None
+    token_in_rate: float | None
 
 
 class RolloutMetrics:
@@ -120,7 +121,7 @@ class RolloutMetrics:
         failure = job.failure.kind if job.failure else None
         timed_out = failure is FailureKind.AGENT_TIMEOUT or job.finish_reason == "timeout"
         finish = "timeout" if timed_out else job.finish_reason or (failure.value if failure else "none")
-        self._ended.append(_Ended(job.environment, job.turns, job.tool_calls, finish, job.reward))
+        self._ended.append(_Ended(job.environment, job.turns, job.tool_calls, finish, job.reward, job.token_in_rate))
 
     def train(self, with_loss: Iterable[bool]) -> None:
         """Count rollouts that go to the trainer, by whether each gets a loss."""
@@ -137,6 +138,8 @@ class RolloutMetrics:
         found["prorl/tool_calls"] = fmean(one.tool_calls for one in self._ended)
         for finish, count in ({"timeout": 0} | Counter(one.finish for one in self._ended)).items():
             found[f"prorl/finish/{finish}"] = count / len(self._ended)
+        if rates := [one.token_in_rate for one in self._ended if one.token_in_rate is not None]:
+            found["prorl/token_in_rate"] = fmean(rates)
         rewards = defaultdict(list)
         for one in self._ended:
             if one.reward is not None:

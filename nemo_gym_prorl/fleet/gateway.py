@@ -314,6 +314,8 @@ class FleetGateway(RolloutService):
         job.times = view.timings
         labels = [{"first": label, "last": label} for label in view.weight_versions]
         job.progress = Progress(view.turns, view.tool_calls, view.finish_reason, labels, view.steps or [])  # type: ignore[arg-type]
+        job.progress.harness = view.harness
+        job.progress.token_in_rate = view.token_in_rate
         tokens = [turn.model_dump(exclude_none=True) for turn in view.tokens or ()]
         for told in tokens:
             TurnTokens.unpack(told)

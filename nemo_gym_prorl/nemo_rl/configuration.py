@@ -119,7 +119,7 @@ TRAINING_NAMES: Mapping[str, str] = {
     "nemo_rl.algorithms.advantage_estimator:GRPOAdvantageEstimator": "compute_advantage",
     "nemo_rl.algorithms.single_controller:SingleControllerActor": "ping run",
     "nemo_rl.algorithms.single_controller_utils": "MasterConfig setup_single_controller",
-    "nemo_rl.algorithms.single_controller_utils:SingleControllerActorArgs": "advantage_estimator dataloader "
+    "nemo_rl.algorithms.single_controller_utils:SingleControllerActorArgs": "advantage_estimator dataloader dp_client "
     "env_handles gen_handle last_checkpoint_path rollout_manager tq_buffer trainer_handle weight_synchronizer",
     "nemo_rl.algorithms.single_controller_utils.config": "validate_single_controller_config",
     "nemo_rl.algorithms.single_controller_utils.utils": "aggregate_step_metrics",

@@ -7,6 +7,9 @@
 retries and staleness are handled by the dynamic sampler, so the controller only receives complete groups, and its own
 retries and drop budgets have nothing to do.
 
+**Advantages.** A rollout whose agent compacted its context has several rows of a batch. :class:`RolloutRows` tells the
+estimator the rollout of each row, and :class:`GroupAdvantages` computes one advantage per rollout.
+
 **Optimizer steps.** The controller computes the loss's reference log-probabilities directly before its only optimizer
 step, in which the ratio is 1 at every token and the clip has no effect. :class:`MiniBatches` computes
 the log-probabilities once, and makes one optimizer step for each part of the batch. From the second step on the
@@ -22,6 +25,7 @@ No class here is derived from a class of NeMo RL.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import zlib
@@ -30,8 +34,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
-from nemo_gym_prorl.nemo_rl.groups import record_of
+from nemo_gym_prorl.nemo_rl.groups import TrainingGroup, record_of, rows_of
 
 
 if TYPE_CHECKING:
@@ -58,6 +63,49 @@ class RolloutStats:
         return {"rollout/committed_total": float(self.committed), **own}
 
 
+_GROUP_COLUMN = "prompt_ids_for_adv"
+"""NeMo RL's column from which its advantage estimators tell groups apart."""
+
+
+class RolloutRows:
+    """NeMo RL's data plane client, with group and rollout of each row in place of the prompts for advantages.
+
+    Args:
+        client: NeMo RL's client, or a Ray actor with its methods.
+        multiple: number of rows that all ranks of the trainer share evenly.
+    """
+
+    def __init__(self, client: Any, multiple: int = 1) -> None:
+        self._client = client
+        self.multiple = multiple
+        self._places: dict[str, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_client":  # not set yet while the object is unpickled
+            raise AttributeError(name)
+        return getattr(self._client, name)
+
+    def add(self, slot: str, group: TrainingGroup) -> None:
+        """Note the rollouts of the rows of a group that is committed to ``slot``."""
+        self._places[slot] = [place for place, _ in rows_of(group, self.multiple)]
+
+    async def get_samples(self, *, sample_ids: Sequence[str], select_fields: Sequence[str], **more: Any) -> Any:
+        """Return columns of rows; the groups of the rows are forgotten with the column of prompts."""
+        method = self._client.get_samples
+        found = getattr(method, "remote", method)(sample_ids=sample_ids, select_fields=select_fields, **more)
+        if inspect.isawaitable(found):
+            found = await found
+        if _GROUP_COLUMN in select_fields:
+            import torch
+
+            rows = [sample_id.rsplit("_g", 1) for sample_id in sample_ids]
+            groups = {slot: (number, self._places.pop(slot)) for number, slot in enumerate(dict(rows))}
+            owners = [[-1 - groups[slot][0], groups[slot][1][int(row)]] for slot, row in rows]
+            found = found.clone(recurse=False)
+            found[_GROUP_COLUMN] = torch.tensor(owners)  # negative, as no token id of a prompt is
+        return found
+
+
 class ProrlRollouts:
     """Rollout manager of the controller; pickled for the controller's actor, and started there.
 
@@ -65,10 +113,12 @@ class ProrlRollouts:
         plan: settings of the collector.
         buffer: buffer of the controller.
         manager: NeMo RL's rollout manager, to which all other attributes are delegated.
+        rows: the controller's data plane client.
     """
 
-    def __init__(self, plan: CollectionPlan, buffer: Any, manager: Any) -> None:
+    def __init__(self, plan: CollectionPlan, buffer: Any, manager: Any, rows: RolloutRows) -> None:
         self._manager = manager
+        self._rows = rows
         self._plan = plan
         self._tq_buffer = buffer  # the controller sets this attribute by name
         self._collector: Collector | None = None
@@ -109,9 +159,10 @@ class ProrlRollouts:
         if self._collector is None:
             raise RuntimeError("the engines have no weights yet: call set_weight_version() first")
         group = await asyncio.wrap_future(self._collector.take())
-        record = record_of(group, self.stats.committed)
+        record = record_of(group, self.stats.committed, self._rows.multiple)
         # Slots are reserved after the group exists, so that their order is that of groups.
         slot = self._tq_buffer.reserve(weight_version=group.version, target_step=target_step)
+        self._rows.add(slot, group)
         try:
             await self._tq_buffer.commit(
                 slot, record, start_weight_version=group.version, end_weight_version=self._version
@@ -170,34 +221,58 @@ class ClosingSynchronizer:
 
 
 class GroupAdvantages:
-    """NeMo RL's advantage estimator with explicit groups.
+    """NeMo RL's advantage estimator over rollouts, with explicit groups; see :class:`RolloutRows`.
 
-    NeMo RL treats rollouts as one group if their prompts have the same tokens. That rule merges two groups of one
-    prompt, and splits a group whose prompts contain the time. Invariant: a rollout without a trained token does not
-    shift the baseline of its siblings, so that rollout is a group of its own.
+    NeMo RL treats rows as one group if their prompts have the same tokens. That rule merges two groups of one prompt,
+    and splits a group whose prompts contain the time.
+
+    Invariants:
+
+    - each rollout enters the baseline of its group once, and all its rows get its advantage;
+    - a rollout without a trained token does not shift the baseline of its siblings: it is a group of its own.
 
     Args:
         estimator: NeMo RL's estimator.
-        size: rollouts of a group; the controller keeps the rollouts of a group together and in order.
     """
 
-    def __init__(self, estimator: Any, size: int) -> None:
+    def __init__(self, estimator: Any) -> None:
         self._estimator = estimator
-        self._size = size
 
     def compute_advantage(self, *, prompt_ids: Any, rewards: Any, mask: Any, **more: Any) -> Any:
-        """Return the estimator's advantages, with group numbers in place of prompts.
+        """Return the estimator's advantages of shape ``[rows, tokens]``.
 
         Args:
-            prompt_ids: one row for each rollout; only device and type are used.
-            rewards: rewards of shape ``[rollouts]``.
-            mask: mask of shape ``[rollouts, tokens]``, 1 for each token that is trained on.
+            prompt_ids: group and rollout of each row.
+            rewards: reward of each row's rollout.
+            mask: mask of shape ``[rows, tokens]``, 1 for each token that is trained on.
             more: further arguments of the estimator.
+
+        Raises:
+            CallerError: a rollout has several rows, and the estimator gives its tokens different advantages.
         """
-        trained = mask.bool().any(dim=1).tolist()
-        numbers = [[place // self._size if has_loss else -1 - place] for place, has_loss in enumerate(trained)]
-        groups = prompt_ids.new_tensor(numbers)
-        return self._estimator.compute_advantage(prompt_ids=groups, rewards=rewards, mask=mask, **more)
+        if (prompt_ids[:, 0] >= 0).any():
+            raise RuntimeError("NeMo RL has read rows without RolloutRows: use the tested version")
+        owners, rollouts = prompt_ids.unique(dim=0, return_inverse=True)
+        numbers = rollouts.new_tensor(range(len(rollouts)))
+        first = numbers.new_zeros(len(owners)).scatter_reduce(0, rollouts, numbers, "amin", include_self=False)
+        tokens = mask.new_zeros(len(owners), mask.shape[1]).index_add(0, rollouts, mask).clamp(max=1)
+        groups = owners[:, :1].where(tokens.any(dim=1, keepdim=True), numbers[: len(owners), None])
+        more = {name: _rows(value, first) for name, value in more.items()}
+        found = self._estimator.compute_advantage(prompt_ids=groups, rewards=rewards[first], mask=tokens, **more)
+        if len(owners) < len(rollouts) and not (found == found[:, :1]).all():
+            raise CallerError(
+                "gives the tokens of a rollout different advantages, which a rollout with several training traces "
+                "cannot have: use grpo",
+                field="grpo.adv_estimator.name",
+            )
+        return found[rollouts]
+
+
+def _rows(value: Any, chosen: Any) -> Any:
+    """Return the chosen rows of a tensor, or of each tensor of a dictionary."""
+    if isinstance(value, Mapping):
+        return {name: _rows(column, chosen) for name, column in value.items()}
+    return value[chosen] if hasattr(value, "new_tensor") else value
 
 
 _SUMMED_METRICS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "total_flops")
@@ -209,12 +284,16 @@ class MiniBatches:
 
     Args:
         trainer: NeMo RL's trainer, whose split interface is called once for each part.
-        count: number of parts, all of about the same number of rollouts.
+        count: number of parts, all of about the same number of rows.
+        rollouts: rollouts of a batch; the learning rate's schedule counts them, not their rows.
+        multiple: number of rows that all ranks of the trainer share evenly.
     """
 
-    def __init__(self, trainer: Any, count: int) -> None:
+    def __init__(self, trainer: Any, count: int, rollouts: int, multiple: int = 1) -> None:
         self._trainer = trainer
         self._count = count
+        self._rollouts = rollouts
+        self._multiple = multiple
         self._loss: Any = None
         self._done: list[Mapping[str, Any]] = []
 
@@ -229,9 +308,11 @@ class MiniBatches:
 
     def train_microbatches_from_meta(self, meta: Any, **more: Any) -> None:
         """Train on a whole batch, part by part."""
-        bounds = [len(meta.sample_ids) * part // self._count for part in range(self._count + 1)]
-        for first, last in pairwise(bounds):
-            self._trainer.begin_train_step(self._loss, gbs=last - first)
+        rows, multiple, count = len(meta.sample_ids), self._multiple, self._count
+        bounds = [*(rows * part // count // multiple * multiple for part in range(count)), rows]
+        shares = [self._rollouts * part // count for part in range(count + 1)]
+        for (first, last), (before, after) in zip(pairwise(bounds), pairwise(shares), strict=True):
+            self._trainer.begin_train_step(self._loss, gbs=after - before)
             self._trainer.train_microbatches_from_meta(meta.slice(first, last), **more)
             self._done.append(self._trainer.finish_train_step())
 

@@ -6,11 +6,12 @@ Pure, except for :func:`record_of`, which needs NeMo RL and torch.
 
 Invariants:
 
-- A rollout is one token sequence, because the prompt of each turn begins with all tokens before it. Observed tokens
-  (prompts, tool results) alternate with sampled ones.
+- A sequence alternates observed tokens (prompts, tool results) with sampled ones; the prompt of each turn begins with
+  all tokens before it. A rollout is one sequence, or several if its agent compacted its context. Each sampled token is
+  trained on in one of them, with the advantage of the rollout.
 - NeMo RL trains on a message if the message has log-probabilities; only sampled tokens have them here.
-- A rollout that is masked or has no valid tokens has no turns here and gets no loss. Its reward stays in the metrics
-  and does not enter the baseline of its siblings (:class:`~.controller_parts.GroupAdvantages`).
+- A rollout that is masked or has no valid tokens has no sequences here and gets no loss. Its reward stays in the
+  metrics and does not enter the baseline of its siblings (:class:`~.controller_parts.GroupAdvantages`).
 - Turns that a rollout inherited from a prefix become part of its prompt, so nothing of them is trained on.
 - A group of which no rollout has tokens is an error: the deployment does not keep tokens.
 """
@@ -44,13 +45,13 @@ class TrainingMember:
 
     Attributes:
         rollout: rollout id.
-        turns: turns to train on; empty if the rollout gets no loss.
+        sequences: sequences to train on, as turns; empty if the rollout gets no loss.
         reward: reward after scaling and shaping.
         version: weight version under which the rollout began.
     """
 
     rollout: str
-    turns: tuple[TurnTokens, ...]
+    sequences: tuple[tuple[TurnTokens, ...], ...]
     reward: float
     version: int
 
@@ -128,15 +129,15 @@ def training_group(rollouts: Sequence[TrainedRollout], reward_of: RewardFunction
     members, prompts, why = [], [], ""
     for rollout in rollouts:
         try:
-            turns = turns_of(rollout.tokens, rollout.inherited)
+            sequences = tuple(map(turns_of, rollout.traces)) or (turns_of(rollout.tokens, rollout.inherited),)
         except ValueError as error:
             why = str(error)
             LOG.warning("rollout %s gets no loss: %s", rollout.id, why)
-            turns = ()
-        length = sum(len(turn.observed) + len(turn.sampled) for turn in turns)
-        prompts += [turn.observed for turn in turns[:1]]
-        trained = () if rollout.masked else turns
-        members.append(TrainingMember(rollout.id, trained, reward_of(rollout.reward, length), rollout.version))
+            sequences = ()
+        lengths = (sum(len(turn.observed) + len(turn.sampled) for turn in turns) for turns in sequences)
+        reward = reward_of(rollout.reward, max(lengths, default=0))
+        prompts += [turns[0].observed for turns in sequences[:1]]
+        members.append(TrainingMember(rollout.id, () if rollout.masked else sequences, reward, rollout.version))
     if not prompts:
         raise CallerError(
             f"the rollouts of a group have no tokens to train on ({why}); set return_token_id_information: true "
@@ -148,26 +149,37 @@ def training_group(rollouts: Sequence[TrainedRollout], reward_of: RewardFunction
 
 def with_loss(groups: Iterable[TrainingGroup]) -> list[bool]:
     """Return for each rollout whether it gets a loss."""
-    return [bool(member.turns) for group in groups for member in group.members]
+    return [bool(member.sequences) for group in groups for member in group.members]
 
 
-def record_of(group: TrainingGroup, number: int) -> PromptGroupRecord:
-    """Convert a training group to NeMo RL's record.
+def rows_of(group: TrainingGroup, multiple: int = 1) -> list[tuple[int, tuple[TurnTokens, ...]]]:
+    """Return the group's training rows: the place of each row's member, and its turns.
+
+    A member has a row for each sequence, or one without turns. Rows beyond one per member are filled up to a multiple
+    by rows without turns of the member -1, because NeMo RL divides a batch evenly.
+    """
+    rows = [(place, turns) for place, member in enumerate(group.members) for turns in member.sequences or ((),)]
+    return rows + [(-1, ())] * ((len(group.members) - len(rows)) % multiple)
+
+
+def record_of(group: TrainingGroup, number: int, multiple: int = 1) -> PromptGroupRecord:
+    """Convert a training group to NeMo RL's record, with a completion for each of :func:`rows_of`.
 
     Args:
         group: training group with the number of rollouts that NeMo RL expects.
         number: number of the group in this run.
+        multiple: see :func:`rows_of`.
     """
     from nemo_rl.experience.interfaces import Completion, PromptGroupRecord
 
     completions = [
         Completion(
-            message_log=_message_log(member, group.prompt),
-            env_extras={"rollout": member.rollout, "weight_version": member.version},
+            message_log=_message_log(turns, group.prompt),
+            env_extras={"rollout": group.members[place].rollout, "weight_version": group.members[place].version},
             truncated=False,
-            reward=member.reward,
+            reward=group.members[place].reward,
         )
-        for member in group.members
+        for place, turns in rows_of(group, multiple)
     ]
     return PromptGroupRecord(
         prompt_idx=number,
@@ -179,11 +191,11 @@ def record_of(group: TrainingGroup, number: int) -> PromptGroupRecord:
     )
 
 
-def _message_log(member: TrainingMember, prompt: Sequence[int]) -> list[dict[str, Any]]:
-    if not member.turns:
+def _message_log(turns: Sequence[TurnTokens], prompt: Sequence[int]) -> list[dict[str, Any]]:
+    if not turns:
         return [_message("user", prompt)]
     messages: list[dict[str, Any]] = []
-    for turn in member.turns:
+    for turn in turns:
         messages.append(_message("user", turn.observed))
         messages.append(_message("assistant", turn.sampled, turn.log_probs))
         if turn.routed_experts is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ from nemo_gym_prorl.nemo_rl.controller_parts import (
     GroupAdvantages,
     MiniBatches,
     ProrlRollouts,
+    RolloutRows,
     SavingDataLoader,
     saved_state,
 )
@@ -184,6 +186,15 @@ def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
             LOG.warning("%s failed to shut down: %s", type(engine).__name__, error)
 
 
+def row_multiple(policy: Mapping[str, Any], trainer: Any) -> int:
+    """Return the number of rows that all ranks of NeMo RL's trainer share evenly, in whole micro batches."""
+    ranks = getattr(trainer, "sharding_annotations", None)
+    size: int = ranks.get_axis_size("data_parallel") if ranks is not None else 1
+    if any((policy.get(name) or {}).get("enabled") for name in ("sequence_packing", "dynamic_batching")):
+        return size
+    return size * math.lcm(policy["train_micro_batch_size"], policy["logprob_batch_size"])
+
+
 def replace_parts(
     master: Any,
     arguments: Any,
@@ -211,12 +222,17 @@ def replace_parts(
     )
     # The state contains the groups of a saved buffer, which must not be trained on twice.
     arguments.last_checkpoint_path = None
-    arguments.rollout_manager = ProrlRollouts(plan, arguments.tq_buffer, arguments.rollout_manager)
+    multiple = row_multiple(master.policy, arguments.trainer_handle)
+    arguments.dp_client = RolloutRows(arguments.dp_client, multiple)
+    arguments.rollout_manager = ProrlRollouts(
+        plan, arguments.tq_buffer, arguments.rollout_manager, arguments.dp_client
+    )
     arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, lines, sampling)
-    arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator, size)
+    arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator)
     arguments.advantage_actors = []  # newer versions of NeMo RL may keep copies of its estimator here
     if settings.mini_batches > 1:
-        arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches)
+        batch = grpo.num_prompts_per_step * size
+        arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches, batch, multiple)
     arguments.weight_synchronizer = ClosingSynchronizer(arguments.weight_synchronizer, arguments.rollout_manager)
 
 

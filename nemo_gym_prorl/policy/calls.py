@@ -8,13 +8,14 @@ import asyncio
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.problems import ProblemError
+from nemo_gym_prorl.policy.engines.engine import Sampling
 
 
 KEY_PREFIX = "rk-"
@@ -40,7 +41,7 @@ def refuse(field: str, why: str, part: str | None = None) -> None:
 @dataclass(frozen=True, slots=True, eq=False)
 class CallGrant:
     """What a capability key allows: turns of one rollout, until it has ``max_turns`` turns or a sequence of
-    ``max_total_tokens``.
+    ``max_total_tokens``. ``sampling`` and ``template_variables`` override those of the calls.
     """
 
     rollout: str
@@ -48,6 +49,8 @@ class CallGrant:
     run: str | None = None
     max_turns: int | None = None
     max_total_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class SharedCall[T]:
@@ -78,6 +81,7 @@ class RolloutCalls:
         refused: number of calls by the status that refused them.
         dropped: number of calls by the name of a part that was left out.
         in_flight: calls without an answer.
+        failed: whether the server failed to answer the latest call.
         changed_at: when a call last began or ended, by the monotonic clock.
         kept: latest calls, by a digest of their requests, for requests that are repeated.
     """
@@ -86,6 +90,7 @@ class RolloutCalls:
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     in_flight: int = 0
+    failed: bool = False
     changed_at: float = field(default_factory=time.monotonic)
     kept: OrderedDict[bytes, SharedCall[Any]] = field(default_factory=OrderedDict)
 

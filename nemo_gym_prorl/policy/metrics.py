@@ -82,6 +82,12 @@ class PolicyMetrics:
             field: Counter(f"prorl_policy_{name}", help_text, registry=registry)
             for field, (name, help_text) in _ROLLOUT_COUNTERS.items()
         }
+        self.later_turns = Counter(
+            "prorl_policy_later_turns",
+            "Turns after the first of a conversation, by whether their prompt continued the rollout's tokens",
+            ("token_in",),
+            registry=registry,
+        )
         self.forks = Counter(
             "prorl_policy_forks",
             "Turns that started a branch: sampled again, history edited by the agent, or rewritten by the template",

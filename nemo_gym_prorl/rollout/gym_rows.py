@@ -282,6 +282,31 @@ def pack_turns(turns: Iterable[TurnTokens]) -> bytes:
     )
 
 
+TRAINING_TRACES = "training_traces"
+"""Gym's field of a row with several sequences to train on (version 1)."""
+
+
+def trace_turns(trace: Mapping[str, Any]) -> list[TurnTokens]:
+    """Return the sampled spans of one of a row's :data:`TRAINING_TRACES`, each with the tokens before.
+
+    Raises:
+        ValueError: the trace is invalid.
+    """
+    turns, seen = list[TurnTokens](), 0
+    try:
+        ids, log_probs = trace["token_ids"], trace["generation_logprobs"]
+        for span in trace["sampled_spans"]:
+            start, end = span["start"], span["end"]
+            if not seen <= start < end <= len(ids) == len(log_probs):
+                raise ValueError("sampled_spans, token_ids and generation_logprobs do not fit together")
+            numbers = array("i", ids[seen:start]), array("i", ids[start:end]), array("d", log_probs[start:end])
+            turns.append(TurnTokens(len(turns), seen, *numbers))
+            seen = end
+    except (LookupError, TypeError, OverflowError) as error:
+        raise ValueError(f"a training trace is invalid: {error!r}") from error
+    return turns
+
+
 def take_tokens(response: object) -> list[TurnTokens]:
     """Remove the token fields from the output items of a response, and return them.
 

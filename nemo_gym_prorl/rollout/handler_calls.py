@@ -35,7 +35,7 @@ from nemo_gym_prorl.failures import (
     is_text,
     unexpected_kind,
 )
-from nemo_gym_prorl.rollout.gym_rows import is_masked, masked, take_tokens
+from nemo_gym_prorl.rollout.gym_rows import TRAINING_TRACES, is_masked, masked, take_tokens
 from nemo_gym_prorl.rollout.handler import (
     AgentHandler,
     CancelsScoring,
@@ -267,6 +267,10 @@ class HandlerCalls:
         if job.trajectory is not None:
             job.trajectory.tokens = job.trajectory.tokens or take_tokens(value.result.get("response"))
         try:
+            traces = value.result.get(TRAINING_TRACES)
+            if traces is not None and traces == job.row.get(TRAINING_TRACES):  # of an earlier rollout of the row
+                value = replace(value, result={**value.result})
+                del value.result[TRAINING_TRACES]
             mask = is_masked(value.result)
             result = masked(value.result) if mask else value.result
             return Outcome(JobState.SUCCEEDED, result, reward=None if reward is None else float(reward), masked=mask)

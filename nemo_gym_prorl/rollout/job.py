@@ -98,12 +98,15 @@ class Progress:
         turns: policy turns taken.
         tool_calls: tool calls executed.
         finish_reason: why the tool loop ended: ``stop``, ``max_steps``, ``max_total_sequence_length``, ``length``,
-            ``context_overflow``, or ``timeout`` for a rollout that counts despite its time-out. ``None`` while the
-            loop goes on, or if it was cut short.
+            ``context_overflow``, or ``timeout`` for a rollout that counts despite its time-out; for a program that
+            failed, ``harness_exit`` or a reason of its harness. ``None`` while the loop goes on, or if it was cut
+            short.
         weight_versions: per turn, the labels of the weights that sampled the turn, if the model server reports them:
             ``{"turn": 0, "first": …, "last": …}``.
         steps: per turn, its timing (:class:`~.turns.TurnTiming`).
         log_probs: modes of the turns' log-probs, if the model server reports them.
+        token_in_rate: share of turns whose prompt continued tokens of the rollout, if the model server reports it.
+        harness: report of the program that took the policy's turns; empty without a program.
     """
 
     turns: int = 0
@@ -112,6 +115,8 @@ class Progress:
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
     steps: list[TurnTiming] = field(default_factory=list)
     log_probs: list[str] = field(default_factory=list)
+    token_in_rate: float | None = None
+    harness: dict[str, Any] = field(default_factory=dict)
 
     @property
     def labels(self) -> list[str | None]:
@@ -129,6 +134,8 @@ class Progress:
             None if reason is None else clean_text(reason, 200),
             versions if isinstance(versions := getattr(told, "weight_versions", None), list) else [],
             log_probs=[mode for mode in getattr(told, "log_probs", ()) if isinstance(mode, str)][:4],
+            token_in_rate=rate if isinstance(rate := getattr(told, "token_in_rate", None), int | float) else None,
+            harness=harness if isinstance(harness := getattr(told, "harness", None), dict) else {},
         )
 
 

@@ -153,24 +153,25 @@ def items(listed: Any) -> list[Mapping[str, Any]]:
 
 
 def _observed(item: Mapping[str, Any]) -> bool:
-    return item.get("type") == "function_call_output"
+    """Return whether an item was given to the policy: a tool's output, or a message of a program's user."""
+    return item.get("type") == "function_call_output" or item.get("role") in ("user", "system", "developer")
 
 
 def _turn(group: Sequence[Mapping[str, Any]], step: TurnTiming | None) -> ParsedTurn:
-    answers = {str(item.get("call_id")): text_of(item.get("output")) for item in group if _observed(item)}
+    answers = {str(item.get("call_id")): text_of(item.get("output")) for item in group if "output" in item}
     times = {tool["call_id"]: tool for tool in step["tools"]} if step else {}
     thought, said, calls = [], [], []
     for item in group:
         match item.get("type", "message"):
             case "reasoning":
                 thought.append(text_of(item.get("summary")) or text_of(item.get("content")))
-            case "message":
+            case "message" if not _observed(item):
                 said.append(text_of(item.get("content")))
             case "function_call":
                 written, call_id = str(item.get("arguments", "")), str(item.get("call_id"))
                 name, arguments = str(item.get("name")), _arguments(written)
                 calls.append(ParsedCall(call_id, name, written, arguments, answers.get(call_id), times.get(call_id)))
-            case "function_call_output":
+            case "function_call_output" | "message":
                 pass
             case other:
                 said.append(f"[{other}]")

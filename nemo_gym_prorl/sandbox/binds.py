@@ -21,8 +21,6 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.isolation import mounts
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
 from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH
 
 
@@ -125,9 +123,6 @@ def _source(text: str, path: str) -> Path:
         raise _refusal(text, f"there is no {path} on this machine: make it, or name another") from error
     except OSError as error:
         raise _refusal(text, f"{path} can't be read: {error.strerror}") from error
-    if is_machine_root() and (wall := first_untraversable_parent(source)):
-        reason = "sandboxes of root run under unprivileged user ids, which can't enter"
-        raise _refusal(text, f"{reason} {wall}: chmod o+x it, or bind another path")
     return source
 
 

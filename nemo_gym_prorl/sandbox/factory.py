@@ -111,6 +111,15 @@ class SandboxWithSessions(StartedSandbox):
         hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
         return hosts
 
+    async def open_policy(self, url: str, key: str) -> str:
+        """Serve a policy on a port inside, and return its base URL there."""
+        base_url: str = await self._provider.open_policy(self._handle, url, key)
+        return base_url
+
+    async def close_policy(self) -> None:
+        """Close the port of :meth:`open_policy` and cut its calls. Idempotent."""
+        await self._provider.close_policy(self._handle)
+
     async def checkpoint(self, name: str) -> SnapshotInfo:
         """Take a snapshot of the sandbox's files, from which other sandboxes can start."""
         info: SnapshotInfo = await self._provider.checkpoint(self._handle, name)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from nemo_gym.sandbox.providers.base import (
 )
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
+from nemo_gym_prorl.network_access import HOST, POLICY_PORT
 from nemo_gym_prorl.sandbox.container import Container, container_of
 from nemo_gym_prorl.sandbox.images.async_store import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
@@ -40,7 +42,7 @@ from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.snapshots import Snapshot, SnapshotSupport
 from nemo_gym_prorl.sandbox.spec import SNAPSHOT, container_spec, provider_options
-from nemo_gym_prorl.sandbox.supervisor.protocol import EgressRequest, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.protocol import EgressRequest, PolicyRequest, SandboxLost, SandboxRefused
 
 
 TIMED_OUT = 124
@@ -179,9 +181,29 @@ class SingularityProvider(SnapshotSupport):
         return await container_of(handle).has_room()
 
     async def egress(self, handle: SandboxHandle) -> list[dict[str, Any]]:
-        """Return which hosts the sandbox has asked its proxy for: the fields of :class:`.egress_proxy.HostUse`."""
+        """Return which hosts the sandbox has asked its proxy for: the fields of :class:`.egress.proxy.HostUse`."""
         message, _files = await container_of(handle).ask(EgressRequest(container_of(handle).name))
         return list(message["hosts"])
+
+    async def open_policy(self, handle: SandboxHandle, url: str, key: str) -> str:
+        """Let the sandbox's programs call the policy at ``url`` with ``key``; return the policy's origin inside.
+
+        Raises:
+            CallerError: ``url`` is no origin, or the sandbox shares the host's network; names the field.
+            SandboxRefused: a program of the sandbox uses the port.
+        """
+        container = container_of(handle)
+        if container.spec.network == HOST:
+            raise CallerError("must not be host: all programs of the machine would reach the policy", field="network")
+        if not re.fullmatch(r"https?://[^/?#@\s]+/?", url):
+            raise CallerError(f"{url!r} must be http://HOST:PORT or https://HOST:PORT, without a path", field="url")
+        await container.ask(PolicyRequest(container.name, url, key))
+        return f"http://127.0.0.1:{POLICY_PORT}"
+
+    async def close_policy(self, handle: SandboxHandle) -> None:
+        """Close the port of :meth:`open_policy` and cut its calls. Idempotent."""
+        with contextlib.suppress(SandboxLost, AgentError):  # the port ends with its sandbox
+            await container_of(handle).ask(PolicyRequest(container_of(handle).name))
 
     async def pause(self, handle: SandboxHandle) -> None:
         """Stop all programs of the sandbox; their memory stays in use."""

@@ -59,6 +59,7 @@ from nemo_gym_prorl.policy.http.fields import (
 )
 from nemo_gym_prorl.policy.http.program_calls import ProgramCalls
 from nemo_gym_prorl.policy.http.programs import adapt_messages, chat_stream, responses_stream
+from nemo_gym_prorl.policy.http.traces import traces_router
 from nemo_gym_prorl.policy.http.turn_requests import (
     RequestTemplate,
     TurnRequests,
@@ -173,6 +174,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             "/v1/messages": self._on_messages,
         }
         add_control_routes(app, self._runtime, dict.fromkeys(turns, Declared((400, 410, 500))))
+        app.include_router(traces_router(self._runtime, self._items))
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{model:path}")(self.models)
         app.post("/v1/messages/count_tokens")(self.count_tokens)

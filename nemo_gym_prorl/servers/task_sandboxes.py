@@ -70,8 +70,8 @@ class TaskSandboxes:
         self._starter: SandboxFactory | None = None
 
     @property
-    def supports_snapshots(self) -> bool:
-        """Return whether the provider supports snapshots."""
+    def is_own(self) -> bool:
+        """Return whether the provider is this project's, which has snapshots and access to a policy."""
         return self._name == OWN_PROVIDER
 
     async def get_ready(self) -> None:

@@ -26,7 +26,8 @@ import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
+from urllib.parse import unquote
 
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -40,10 +41,13 @@ from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 
-from nemo_gym_prorl.agent.gym_http import LEASE_HEADER, RENEW_S
+from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.background import BackgroundLoops
-from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
+from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, suggest
+from nemo_gym_prorl.harness.bundles import find_bundle
+from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness, Launch, Libc
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
@@ -55,6 +59,7 @@ from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.servers.server_base import ServerBase
 from nemo_gym_prorl.servers.server_config import ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
+from nemo_gym_prorl.tasks.programs import run_program
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
@@ -62,6 +67,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 RELEASE_PATH = "/release_session"
 CHECKPOINT_PATH = "/checkpoint_session"
+PROGRAM_PATH = "/run_program"
 CLOSE_PATH = "/close_session"
 LEASE_PATH = "/renew_leases"
 SHUTDOWN_TIMEOUT_S = 30.0  # for ending all sessions, before the process exits in any case
@@ -113,6 +119,25 @@ class ResumeRequest(BaseModel):
 
     row: dict[str, Any]
     checkpoint: SessionCheckpoint
+
+
+class ProgramRequest(BaseModel):
+    """Body of ``/run_program``: a harness and its task, the policy's URL and key, and a time limit."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    harness: Harness
+    prompt: str
+    model: str
+    context: int
+    url: str
+    key: str
+    timeout_s: float = Field(gt=0)
+
+    def launch(self, *, origin: str, home: str, libc: Libc) -> Launch:
+        """Return the program; see :meth:`.Harness.launch`."""
+        told = {"prompt": self.prompt, "model": self.model}
+        return self.harness.launch(**told, context=self.context, origin=origin, home=home, libc=libc)
 
 
 class SnapshotsRequest(BaseModel):
@@ -188,6 +213,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
             app.post(f"{CHECKPOINT_PATH}/resume")(self.resume_session)
             app.post(f"{CHECKPOINT_PATH}/forget")(self.forget_checkpoints)
             app.post(f"{CHECKPOINT_PATH}/renew")(self.renew_checkpoints)
+        app.post(PROGRAM_PATH)(self.run_program)
         if not any(getattr(route, "path", None) == CLOSE_PATH for route in app.routes):
             app.post(CLOSE_PATH)(self.close_resources_session)  # Gym has the route since 0.7
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
@@ -196,6 +222,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         direct = {path: _direct_route(call) for path, call in tools.items()} | {
             "/seed_session": _direct_route(self.seed_session, TypeAdapter(dict[str, Any])),
             RELEASE_PATH: _direct_route(self.release_session),
+            PROGRAM_PATH: _direct_route(self.run_program, TypeAdapter(ProgramRequest)),
             "/verify": _direct_route(self.verify, TypeAdapter(TaskVerifyRequest)),
         }
         key = self.config.control_token
@@ -212,8 +239,20 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         lease = None if named else request.headers.get(LEASE_HEADER)
         row = row if isinstance(row, dict) else {}
         self._check_tools(row)
-        await _while_connected(request, self._sessions.seed(_key(request), row, once=bool(named), lease=lease))
+        key, binds = _key(request), _bundle_binds(request.headers.get(HARNESS_HEADER))
+        await _while_connected(request, self._sessions.seed(key, row, once=bool(named), lease=lease, binds=binds))
         return {"resources_session_id": named} if named else self._paths(lease)
+
+    async def run_program(self, request: Request, body: ProgramRequest) -> dict[str, Any]:
+        """Run a harness in the session's sandbox until the program ends or the client disconnects."""
+        using = self._sessions.use(_key(request), lambda tools, sandbox: run_program(tools, sandbox, body))
+        try:
+            end = await _while_connected(request, using)
+        except AgentError as error:
+            end = {"exit_code": None, "seconds": None, "output": error.reason}
+        if end is None:
+            raise ClientDisconnect
+        return end
 
     async def checkpoint_session(self, request: Request) -> dict[str, Any]:
         """Save the session between two tool calls; the reply is the checkpoint for ``/resume``."""
@@ -264,6 +303,8 @@ class TaskServer(ServerBase, SimpleResourcesServer):
     def _paths(self, lease: str | None) -> dict[str, str]:
         """Return the paths of routes beyond Gym's."""
         paths = {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
+        if self._sandboxes is not None and self._sandboxes.is_own:
+            paths["program_path"] = PROGRAM_PATH
         return paths | ({"lease_path": LEASE_PATH} if lease else {})
 
     @property
@@ -272,7 +313,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
     @property
     def _resumes(self) -> bool:
-        ours = self._sandboxes is None or self._sandboxes.supports_snapshots
+        ours = self._sandboxes is None or self._sandboxes.is_own
         return ours and self._sessions.resumes
 
     @property
@@ -355,8 +396,25 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return SNAPSHOT_SWEEP_S
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` until it completes or the caller disconnects.
+def _bundle_binds(harness: str | None) -> list[str]:
+    """Return the binds of a harness's bundles, one per C library: that of the image is known only inside.
+
+    Raises:
+        InfrastructureError: no bundle is built on this machine; names the command.
+    """
+    binds, missing = [], ""
+    for libc in get_args(Libc) if harness is not None else ():
+        try:
+            binds.append(f"{find_bundle(unquote(harness or ''), libc)}:{BUNDLE_FOLDER}/{libc}:ro")
+        except CallerError as error:
+            missing = missing or error.reason
+    if missing and not binds:
+        raise InfrastructureError(missing, final=True)
+    return binds
+
+
+async def _while_connected[T](request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Run ``work`` until it completes or the caller disconnects, and return its result if it completed.
 
     ``Request.is_disconnected`` does not work behind Gym's middleware.
     """
@@ -368,8 +426,7 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, None]) ->
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
+        return working.result() if working.done() else None
     finally:
         working.cancel()
         leaving.cancel()

@@ -127,6 +127,25 @@ class HasEgress(Protocol):
         ...
 
 
+@runtime_checkable
+class HasPolicyAccess(Protocol):
+    """Sandbox whose programs can call a policy, without a network."""
+
+    async def open_policy(self, url: str, key: str) -> str:
+        """Serve the policy at the origin ``url`` on a port inside, in place of the last one; return its origin there.
+
+        Requests below ``/v1/`` are sent on with ``key`` as the bearer token, which never enters the sandbox.
+
+        Raises:
+            CallerError: ``url`` is no origin, or the sandbox shares the host's network.
+        """
+        ...
+
+    async def close_policy(self) -> None:
+        """Close the port and cut its calls. Idempotent."""
+        ...
+
+
 class SandboxCheckpoint(Protocol):
     """Checkpoint of a sandbox's files, with the number of running programs that were not saved."""
 

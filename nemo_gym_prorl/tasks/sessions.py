@@ -8,6 +8,7 @@ Invariants:
   Sessions of rows without a sandbox have the same lifecycle.
 - Release, verify and close are idempotent, and may come concurrently and in any order.
 - A session whose seeding is abandoned is not prepared further, and its sandbox is stopped.
+- A program in place of the policy's calls ends before its session is released.
 - Closing a session cancels extraction and grading, and returns after the grading sandboxes are gone.
 - Snapshots that tools and artefacts hold are deleted after grading, or when the session closes.
 - A policy that exceeds its sandbox's limits gets the reward 0 and never a lost session.
@@ -22,15 +23,15 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
 from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
-from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
+from nemo_gym_prorl.tasks.sandbox_lifecycle import KeyedLocks, SandboxLifecycle, ShieldedTasks, egress_of
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
     CountsToolCalls,
@@ -40,7 +41,9 @@ from nemo_gym_prorl.tasks.task import (
     ResumableTask,
     ResumableTools,
     SandboxNeeds,
+    StartsSessions,
     Task,
+    offered_tools,
     task_errors,
 )
 
@@ -85,6 +88,7 @@ class _Session[Opened: OpenTools, Artefacts]:
     lost: RolloutError | None = None
     exhausted: str | None = None
     work: asyncio.Task[Any] | None = None  # cancelled when the session is closed
+    uses: set[asyncio.Task[Any]] = field(default_factory=set)  # cancelled when the session is released
     grade: Grade | None = None
     egress: list[dict[str, Any]] = field(default_factory=list)
     touched: float = field(default_factory=time.monotonic)
@@ -93,19 +97,21 @@ class _Session[Opened: OpenTools, Artefacts]:
     lease: str | None = None
     sweeps: int = 0  # since the last renewal of the lease
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a call, during which the session is not swept."""
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.touched = time.monotonic()
+
     @property
     def snapshots(self) -> set[str]:
         """Return the snapshots that tools and artefacts hold."""
         holders = [one for one in (self.tools, self.artefacts) if isinstance(one, HoldsSnapshots)]
         return {name for one in holders for name in one.snapshots}
-
-
-@dataclass(slots=True)
-class _Seeding:
-    """Lock that serializes concurrent seeds of one key."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    seeds: int = 0
 
 
 class Sessions[Opened: OpenTools, Artefacts]:
@@ -138,7 +144,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             tasks=self._work,
         )
         self._sessions: dict[str, _Session[Opened, Artefacts]] = {}
-        self._seeding: dict[str, _Seeding] = {}
+        self._seeding = KeyedLocks()
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._closing = False
 
@@ -160,6 +166,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         once: bool = False,
         checkpoint: Mapping[str, Any] | None = None,
         lease: str | None = None,
+        binds: Sequence[str] = (),
     ) -> None:
         """Start a session: its sandbox, if the row needs one, its tools and the task's initial files.
 
@@ -171,6 +178,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             once: whether the caller chose the key; such a key cannot be seeded again after it was closed.
             checkpoint: checkpoint of a session of the same row, to resume from.
             lease: lease that the caller renews with :meth:`renew` while the session is in use.
+            binds: further binds of its sandboxes.
 
         Raises:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
@@ -178,6 +186,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """
         with task_errors("the row could not be validated", FailureKind.PROVIDER_UNAVAILABLE):
             needs = self._task.needs(row)
+        if needs is not None and binds:
+            needs = replace(needs, binds=[*(needs.binds or ()), *binds])
         task = self._work.spawn(self._seed(key, row, needs, once, checkpoint))
         try:
             session = await asyncio.shield(task)
@@ -204,8 +214,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             raise CallerError("sessions of this environment do not support checkpoints")
         if sandbox is not None and not isinstance(sandbox, HasCheckpoints):
             raise CallerError("this sandbox provider does not support checkpoints")
-        session.calls += 1
-        try:
+        with session.in_use():
             if not session.open:
                 raise session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
             state, lost = await tools.save()
@@ -217,9 +226,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 raise CallerError(error.reason) from error
             lost += ["programs"] if kept.programs else []
             return {"state": state, "lost": lost, "snapshot": kept.name, "size": kept.size}
-        finally:
-            session.calls -= 1
-            session.touched = time.monotonic()
 
     async def call(self, key: str, tool: str, arguments: object) -> str:
         """Execute a tool call and return the observation.
@@ -228,8 +234,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             InfrastructureError: ``session_lost``.
         """
         session = self._require(key)
-        session.calls += 1
-        try:
+        with session.in_use():
             if not session.open and not session.tools.over:
                 raise session.lost or InfrastructureError(
                     "the session was released; tools no longer work", kind=FailureKind.SESSION_LOST
@@ -239,9 +244,29 @@ class Sessions[Opened: OpenTools, Artefacts]:
             except AgentError as error:
                 session.exhausted = error.reason
                 return EXHAUSTED_OBSERVATION.format(reason=error.reason)
-        finally:
-            session.calls -= 1
-            session.touched = time.monotonic()
+
+    async def use[T](self, key: str, work: Callable[[Opened, Sandbox | None], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` with the tools and the sandbox of a session; its release cancels ``work``.
+
+        Raises:
+            InfrastructureError: ``session_lost``.
+        """
+        session = self._require(key)
+        released = session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
+        if not session.open:
+            raise released
+        with session.in_use():
+            session.uses.add(task := self._work.spawn(work(session.tools, session.sandbox)))
+            task.add_done_callback(session.uses.discard)
+            try:
+                return await task
+            except AgentError as error:
+                session.exhausted = error.reason
+                raise
+            except asyncio.CancelledError:
+                if (caller := asyncio.current_task()) and caller.cancelling():
+                    raise
+                raise released from None
 
     async def release(self, key: str) -> None:
         """Extract the artefacts and destroy the agent's sandbox; return when it is gone. Unknown keys are ignored.
@@ -335,7 +360,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         once: bool,
         checkpoint: Mapping[str, Any] | None,
     ) -> _Session[Opened, Artefacts]:
-        async with self._one_at_a_time(key):
+        async with self._seeding.hold(key):
             session = self._sessions.get(key)
             if session is None or not session.open or session.row != row or checkpoint is not None:
                 await self.close(key)
@@ -351,24 +376,12 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     async def _close_unclaimed(self, key: str, seeding: asyncio.Task[_Session[Opened, Artefacts]]) -> None:
         """Close a session of a cancelled seed, unless another seed of the same session succeeded."""
-        async with self._one_at_a_time(key):
+        async with self._seeding.hold(key):
             if not seeding.cancelled() and seeding.exception() is None:
                 session = seeding.result()
                 session.claims -= 1
                 if not session.claims and self._sessions.get(key) is session:
                     await self._close_quietly(key)
-
-    @asynccontextmanager
-    async def _one_at_a_time(self, key: str) -> AsyncIterator[None]:
-        seeding = self._seeding.setdefault(key, _Seeding())
-        seeding.seeds += 1
-        try:
-            async with seeding.lock:
-                yield
-        finally:
-            seeding.seeds -= 1
-            if not seeding.seeds:
-                del self._seeding[key]
 
     async def _close(self, key: str) -> None:
         session = self._sessions.get(key)
@@ -383,8 +396,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         self._sessions.pop(key, None)
 
     async def _verify(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
-        session.calls += 1
-        try:
+        with session.in_use():
             await self._release(session, keep=True)
             async with session.lock:
                 if session.grade is None:
@@ -392,9 +404,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
                     await self._sandboxes.delete_snapshots(session.snapshots)
                     session.artefacts = None
                 return session.grade
-        finally:
-            session.calls -= 1
-            session.touched = time.monotonic()
 
     async def _until_closed[T](self, session: _Session[Opened, Artefacts], work: Coroutine[Any, Any, T]) -> T:
         session.work = task = self._work.spawn(work)
@@ -420,12 +429,17 @@ class Sessions[Opened: OpenTools, Artefacts]:
                     await self._task.prepare(row, tools)
                 elif isinstance(resumable := cast(OpenTools, tools), ResumableTools):
                     await resumable.resume(checkpoint["state"], checkpoint["lost"])
+                if isinstance(starting := cast(OpenTools, tools), StartsSessions):
+                    await starting.start_sessions(offered_tools(row))
         except BaseException:
             await self._end(sandbox, tools)
             raise
         return _Session(row, needs, sandbox, tools)
 
     async def _release(self, session: _Session[Opened, Artefacts], *, keep: bool) -> None:
+        for use in (uses := set(session.uses)):
+            use.cancel()
+        await asyncio.gather(*uses, return_exceptions=True)
         async with session.lock:
             session.touched = time.monotonic()
             if not session.open:

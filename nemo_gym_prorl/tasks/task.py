@@ -19,7 +19,7 @@ import asyncio
 import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ import orjson
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.network_access import Network
-from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
 
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,28 @@ class CountsToolCalls(Protocol):
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """Return counts by tool: ``{"bash": {"calls": 3, "errors": 1}}``. Available after :meth:`OpenTools.close`."""
+        ...
+
+
+@runtime_checkable
+class RunsScripts(Protocol):
+    """Tools that run shell scripts where the policy's commands run."""
+
+    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
+        """Run a script as the policy's user, in its folder, with its variables."""
+        ...
+
+
+@runtime_checkable
+class StartsSessions(Protocol):
+    """Tools with sessions that can start before the first call, so that the policy does not wait for them."""
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the sessions of the offered tools. Called once, after :meth:`Task.prepare` or after ``resume``.
+
+        Raises:
+            InfrastructureError: ``session_lost``: the sandbox has ended.
+        """
         ...
 
 
@@ -333,10 +355,21 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
         ended = next((part for part in self._parts.values() if part.over), None)
         return await (ended or mine).call(tool, arguments)
 
+    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
+        """Run a script with the set that supports it."""
+        runner = next(part for part in self._parts.values() if isinstance(part, RunsScripts))
+        return await runner.run_script(script, timeout_s=timeout_s)
+
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """Return the call counts by tool, of the sets that count."""
         counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
         return {tool: counts for used in counting for tool, counts in used.items()}
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the sessions of the sets that have any."""
+        for part in self._parts.values():
+            if isinstance(part, StartsSessions):
+                await part.start_sessions(offered)
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """Save the state of the sets that support it."""
@@ -387,6 +420,13 @@ class CombinedToolSet[First: OpenTools, Second: OpenTools]:
             await first.close()
             raise
         return CombinedTools(first, second, self._names_of_first)
+
+
+def offered_tools(row: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tools that the row offers the policy."""
+    params = row.get("responses_create_params")
+    tools = params.get("tools") if isinstance(params, dict) else None
+    return frozenset(str(tool["name"]) for tool in tools or () if isinstance(tool, dict) and "name" in tool)
 
 
 @contextmanager

@@ -162,7 +162,8 @@ class Policy(Peer):
             if self.mixture:
                 answers[f"resp{number}"]["routed_experts"] = experts(max(3 * number - 1, 0), 3 * number + 3)
         ids = list(range(3 * taken))
-        return {"sequences": [{"ids": ids, "log_probs": [-0.5] * len(ids)}], "answers": answers}
+        sequence = {"ids": ids, "log_probs": [-0.5] * len(ids)}
+        return {"sequences": [sequence], "answers": answers, "token_in_rate": 0.5}
 
 
 def experts(first: int, end: int) -> str:
@@ -237,16 +238,16 @@ async def deployment(
     elsewhere: dict[str, dict[str, Any]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Deployment]:
-    """The real agent over the two peers, and further resources servers by name: peers, and addresses ``elsewhere``;
-    one try unless told otherwise."""
+    """The real agent over the two peers, and further resources servers by name: peers, and addresses ``elsewhere``,
+    which replace peers; one try unless told otherwise."""
     environment, policy, keys = environment or Environment(), policy or Policy(), keys or {}
     async with AsyncExitStack() as stack:
         blocks = dict(elsewhere or {})
         peers = {**(further or {}), "environment": environment, "policy_model": policy}
         for name, peer in peers.items():
-            peer_url = await stack.enter_async_context(serve(peer.app()))  # the policy's is the last
-            at = urlsplit(peer_url)
-            blocks[name] = {"entrypoint": "app.py", "host": at.hostname, "port": at.port}
+            if name not in blocks:
+                at = urlsplit(await stack.enter_async_context(serve(peer.app())))
+                blocks[name] = {"entrypoint": "app.py", "host": at.hostname, "port": at.port}
         if "environment" in keys:
             blocks["environment"]["control_token"] = keys["environment"]
         if "policy_model" in keys:
@@ -266,7 +267,8 @@ async def deployment(
         )
         url = await stack.enter_async_context(serve(ProRLAgent(config=config, server_client=client).setup_webserver()))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Deployment(url, peer_url, environment, policy, http)
+        policy_url = "http://{host}:{port}".format(**blocks["policy_model"])
+        yield Deployment(url, policy_url, environment, policy, http)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -48,6 +48,8 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
         tokens = [(item["prompt_token_ids"], item["generation_token_ids"]) for item in output[::2]]
         assert tokens == [(list(range(end)), [end]) for end in (2, 5, 8)]
         assert [item["generation_log_probs"] for item in output[::2]] == [[-0.5]] * 3
+    rates = (row["rollout"]["token_in_rate"], packed.token_in_rate)
+    assert rates == ((0.5, 0.5) if policy is Policy else (None, None))
     assert in_full.tokens is None
     turns = [TurnTokens.unpack(turn.model_dump()) for turn in packed.tokens or ()]
     assert [(turn.item, turn.kept, [*turn.observed], [*turn.sampled]) for turn in turns] == [
@@ -58,6 +60,14 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
     assert [[*turn.log_probs] for turn in turns] == [[-0.5]] * 3
     assert "token_ids" not in json.dumps(packed.result)
     assert usage_of(packed).length == 3
+
+
+async def test_what_another_rollout_of_the_row_had_to_train_on_is_not_this_ones() -> None:
+    async with deployment() as at:
+        row = await at.run(ROW | {"training_traces": {"traces": []}, "task": 7})
+    assert row["reward"] == 1.0
+    assert row["task"] == 7
+    assert "training_traces" not in row
 
 
 async def test_experts_of_a_mixture_go_with_the_tokens() -> None:

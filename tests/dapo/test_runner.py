@@ -42,7 +42,7 @@ class Scorer(PlannedHandler):
     """Handler with scripted rewards.
 
     Row fields: ``rewards`` by member; ``late`` members that work for ``late_s``; ``turns`` with a checkpoint each;
-    ``then``: rewards from the second epoch on; ``forked``: rewards of forks by turn.
+    ``then``: rewards from the second epoch on; ``forked``: rewards of forks by turn; ``token_in_rate``.
     """
 
     async def run(self, job: Job, session: int) -> Trajectory:
@@ -57,6 +57,7 @@ class Scorer(PlannedHandler):
         if (labels := job.row.get("labels")) is not None:
             first = job.id.endswith(":0")
             job.progress.weight_versions = [{"turn": 0, "first": "0", "last": labels[0] if first else "0"}]
+        job.progress.token_in_rate = job.row.get("token_in_rate")
         rewards = job.row["rewards"]
         if job.forked_from is not None:
             rewards = job.row["forked"][str(job.forked_from["turn"])]

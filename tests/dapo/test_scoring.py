@@ -67,8 +67,8 @@ def failed(kind: FailureKind, **fields: Any) -> JobView:
 
 def test_what_rollouts_were_like() -> None:
     outcomes = RolloutMetrics()
-    outcomes.add(job(turns=3, tool_calls=4, reward=1.0))
-    outcomes.add(job(turns=2, tool_calls=1, reward=0.5, finish_reason="max_steps"))
+    outcomes.add(job(turns=3, tool_calls=4, reward=1.0, token_in_rate=1.0))
+    outcomes.add(job(turns=2, tool_calls=1, reward=0.5, finish_reason="max_steps", token_in_rate=0.5))
     outcomes.add(job(turns=1, environment="swe", finish_reason="timeout"))
     outcomes.add(failed(FailureKind.AGENT_TIMEOUT, turns=2, environment="swe"))
     # These two never reached their policy.
@@ -78,6 +78,7 @@ def test_what_rollouts_were_like() -> None:
     assert outcomes.metrics() == {
         "prorl/turns": 2.0,
         "prorl/tool_calls": 1.25,
+        "prorl/token_in_rate": 0.75,
         "prorl/finish/stop": 0.25,
         "prorl/finish/max_steps": 0.25,
         "prorl/finish/timeout": 0.5,

@@ -80,7 +80,7 @@ async def test_a_result_is_what_the_node_has() -> None:
     async with service(Scorer()) as node, fleet(0) as there:
         there.nodes.tell(node.joined)
         await until(lambda: there.gateway.dispatcher.statuses)
-        row = ROW | {"rewards": [0.5], "long": True, "labels": ["7"]}
+        row = ROW | {"rewards": [0.5], "long": True, "labels": ["7"], "token_in_rate": 0.75}
         await there.client.submit(row, id="a:b:0:0", group="g", client="me", priority=3, run="x", max_attempts=2)
         seen = await there.client.wait("a:b:0:0")
         # Scorer reads the member off the node's id.
@@ -93,6 +93,7 @@ async def test_a_result_is_what_the_node_has() -> None:
                 assert ours.model_dump(exclude=about) == theirs.model_dump(exclude=about)
         assert (ours.reward, ours.group, ours.client, ours.priority, ours.run) == (0.5, "g", "me", 3, "x")
         assert ours.weight_versions == ["0"]
+        assert ours.token_in_rate == 0.75
 
 
 async def test_what_a_lost_node_ran_is_run_elsewhere_and_what_it_says_later_concerns_nobody() -> None:

@@ -377,9 +377,12 @@ def steps_in(folder: Path, mini_batches: int = 1) -> list[list[TrainedGroup]]:
 
 
 def _groups(chunk: dict[str, Any]) -> Iterator[TrainedGroup]:
-    for first in range(0, len(chunk["ids"]), GENERATIONS):
-        members = range(first, first + GENERATIONS)
-        assert len({chunk["ids"][i].rsplit("_g", 1)[0] for i in members}) == 1
+    slots = [sample_id.rsplit("_g", 1)[0] for sample_id in chunk["ids"]]
+    for slot in dict.fromkeys(slots):
+        first, number = slots.index(slot), slots.count(slot)
+        members = range(first, first + number)
+        assert {*slots[first : first + number]} == {slot}
+        assert number >= GENERATIONS
         lengths = [int(chunk["input_lengths"][i]) for i in members]
 
         def rows(name: str, members: range = members, lengths: list[int] = lengths) -> list[list[Any]]:

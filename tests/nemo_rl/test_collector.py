@@ -54,7 +54,7 @@ async def test_groups_come_while_weights_are_announced_and_nothing_is_left() -> 
                 collector.weights(version)
                 for group in await taken(collector, 2):
                     assert [member.reward for member in group.members] == [0, 1, 0, 1]
-                    assert [len(member.turns[0].sampled) for member in group.members] == [1, 2, 3, 4]
+                    assert [len(member.sequences[0][0].sampled) for member in group.members] == [1, 2, 3, 4]
                     assert version - 1 <= group.version <= version
             collector.weights(4)
             async with asyncio.timeout(20):

@@ -11,12 +11,16 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
-from nemo_gym_prorl.nemo_rl.controller_parts import GroupAdvantages, MiniBatches
-from nemo_gym_prorl.nemo_rl.groups import record_of, training_group
+from nemo_gym_prorl.nemo_rl.controller_parts import GroupAdvantages, MiniBatches, RolloutRows
+from nemo_gym_prorl.nemo_rl.groups import TrainingGroup, record_of, training_group
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
+from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.tokens.branches import branches_of, training_traces
+from nemo_gym_prorl.policy.tokens.conversations import ConversationIndex, ConversationNode
 from nemo_gym_prorl.rollout.gym_rows import take_tokens
 from tests.nemo_rl.conftest import ROOT, _reason_to_skip
 
@@ -61,7 +65,7 @@ class Row:
         self.sampled += [None] * len(observed) + log_probs
 
 
-def rows_of(seed: int, groups: int, size: int, turns: int, longest: int) -> list[list[Row]]:
+def drawn_rows(seed: int, groups: int, size: int, turns: int, longest: int) -> list[list[Row]]:
     """Return groups of conversations of several turns; two groups have the same prompt."""
     draw = random.Random(seed)
 
@@ -114,7 +118,16 @@ def rollout_of(row: Row, name: str) -> TrainedRollout:
     return TrainedRollout(name, {}, row.reward, 0, False, tokens)
 
 
-def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]]:
+def groups_of(rows: list[list[Row]], shape: Any) -> list[TrainingGroup]:
+    """Return training groups of these rows."""
+    named = [
+        [rollout_of(row, f"g{number}:{place}:0") for place, row in enumerate(group)]
+        for number, group in enumerate(rows)
+    ]
+    return [training_group(rollouts, shape) for rollouts in named]
+
+
+def batch(groups: list[TrainingGroup], plane: RolloutRows) -> tuple[Any, list[str]]:
     """Commit training groups to NeMo RL's own buffer; return meta-data and sample ids of the batch."""
     from nemo_rl.algorithms.async_utils.replay_buffer import TQReplayBuffer
 
@@ -126,10 +139,10 @@ def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]
 
     async def committed() -> list[Any]:
         found = []
-        for number, group in enumerate(rows):
-            rollouts = [rollout_of(row, f"g{number}:{member}:0") for member, row in enumerate(group)]
-            record = record_of(training_group(rollouts, shape), number)
+        for number, group in enumerate(groups):
+            record = record_of(group, number, plane.multiple)
             slot = buffer.reserve(weight_version=0, target_step=0)
+            plane.add(slot, group)
             found.append(await buffer.commit(slot, record, start_weight_version=0, end_weight_version=0))
         return found
 
@@ -138,7 +151,7 @@ def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]
     return whole, list(whole.sample_ids)
 
 
-def prepared(policy: Any, plane: Any, meta: Any, master: Any, size: int) -> Any:
+def prepared(policy: Any, plane: RolloutRows, meta: Any, master: Any) -> Any:
     """Prepare a batch with the code of NeMo RL's controller."""
     from nemo_rl.algorithms.grpo import _create_advantage_estimator
     from nemo_rl.algorithms.single_controller import SingleControllerActor
@@ -149,7 +162,7 @@ def prepared(policy: Any, plane: Any, meta: Any, master: Any, size: int) -> Any:
         _dp_client=plane,
         _master_config=master,
         _advantage_cfg=AdvantageConfig(),
-        _advantage_estimator=GroupAdvantages(_create_advantage_estimator(master), size),
+        _advantage_estimator=GroupAdvantages(_create_advantage_estimator(master)),
         _policy_logprobs_required=True,
         _reference_logprobs_required=True,
         _step_log_dict=defaultdict(list),
@@ -192,13 +205,15 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
     torch.manual_seed(0)
     master, settings, _ = recipe_of()
     shape = RewardShaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
-    rows = rows_of(7, GROUPS, SIZE, turns=6, longest=200)
+    rows = drawn_rows(7, GROUPS, SIZE, turns=6, longest=200)
     plane = NoOpDataPlaneClient()
     policy = Policy(plane, tmp_path)
     done = recorded(policy)
-    meta, samples = batch(rows, shape, plane)
-    meta = prepared(policy, plane, meta, master, SIZE)
-    metrics = stepped(MiniBatches(policy, settings.mini_batches), meta, ClippedPGLossFn(master.loss_fn))
+    numbered = RolloutRows(plane)
+    meta, samples = batch(groups_of(rows, shape), numbered)
+    meta = prepared(policy, numbered, meta, master)
+    trainer = MiniBatches(policy, settings.mini_batches, GROUPS * SIZE)
+    metrics = stepped(trainer, meta, ClippedPGLossFn(master.loss_fn))
 
     flat = [row for group in rows for row in group]
     rewards = [reward_of(row) for row in flat]
@@ -261,7 +276,7 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
     estimator = GRPOAdvantageEstimator(configured, None)
     rewards = [0.0, 1.0, 0.25, 1.0, 0.0]
     padded, lengths = 12, []
-    prompts, masks, flat = [], [], []
+    masks, flat = [], []
     for number, without in enumerate((without_loss, {})):
         rollouts = []
         for place, reward in enumerate(rewards):
@@ -276,12 +291,12 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
         group = training_group(rollouts, lambda raw, length: raw)
         flat += [member.reward for member in group.members]
         for completion in record_of(group, number).completions:
-            prompts.append([*group.prompt] + [0] * (padded - len(group.prompt)))
             mask = [float("generation_logprobs" in one) for one in completion.message_log for _ in one["token_ids"]]
             masks.append(mask + [0.0] * (padded - len(mask)))
             lengths.append(sum(mask))
-    given = {"prompt_ids": torch.tensor(prompts), "rewards": torch.tensor(flat), "mask": torch.tensor(masks)}
-    got = GroupAdvantages(estimator, len(rewards)).compute_advantage(**given)
+    owners = [[-1 - place // len(rewards), place % len(rewards)] for place in range(len(flat))]
+    given = {"prompt_ids": torch.tensor(owners), "rewards": torch.tensor(flat), "mask": torch.tensor(masks)}
+    got = GroupAdvantages(estimator).compute_advantage(**given)
     assert got.isfinite().all()
     for first, without in ((0, without_loss), (len(rewards), {})):
         siblings = [first + place for place in range(len(rewards)) if place not in without]
@@ -290,6 +305,117 @@ def test_a_row_without_loss_does_not_shift_the_baseline_of_its_siblings(
             prompt_ids=torch.zeros(len(siblings), 1), rewards=given["rewards"][siblings], mask=given["mask"][siblings]
         )
         assert torch.equal(got[siblings], alone)
+
+
+@dataclasses.dataclass
+class Compacted:
+    """Rollout whose agent edited its past, and later compacted it: three branches, two of which share a turn.
+
+    Attributes:
+        turns: prompt, sampled tokens and their log-probabilities of each turn.
+        rollout: the runner's form of the rollout.
+    """
+
+    turns: list[tuple[list[int], list[int], list[float]]]
+    rollout: TrainedRollout
+
+    @classmethod
+    def of(cls, seed: int, name: str, reward: float) -> "Compacted":
+        """Sample four turns."""
+        draw, history, turns = random.Random(seed), ConversationIndex(), []
+
+        def sample(before: ConversationNode | None) -> ConversationNode:
+            observed, said = ([draw.randrange(256) for _ in range(draw.randint(2, 30))] for _ in range(2))
+            log_probs = [-draw.randint(1, 6000) / 1024 for _ in said]
+            turn = history.ledger.append(before and before.turn, observed, Generation(said, log_probs, Finish.STOP))
+            turns.append((turn.prompt(), said, log_probs))
+            tools = [{"type": "function", "function": {"name": "shell"}}]
+            asked, answer = {"role": "user", "content": "go"}, {"role": "assistant", "content": ""}
+            return history.record(before, [asked], answer, turn, tools)
+
+        first = sample(None)
+        sample(first)
+        sample(first)
+        last = sample(None)
+        ids = {turn: f"call {number}" for number, turn in enumerate(history.ledger.turns)}
+        traces = training_traces(name, branches_of(history), ids)
+        assert [len(trace["sampled_spans"]) for trace in traces["traces"]] == [1, 2, 1]
+        tokens = last.turn.prompt(), [*last.turn.sampled], [*last.turn.log_probs]
+        names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+        packed = take_tokens({"output": [dict(zip(names, tokens, strict=True))]})
+        body = orjson.dumps({"training_traces": traces})
+        return cls(turns, TrainedRollout(name, {}, reward, 0, False, packed, body=body))
+
+
+@pytest.mark.parametrize(("mini_batches", "multiple"), [(1, 1), (2, 4)])
+def test_a_rollout_of_three_traces_trains_each_sampled_token_once_with_its_advantage(
+    mini_batches: int, multiple: int, tmp_path: Path
+) -> None:
+    """Ordinary rollouts beside it; the rows of a batch are filled up for a trainer of several ranks."""
+    import torch
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+    from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
+
+    from tests.nemo_rl.controller import PARTITION, Policy
+
+    torch.manual_seed(0)
+    master, settings, _ = recipe_of()
+    shape = RewardShaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
+    plane = NoOpDataPlaneClient()
+    policy = Policy(plane, tmp_path)
+    done = recorded(policy)
+    groups, sampled = [], []
+    for number, rows in enumerate(drawn_rows(3, 4, SIZE, turns=3, longest=40)):
+        rollouts, told = [], []
+        for place, row in enumerate(rows):
+            compacted = Compacted.of(10 * number + place, f"g{number}:{place}", row.reward)
+            turns = [
+                (one["prompt_token_ids"], one["generation_token_ids"], one["generation_log_probs"])
+                for one in row.output
+            ]
+            several = place < number
+            rollouts.append(compacted.rollout if several else rollout_of(row, f"g{number}:{place}"))
+            told.append(compacted.turns if several else turns)
+        groups.append(training_group(rollouts, shape))
+        advantages = normalized([2 * row.reward - 1 for row in rows])
+        sampled += [(advantage, *turn) for advantage, turns in zip(advantages, told, strict=True) for turn in turns]
+    numbered = RolloutRows(plane, multiple)
+    meta, samples = batch(groups, numbered)
+    assert len(samples) % multiple == 0
+    assert len(samples) >= 16 + 2 * 6, "six rollouts have two rows more"
+    meta = prepared(policy, numbered, meta, master)
+    loss = ClippedPGLossFn(master.loss_fn)
+    metrics = stepped(MiniBatches(policy, mini_batches, 16, multiple), meta, loss)
+    assert len(done) == mini_batches
+    assert all(len(one.samples) % multiple == 0 for one in done)
+
+    columns = ["input_ids", "input_lengths", "token_mask", "advantages", "generation_logprobs"]
+    got = plane.get_samples(samples, PARTITION, columns)
+    trained = []
+    for row in range(len(samples)):
+        ids, mask, advantages, behaviour = (
+            got[name][row].tolist() for name in ("input_ids", "token_mask", *columns[3:])
+        )
+        places = [place for place in range(int(got["input_lengths"][row])) if mask[place]]
+        trained += [(tuple(ids[: place + 1]), behaviour[place], advantages[place]) for place in places]
+    wanted = [
+        (tuple(prompt + said[: place + 1]), log_prob, advantage)
+        for advantage, prompt, said, behaviour in sampled
+        for place, log_prob in enumerate(behaviour)
+    ]
+    assert len(trained) == len(wanted) == metrics["global_valid_toks"]
+    for one, other in zip(sorted(trained), sorted(wanted), strict=True):
+        assert one[0] == other[0]
+        assert one[1:] == pytest.approx(other[1:], abs=5e-7)
+    if mini_batches == 1:
+        [one] = done
+        terms = [
+            term(current, current, log_prob, advantage)
+            for advantage, prompt, said, behaviour in sampled
+            for current, log_prob in zip(log_probs(one.weights, prompt + said)[-len(said) :], behaviour, strict=True)
+        ]
+        assert one.loss == pytest.approx(math.fsum(terms) / len(terms), abs=1e-7)
+        print(f"{len(samples)} rows, {len(terms)} sampled tokens, loss {one.loss}")
 
 
 SHORT = {"max_sequence_length": 1200, "buffer_length": 600}

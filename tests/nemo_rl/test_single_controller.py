@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gym, pytest.mark.timeout(420)]
 
 EXAMPLES = Path(__file__).parents[2] / "resources_servers/prorl_code/data/example.jsonl"
+ROW_FIELDS = ("tokens", "masks", "advantages", "rewards")
 NUMBER = re.compile(rb'"number": ?(\d+)')
 
 
@@ -119,6 +120,44 @@ def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path)
             check(group)
     [backend] = call("GET", f"{trainer.server_urls()['policy_model']}/v1/backends")["backends"]
     assert backend["weight_version"] == str(STEPS)
+
+
+TRACES = [
+    {"token_ids": ids, "generation_logprobs": [-0.5] * len(ids), "sampled_spans": [{"start": first, "end": len(ids)}]}
+    for ids, first in (([1, 2, 3, 4, 5], 3), ([1, 2, 3, 6], 3), ([7, 8, 9], 1))
+]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_compacted_rollout_is_several_rows_with_one_advantage(
+    trainer: "Trainer", engine_url: str, tmp_path: Path, max_staleness: int
+) -> None:
+    """On-policy and asynchronously, in two optimizer steps, beside groups of ordinary rollouts."""
+    from tests.nemo_rl.controller import STEPS, Lent, configuration, trained
+
+    rows = [counting(10, 0, 5, number=number, traces=TRACES if number % 2 else None) for number in range(12)]
+    prorl = {"agent": "counting_agent", "max_staleness": max_staleness, "mini_batches": 2}
+    got = trained(
+        configuration(rows, tmp_path, prorl=prorl), tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)}
+    )
+    assert got.result["train_steps"] == STEPS
+    for step in got.steps:
+        rows_of_step = [row for group in step for row in zip(*map(group.__getattribute__, ROW_FIELDS), strict=True)]
+        wanted = [bytes(trace["token_ids"]) for trace in TRACES]
+        found = [row for row in rows_of_step if row[0] in wanted]
+        assert [row[0] for row in found] == wanted * (len(found) // 3)
+        assert len(found) == 12, "one of the two groups"
+        for first in range(0, 12, 3):
+            values = [
+                {value for value, on in zip(row[2], row[1], strict=True) if on} for row in found[first : first + 3]
+            ]
+            assert values[0] == values[1] == values[2]
+            assert [sum(row[1]) for row in found[first : first + 3]] == [2, 1, 2]
+        rewards = [row[3] for row in found[::3]]
+        mean = sum(rewards) / 4
+        deviation = (sum((reward - mean) ** 2 for reward in rewards) / 3) ** 0.5
+        advantages = [row[2][-1] for row in found[::3]]
+        assert advantages == pytest.approx([(reward - mean) / (deviation + 1e-6) for reward in rewards], abs=1e-6)
 
 
 def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(

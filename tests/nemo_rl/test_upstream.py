@@ -16,7 +16,7 @@ import ray
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl import configuration
-from nemo_gym_prorl.nemo_rl.controller_parts import ProrlRollouts
+from nemo_gym_prorl.nemo_rl.controller_parts import ProrlRollouts, RolloutRows
 from tests.nemo_rl.test_recipes import ROOT, needs_nemo_rl
 
 
@@ -91,7 +91,7 @@ def test_this_nemo_rl_has_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_about_rollouts_is_answered_by_nemo_rls_own_manager() -> None:
     own = SimpleNamespace(recovery_ledger="a ledger", telemetry_snapshot=dict)
     plan: Any = None
-    ours = pickle.loads(pickle.dumps(ProrlRollouts(plan, None, own)))
+    ours = pickle.loads(pickle.dumps(ProrlRollouts(plan, None, own, RolloutRows(None))))
     assert (ours.recovery_ledger, ours.telemetry_snapshot()) == ("a ledger", {})
     assert ours.stats.committed == 0
     with pytest.raises(AttributeError, match="no_such"):

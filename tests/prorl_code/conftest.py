@@ -63,7 +63,11 @@ async def serving(server: str = "prorl_code", judge_url: str | None = None, **ch
     assert containers.instances() <= before
 
 
-PATHS = {"release_path": "/release_session", "checkpoint_path": "/checkpoint_session"}
+PATHS = {
+    "release_path": "/release_session",
+    "checkpoint_path": "/checkpoint_session",
+    "program_path": "/run_program",
+}
 """Paths in the reply of ``/seed_session``."""
 
 RESPONSE = {

@@ -47,6 +47,17 @@ async def test_complete_session(client: Client) -> None:
     assert (await client.verify())[2] == "session_lost"
 
 
+@pytest.mark.parametrize(("offered", "started"), [("bash", True), ("python", False)])
+async def test_an_offered_shell_starts_before_the_first_call(client: Client, offered: str, started: bool) -> None:
+    """bash counts the seconds since its start."""
+    task = row("HumanEval/2")
+    tools = [tool for tool in task["responses_create_params"]["tools"] if tool["name"] == offered]
+    await client.post("/seed_session", task | {"responses_create_params": {"input": "x", "tools": tools}})
+    await asyncio.sleep(1.5)
+    observation = await client.tool("bash", command="echo $SECONDS")
+    assert (int(observation.split()[0]) > 0) is started
+
+
 async def test_closing_a_session_cancels_its_grading(client: Client) -> None:
     """Cancelling a rollout frees its grading sandbox at once."""
     before = containers.instances()

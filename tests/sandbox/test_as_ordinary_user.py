@@ -31,6 +31,10 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
     "walls": {
         "abuse": (),
         "egress": ("no_way_leads_to_another_host", "an_allowed_host_is_reached_and_counted"),
+        "policy_access": (
+            "no_way_leads_to_another_policy_or_to_the_host",
+            "a_program_calls_its_policy_on_one_connection",
+        ),
         "nothing_of_the_host": (),
         "users": (),
         "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),

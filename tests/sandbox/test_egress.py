@@ -22,7 +22,7 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.egress_proxy import Refusal, parse_request
+from nemo_gym_prorl.sandbox.egress.proxy import Refusal, parse_request
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -44,7 +44,7 @@ def proxies(supervisor: int | None = None) -> list[int]:
     if supervisor is None:
         assert client.own_supervisor
         supervisor = client.own_supervisor.popen.pid
-    return [pid for pid in usage.child_pids(supervisor) if b"egress_proxy" in command_line(pid)]
+    return [pid for pid in usage.child_pids(supervisor) if b"egress.proxy" in command_line(pid)]
 
 
 def command_line(pid: int) -> bytes:

@@ -9,10 +9,8 @@ At the end each set of packages is installed from the folder alone.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from rich.console import Console
 from nemo_gym_prorl.cli.doctor import Check, Level
 from nemo_gym_prorl.cli.image.images import progress_step
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.harness.bundles import install_python, run_step
 from nemo_gym_prorl.tasks.harbor.verifier_tools import (
     APT_CONFIG,
     APT_SETTINGS,
@@ -36,18 +35,8 @@ from nemo_gym_prorl.tasks.harbor.verifier_tools import (
 )
 
 
-STEP_TIMEOUT_S = 1800.0
-"""For one call of uv or pip; the largest wheels have a GB."""
-
 DEFAULT_PYTHON = "3.13"
 """Python of a folder for which no other is asked."""
-
-MAX_ERROR_CHARS = 600
-
-_DESCRIBE = (
-    "import json, platform; print(json.dumps([platform.python_implementation().lower(), "
-    "platform.python_version(), platform.machine()]))"
-)
 
 
 def needs_of_tasks(folder: Path) -> dict[str, VerifierNeeds]:
@@ -158,15 +147,15 @@ def make_tools(
     have: dict[str, Path] = {}
     for python in pythons:
         progress(f"adding Python {python}")
-        version, program = _copy(Path(python), target) if "/" in python else _install(python, target)
+        version, program = install_python(python, target / PYTHON)
         have[version] = program
     for version in dict.fromkeys(one.python for one in sets if one.python):
         if _serving(have, version) is None:
             progress(f"adding Python {version}")
-            version, program = _install(version, target)
+            version, program = install_python(version, target / PYTHON)
             have[version] = program
     if not have:
-        version, program = _install(DEFAULT_PYTHON, target)
+        version, program = install_python(DEFAULT_PYTHON, target / PYTHON)
         have[version] = program
     problems = []
     for one in sets:
@@ -184,37 +173,10 @@ def _serving(have: Mapping[str, Path], wanted: str) -> Path | None:
     return next((path for version, path in have.items() if f"{version}.".startswith(f"{wanted}.")), None)
 
 
-def _install(version: str, target: Path) -> tuple[str, Path]:
-    folder = target / PYTHON
-    command: list[str | Path] = [target / BIN / "uv", "python"]
-    install: list[str | Path] = ["install", "--no-bin", "--install-dir", folder, version]
-    _run([*command, *install], f"Python {version} can't be installed; give the folder of a relocatable one instead")
-    environ = {**os.environ, "UV_PYTHON_INSTALL_DIR": str(folder)}
-    find = ["find", "--managed-python", "--no-project", version]
-    program = Path(_run([*command, *find], f"Python {version} is not there", environ))
-    return _describe(program)[1], program
-
-
-def _copy(folder: Path, target: Path) -> tuple[str, Path]:
-    source = folder / "bin" / "python3"
-    if not source.exists():
-        raise CallerError(f"{folder} is no installation of Python: it has no bin/python3", field="--python")
-    implementation, version, machine = _describe(source)
-    copy = target / PYTHON / f"{implementation}-{version}-linux-{machine}-gnu"
-    if not copy.exists():
-        shutil.copytree(folder, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    return version, copy / "bin" / "python3"
-
-
-def _describe(program: Path) -> list[str]:
-    found: list[str] = json.loads(_run([program, "-I", "-c", _DESCRIBE], f"{program} does not start"))
-    return found
-
-
 def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> None:
     step = ["wheel", "--wheel-dir"] if build else ["download", "--only-binary=:all:", "--dest"]
     pip: list[str | Path] = [program, "-I", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, *step, target / WHEELS, *one.packages], "the wheels can't be downloaded")
+    run_step([*pip, *step, target / WHEELS, *one.packages], "the wheels can't be downloaded")
 
 
 def _check(one: RequirementSet, target: Path) -> None:
@@ -224,17 +186,4 @@ def _check(one: RequirementSet, target: Path) -> None:
         python = ["--python", one.python] if one.python else []
         options = [word for package in one.packages for word in ("--with", package)]
         command = [str(target / BIN / "uv"), "tool", "run", "--isolated", *python, *options, "python", "-c", ""]
-        _run(command, "the set can't be installed from the folder", environ)
-
-
-def _run(command: Sequence[str | Path], problem: str, environ: Mapping[str, str] | None = None) -> str:
-    try:
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, errors="replace", timeout=STEP_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise InfrastructureError(f"{problem}: {error}") from error
-    if done.returncode:
-        said = " / ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
-        raise InfrastructureError(f"{problem}: {said[-MAX_ERROR_CHARS:] or f'exit code {done.returncode}'}")
-    return done.stdout.strip()
+        run_step(command, "the set can't be installed from the folder", environ)

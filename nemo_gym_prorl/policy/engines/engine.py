@@ -123,6 +123,18 @@ class Sampling:
                 field="extra_body",
             )
 
+    def overridden(self, by: Sampling) -> Sampling:
+        """Return these parameters with the given ones of another; of two limits of tokens the smaller counts."""
+        limits = [limit for limit in (self.max_tokens, by.max_tokens) if limit is not None]
+        return Sampling(
+            max_tokens=min(limits, default=None),
+            temperature=self.temperature if by.temperature is None else by.temperature,
+            top_p=self.top_p if by.top_p is None else by.top_p,
+            stop=self.stop,
+            seed=self.seed,
+            extra={**self.extra, **by.extra},
+        )
+
     @property
     def greedy(self) -> bool:
         """Return whether sampling takes the most probable token, which then has probability 1."""

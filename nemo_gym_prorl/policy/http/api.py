@@ -24,9 +24,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym_prorl.http.applications import health_router
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 from nemo_gym_prorl.policy.calls import KEY_PREFIX, CallGrant
+from nemo_gym_prorl.policy.http.chat_requests import turn_request
+from nemo_gym_prorl.policy.http.fields import chat_fields_of_responses
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.tokens.branches import token_in_rate
 from nemo_gym_prorl.policy.tokens.conversations import SavedTurn, saved_turns
 from nemo_gym_prorl.policy.turns import RolloutGone
 
@@ -90,6 +93,9 @@ class NewKey(BaseModel):
     run: _Label | None = None
     max_turns: Annotated[int, Field(ge=1)] | None = None
     max_total_tokens: Annotated[int, Field(ge=1)] | None = None
+    params: dict[str, Any] = Field(
+        default={}, description="Fields of the Responses API that override those of the calls."
+    )
 
 
 class Weights(BackendSelector):
@@ -194,17 +200,24 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
         return {"rollout": rollout, "turns": len(body.turns)}
 
     @router.post("/v1/rollouts/{rollout}/key", status_code=201, responses=problem_responses())
-    async def issue_key(rollout: str, body: NewKey) -> dict[str, str]:
+    async def issue_key(rollout: str, body: NewKey) -> dict[str, Any]:
         """Create a rollout with a capability key, or replace the rollout's key.
 
         As bearer token or `x-api-key`, it opens the model API for the turns of this rollout, within the limits.
+        `context` is the engines' context length, if known.
         """
         service = runtime.service
+        wanted = turn_request(chat_fields_of_responses(body.params), (), template_variables={}, extra_body={})
         service.calls(rollout, body.run).limit = None
         service.keys = {key: grant for key, grant in service.keys.items() if grant.rollout != rollout}
         key = KEY_PREFIX + secrets.token_urlsafe(32)
-        service.keys[key] = CallGrant(rollout, **body.model_dump())
-        return {"key": key}
+        service.keys[key] = CallGrant(
+            rollout,
+            **body.model_dump(exclude={"params"}),
+            sampling=wanted.sampling,
+            template_variables=wanted.template_variables,
+        )
+        return {"key": key, "context": min(filter(None, service.engine.contexts.values()), default=None)}
 
     @router.delete("/v1/rollouts/{rollout}/key", responses=problem_responses())
     async def revoke_key(rollout: str) -> dict[str, str]:
@@ -224,6 +237,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
             "idle_s": time.monotonic() - state.calls.changed_at,
             "refused": state.calls.refused,
             "dropped": state.calls.dropped,
+            "failed": state.calls.failed,
         }
 
     @router.delete("/v1/rollouts/{rollout}", responses=problem_responses())
@@ -294,6 +308,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
         "run": state.run,
         "counts": asdict(state.counts),
         "log_probs": sorted(state.log_prob_modes),
+        "token_in_rate": token_in_rate(state.history),
         "sequences": [
             {
                 "ids": sequence.ids.tolist(),

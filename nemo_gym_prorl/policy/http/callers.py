@@ -58,7 +58,10 @@ class RolloutCaller:
     grant: CallGrant | None = None
 
     def complete(self, request: TurnRequest, **more: Any) -> TurnRequest:
-        """Return a request with this caller's rollout, group and run."""
+        """Return a request with this caller's rollout, group and run, and the parameters of its grant."""
+        if self.grant is not None:
+            more["sampling"] = request.sampling.overridden(self.grant.sampling)
+            more["template_variables"] = {**request.template_variables, **self.grant.template_variables}
         return replace(request, rollout=self.rollout, group=self.group, run=self.run, **more)
 
 

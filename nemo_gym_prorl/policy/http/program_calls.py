@@ -68,9 +68,14 @@ class ProgramCalls:
                 ledger = service.ledger(caller.rollout)
                 calls.check(grant, len(ledger.turns), ledger.longest)
             answer = await self._answer(request, caller, body)
+            calls.failed = False
         except KNOWN_ERRORS as error:
             answer = program_error(error)
             calls.refused[str(answer.status_code)] += 1
+            calls.failed = answer.status_code >= 500
+        except Exception:
+            calls.failed = True
+            raise
         finally:
             calls.changed(-1)
             calls.dropped.update(left_out)

@@ -180,6 +180,22 @@ class ConversationIndex:
         own = (message for message in messages if message["role"] == "assistant")
         return sum(self._sampled_lengths.get(ConversationFingerprint.of(message).key, 0) for message in own)
 
+    def node_of(self, turn: LedgerTurn) -> ConversationNode:
+        """Return the conversation at the end of a turn."""
+        return self._node_of_turn[turn]
+
+    def continues_tokens(self, turn: LedgerTurn) -> bool | None:
+        """Return whether a turn's prompt continued the ledger's tokens; ``None`` for the first turn of a conversation.
+
+        The answer is no if the prompt has assistant messages after those tokens, or, without such tokens, text that
+        was sampled in this rollout.
+        """
+        before = self._node_of_turn.get(turn.parent) if turn.parent is not None else None
+        new = self._node_of_turn[turn].messages[len(before.messages) if before else 0 : -1]
+        if before is None:
+            return False if self.retokenised(new) else None
+        return all(message["role"] != "assistant" for message in new)
+
     def _possible_ends(
         self, messages: Sequence[Message], tools: Tools
     ) -> Iterator[tuple[int, bytes, LedgerTurn | None, bool]]:

@@ -257,6 +257,12 @@ class JobView(BaseModel):
         default_factory=list,
         description="Distinct labels of the weights that sampled it; null for weights without one.",
     )
+    token_in_rate: float | None = Field(
+        default=None, description="Share of turns whose prompt continued tokens of the rollout, first turns aside."
+    )
+    harness: dict[str, Any] = Field(
+        default_factory=dict, description="Report of the program that took the policy's turns, if there was one."
+    )
     reward: float | None = Field(description="Null unless the rollout was scored: a failure has no reward.")
     masked: bool = Field(default=False, description="A trainer must skip it: its verdict says so, or it has none.")
     failure: FailureView | None
@@ -293,6 +299,8 @@ class JobView(BaseModel):
             tool_calls=job.progress.tool_calls,
             finish_reason=job.progress.finish_reason,
             weight_versions=job.progress.labels,
+            harness=job.progress.harness,
+            token_in_rate=job.progress.token_in_rate,
             reward=outcome.reward if outcome else None,
             masked=outcome.masked if outcome else False,
             failure=FailureView.model_validate(outcome.failure) if outcome and outcome.failure else None,

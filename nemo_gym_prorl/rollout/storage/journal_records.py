@@ -204,6 +204,8 @@ def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[byte
         "tool_calls": job.progress.tool_calls,
         "finish_reason": job.progress.finish_reason,
         "labels": job.progress.labels,
+        "harness": job.progress.harness,
+        "token_in_rate": job.progress.token_in_rate,
         "resumed": job.resumed,
         "kept_turns": job.kept_turns,
         "finished_at": finished_at,
@@ -234,6 +236,7 @@ def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
     job.failures = [_failure(failure) for failure in told["failures"]]
     versions = [{"first": label, "last": label} for label in told["labels"]]
     job.progress = Progress(told["turns"], told["tool_calls"], told["finish_reason"], versions)
+    job.progress.harness, job.progress.token_in_rate = told.get("harness", {}), told.get("token_in_rate")
     failure = _failure(told["failure"]) if told["failure"] else None
     job.outcome = Outcome(job.state, body, told["reward"], failure, told["masked"])
     job.tokens, job.steps = tokens, steps

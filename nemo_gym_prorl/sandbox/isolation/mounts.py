@@ -6,7 +6,7 @@
   the host. The launcher writes them into the sandbox's own layer. Container runtimes mount the host's account,
   nameservers, hosts and time zone; the launcher unmounts these.
 - *Network*: a network namespace with a loopback device only, unless ``network: host`` shares the host's network and
-  nameservers. Other values of ``network`` add a proxy (:mod:`..egress_proxy`), and no device.
+  nameservers. Other values of ``network`` add a proxy (:mod:`..egress`), and no device.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ struct interface { char name[16]; short flags; char rest[22]; };
 struct window { uint16_t rows, columns, x, y; };
 struct address { uint16_t family; unsigned char port[2], host[4], zero[8]; };
 
-enum { SOL_SOCKET = 1, SCM_RIGHTS = 1 };
+enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_REUSEADDR = 2 };
 enum { MSG_CTRUNC = 8, MSG_TRUNC = 0x20, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC = 0x40000000 };
 enum { AF_INET = 2 };
 enum { SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_CLOEXEC = 02000000 };
@@ -770,6 +770,8 @@ static void listen_inside(void) {
     address.port[1] = (unsigned char)port;
     doing("port of the proxy", "");
     long opened = must(CALL(socket, AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    int on = 1;  /* connections of an earlier socket at this port may be ending */
+    must(CALL(setsockopt, opened, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on));
     must(CALL(bind, opened, &address, sizeof address));
     must(CALL(listen, opened, BACKLOG));
     must(reply(DONE, 0, (int)opened));

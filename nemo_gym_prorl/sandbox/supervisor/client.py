@@ -60,8 +60,8 @@ CLEANUP_S = 5.0
 """Time to remove the state of a dead supervisor; the next supervisor's sweep removes the rest."""
 
 
-PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-"""Variables of the server that its supervisor gets: the way from this machine to other hosts, for the egress proxy."""
+NETWORK_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
+"""Variables of the server that its supervisor gets: how the egress process reaches hosts, and which it trusts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,8 @@ def running_supervisor() -> Path:
             # Its own session: Ctrl-C at a terminal must not reach the supervisor before the server has ended.
             start_new_session=True,
             cwd="/",
-            env=interpreter_environ() | {name: os.environ[name] for name in os.environ if name.lower() in PROXIES},
+            env=interpreter_environ()
+            | {name: os.environ[name] for name in os.environ if name.lower() in NETWORK_VARIABLES},
         )
         theirs.close()
         listener.close()

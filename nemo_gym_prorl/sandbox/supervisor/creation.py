@@ -27,7 +27,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
-from nemo_gym_prorl.network_access import NONE, has_proxy
+from nemo_gym_prorl.network_access import NONE, PROXY_PORT, has_proxy
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.isolation import layer_archive, mounts, namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
@@ -145,7 +145,7 @@ class Creation:
             sandbox.apply_limits()
         if has_proxy(request.network):
             with sandbox.step("egress"), _setup_errors():
-                await self._egress.open(sandbox)
+                await self._egress.open(sandbox, PROXY_PORT, {"network": request.network})
 
     async def _choose_method(self, sandbox: Sandbox) -> None:
         """Decide how ``start: auto`` starts sandboxes on this machine: directly, else by the runtime."""

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Supervisor's side of the proxy process (:mod:`..egress_proxy`), which starts with the first sandbox that needs it.
+"""Supervisor's side of the egress process (:mod:`..egress.proxy`), which starts with the first port that is opened.
 
-The launcher opens a sandbox's listening socket in the sandbox's network namespace. The supervisor holds the socket
-until the sandbox is closed. So a proxy process that was killed is replaced without a sandbox noticing: connections
+The launcher opens the listening socket of a port in the sandbox's network namespace. The supervisor holds the socket
+until the port is closed. So an egress process that was killed is replaced without a sandbox noticing: connections
 wait in the kernel meanwhile.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import nemo_gym_prorl
 from nemo_gym_prorl.background import PROCESS_LOOPS
-from nemo_gym_prorl.network_access import PROXY_PORT
+from nemo_gym_prorl.network_access import POLICY_PORT, PROXY_PORT
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.supervisor.children import Child, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S, Connection, Message, PeerGone, socket_pair
@@ -26,12 +26,12 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
 CHANNEL = 3
-"""Descriptor of the proxy process's socket."""
+"""Descriptor of the egress process's socket."""
 
-_IMPORT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_gym_prorl.sandbox.egress_proxy import main"
+_IMPORT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_gym_prorl.sandbox.egress.proxy import main"
 
-REPORT_TIMEOUT_S = 5.0
-"""Time for the proxy process to report; it takes milliseconds."""
+REPLY_TIMEOUT_S = 5.0
+"""Time for the egress process to reply; it takes milliseconds."""
 
 
 class Egress:
@@ -45,63 +45,70 @@ class Egress:
     def __init__(self, children: Children, launcher: Launcher) -> None:
         self._children = children
         self._launcher = launcher
-        self._serving: dict[str, tuple[Message, int]] = {}
-        """Message and listening socket of each sandbox by its name."""
+        self._serving: dict[tuple[str, int], tuple[Message, int]] = {}
+        """Message and listening socket by the sandbox's name and the port."""
         self._connection: Connection[Message, list[int]] | None = None
         self._started = False
-        self._reports: dict[int, asyncio.Future[Message]] = {}
+        self._replies: dict[int, asyncio.Future[Message]] = {}
         self._number = 0
 
-    async def open(self, sandbox: Sandbox) -> None:
-        """Serve a sandbox whose first process is recorded.
+    async def open(self, sandbox: Sandbox, port: int, access: Message) -> None:
+        """Serve a port of a sandbox whose first process is recorded, by ``network`` or by ``url`` and ``key``.
 
         Raises:
             Refused: the socket cannot be opened.
         """
-        assert sandbox.place
-        _reply, files = await self._launcher.run(requests.listen(sandbox.place, PROXY_PORT))
-        self._serving[sandbox.name] = {"serve": sandbox.name, "network": sandbox.request.network}, files[0]
+        _reply, files = await self._launcher.run(requests.listen(sandbox.place_to_join(), port))
+        self._serving[sandbox.name, port] = {"serve": sandbox.name, "port": port, **access}, files[0]
         if not self._started:
             self._started = True
-            PROCESS_LOOPS.start("egress-proxy", self._run)
+            PROCESS_LOOPS.start("egress-process", self._run)
         elif self._connection:
-            await self._serve(self._connection, sandbox.name)
+            await self._serve(self._connection, sandbox.name, port)
 
-    def close(self, name: str) -> None:
-        """Cut the connections of a sandbox, and close its listening socket. Idempotent."""
-        if serving := self._serving.pop(name, None):
-            os.close(serving[1])
-            if self._connection:
-                self._connection.post({"forget": name})
+    async def close(self, name: str, *ports: int) -> None:
+        """Close ports of a sandbox, all if none is given; return when their connections are cut. Idempotent."""
+        served = [port for port in ports or (PROXY_PORT, POLICY_PORT) if (name, port) in self._serving]
+        for port in served:
+            with socket.socket(fileno=self._serving.pop((name, port))[1]) as listener:
+                # Nothing connects from now on, although the egress process holds the socket, too.
+                listener.shutdown(socket.SHUT_RDWR)
+        for port in served:
+            await self._ask({"forget": name, "port": port})
 
     async def report(self, name: str) -> list[Message]:
-        """Return the fields of :class:`..egress_proxy.HostUse` for each host that a sandbox asked for.
+        """Return the fields of :class:`..egress.proxy.HostUse` for each host that a sandbox asked for.
 
-        The counts begin anew with each proxy process.
+        The counts begin anew with each egress process.
         """
-        if self._connection is None or name not in self._serving:
-            return []
-        self._number += 1
-        number, report = self._number, asyncio.get_running_loop().create_future()
-        self._reports[number] = report
-        try:
-            self._connection.post({"report": name, "number": number})
-            async with asyncio.timeout(REPORT_TIMEOUT_S):
-                return list((await report)["hosts"])
-        except TimeoutError:
-            return []
-        finally:
-            del self._reports[number]
+        served = (name, PROXY_PORT) in self._serving
+        return list((await self._ask({"report": name})).get("hosts", ())) if served else []
 
-    async def _serve(self, connection: Connection[Message, list[int]], name: str) -> None:
-        message, listener = self._serving[name]
+    async def _ask(self, message: Message) -> Message:
+        """Return the egress process's reply; empty if there is none."""
+        if self._connection is None:
+            return {}
+        self._number += 1
+        reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        number, self._replies[self._number] = self._number, reply
+        try:
+            self._connection.post({**message, "number": number})
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                return await reply
+        except TimeoutError:
+            return {}
+        finally:
+            del self._replies[number]
+
+    async def _serve(self, connection: Connection[Message, list[int]], name: str, port: int) -> None:
+        message, listener = self._serving[name, port]
         with contextlib.suppress(PeerGone):  # the next process gets the message
             await connection.send(message, [listener])
 
     def _on_message(self, message: Message, _files: list[int]) -> None:
-        report = self._reports.get(message["number"])
-        if report and not report.done():
-            report.set_result(message)
+        reply = self._replies.get(message["number"])
+        if reply and not reply.done():
+            reply.set_result(message)
 
     async def _run(self) -> float:
         """Run the process until it ends; return the pause before the next one."""
@@ -111,13 +118,15 @@ class Egress:
             with theirs:
                 child = self._spawn(theirs)
             self._connection = connection
-            for name in list(self._serving):
-                if name in self._serving:
-                    await self._serve(connection, name)
+            for name, port in list(self._serving):
+                if (name, port) in self._serving:
+                    await self._serve(connection, name, port)
             await child.wait()
         finally:
             self._connection = None
             connection.close()
+            for number in self._replies:
+                self._on_message({"number": number}, [])
         return PAUSE_S
 
     def _spawn(self, channel: socket.socket) -> Child:

@@ -29,6 +29,7 @@ from pathlib import Path
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
+from nemo_gym_prorl.network_access import POLICY_PORT
 from nemo_gym_prorl.sandbox.binds import check_binds, check_image_folder
 from nemo_gym_prorl.sandbox.isolation.mounts import MAX_TERMINALS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
@@ -40,7 +41,14 @@ from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, find_pid_namespace
 from nemo_gym_prorl.sandbox.supervisor.egress import Egress
-from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Refused, StartReply, error_text, failure
+from nemo_gym_prorl.sandbox.supervisor.protocol import (
+    CreateRequest,
+    PolicyRequest,
+    Refused,
+    StartReply,
+    error_text,
+    failure,
+)
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, SandboxStage, step_down
 
 
@@ -133,6 +141,16 @@ class Sandboxes:
     async def egress_of(self, name: str) -> Reply:
         """Carry out a :class:`.protocol.EgressRequest`."""
         return {"hosts": await self._egress.report(self.up(name).name)}, []
+
+    async def serve_policy(self, request: PolicyRequest) -> Reply:
+        """Carry out a :class:`.protocol.PolicyRequest`."""
+        sandbox = self.up(request.sandbox)
+        await self._egress.close(sandbox.name, POLICY_PORT)
+        if request.url:
+            await self._egress.open(sandbox, POLICY_PORT, {"url": request.url, "key": request.key})
+            if sandbox.stage is not SandboxStage.UP:  # its end has closed what was open by then
+                await self._egress.close(sandbox.name)
+        return {}, []
 
     async def create(self, client: Client, request: CreateRequest, files: list[int]) -> Reply:
         """Start a sandbox and return its :class:`.protocol.StartReply`.
@@ -356,8 +374,7 @@ class Sandboxes:
                 # Ends a first process that is not recorded yet.
                 sandbox.channel.shutdown(socket.SHUT_RDWR)
         await sandbox.created.wait()
-        with log_exceptions():
-            self._egress.close(sandbox.name)
+        spawn_task(self._egress.close(sandbox.name))
         with log_exceptions():
             find_pid_namespace(sandbox)
         if sandbox.starter:

@@ -16,7 +16,7 @@ import sys
 import traceback
 import types
 import typing
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError
@@ -190,6 +190,15 @@ class EgressRequest:
 
 
 @dataclass(frozen=True)
+class PolicyRequest:
+    """Serve a policy on a port of the sandbox's loopback device in place of the last one; none if ``url`` is empty."""
+
+    sandbox: str
+    url: str = ""
+    key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
 class PutRequest:
     """Write the attached file to a path of the sandbox; without a ``mode``, an existing file keeps its own."""
 
@@ -217,6 +226,7 @@ Request = (
     | ResumeRequest
     | SnapshotRequest
     | EgressRequest
+    | PolicyRequest
     | PutRequest
     | GetRequest
 )

@@ -51,6 +51,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
     EgressRequest,
     GetRequest,
     PauseRequest,
+    PolicyRequest,
     PutRequest,
     Refused,
     ResumeRequest,
@@ -167,6 +168,8 @@ class Supervisor:
                 return await self._resume(self._sandboxes.up(request.sandbox))
             case EgressRequest() as request:
                 return await self._sandboxes.egress_of(request.sandbox)
+            case PolicyRequest() as request:
+                return await self._sandboxes.serve_policy(request)
             case SnapshotRequest() as request:
                 return await self._snapshot(self._sandboxes.up(request.sandbox), request, files[0])
 

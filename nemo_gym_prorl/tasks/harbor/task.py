@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from nemo_gym_prorl.tasks.harbor.grading import Grader, HarborWork, Strict
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
 from nemo_gym_prorl.tasks.harbor.task_folder import SUBMIT_DESCRIPTION, TOOLS
 from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
-from nemo_gym_prorl.tasks.sandbox import HasContainer, Sandbox
+from nemo_gym_prorl.tasks.sandbox import ExecResult, HasContainer, Sandbox
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -76,6 +76,14 @@ class HarborTools:
         self.sandbox.user = phase.user
         await self.workspace.close()
         self.workspace.work_in(phase.folder)
+
+    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
+        """Run a shell script as the agent; see :class:`~nemo_gym_prorl.tasks.task.RunsScripts`."""
+        return await self.workspace.run_script(script, timeout_s=timeout_s)
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the shell if the policy may use it."""
+        await self.workspace.start_sessions(offered)
 
     async def close(self) -> None:
         """Release the shell."""

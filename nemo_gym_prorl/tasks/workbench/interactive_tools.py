@@ -8,7 +8,7 @@ Invariants of sessions:
 - The end of the sandbox is ``session_lost``. Both look alike here, so the sandbox is probed after each session's end.
 - Every call returns: a session that does not answer long after its time limit is replaced too.
 - Concurrent calls of a tool are serialized, since there is one shell and one kernel.
-- A session starts with its first call: kernels are expensive, and few rollouts use both tools.
+- A kernel starts with its first call, since kernels are expensive. A shell starts before (:meth:`Bash.start`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
@@ -234,6 +235,18 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         self._saved: Mapping[str, Any] = {}
         """State that the next started shell restores."""
 
+    async def start(self) -> None:
+        """Start the shell before the first call, so that the policy does not wait for it.
+
+        If no shell can be started, the first call reports why.
+
+        Raises:
+            InfrastructureError: ``session_lost``.
+        """
+        async with self._lock:
+            with suppress(_SessionUnavailable):
+                await self._require_session()
+
     async def save(self) -> dict[str, Any] | None:
         """Return the shell's folder, variables, functions and options as bash commands.
 
@@ -325,7 +338,8 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
     async def _enter(self, session: ShellSession) -> None:
         self._seen, self._code = "", 0
         saved, self._saved = self._saved, {}
-        begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}"
+        # Bash's first program takes four times as long as any other.
+        begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}; command cat </dev/null"
         await session.run(begin, timeout_s=ANSWER_MARGIN_S, silence_s=None)
         if saved:
             # Options of ``shopt`` come first, since functions may need them. Options of ``set`` come last, since some

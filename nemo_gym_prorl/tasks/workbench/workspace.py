@@ -25,7 +25,7 @@ import os
 import posixpath
 import secrets
 import shlex
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -33,9 +33,16 @@ from typing import Any
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
-from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
+from nemo_gym_prorl.tasks.sandbox import ExecResult, HasFiles, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.workbench.editor import Editor
-from nemo_gym_prorl.tasks.workbench.interactive_tools import ANSWER_MARGIN_S, Ask, Bash, Python, StatelessTools
+from nemo_gym_prorl.tasks.workbench.interactive_tools import (
+    ANSWER_MARGIN_S,
+    SHELL_VARIABLES,
+    Ask,
+    Bash,
+    Python,
+    StatelessTools,
+)
 from nemo_gym_prorl.tasks.workbench.tools import (
     TOOLS,
     BashArguments,
@@ -242,6 +249,7 @@ class Workspace:
         """
         limit, sandbox = self._limits.output_bytes, self.sandbox
         self.folder = folder
+        self._variables = {**SHELL_VARIABLES, **(variables or {})}
         self._editor = Editor(self._files, folder, self._ask, limit)
         self._bash: Bash | None = None
         self._python: Python | None = None
@@ -261,6 +269,13 @@ class Workspace:
                 await self._files.write_file(posixpath.join(self.folder, name), text.encode())
         except OSError as error:
             raise InfrastructureError(f"could not set up the workspace: {error}") from error
+
+    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
+        """Run a shell script as ``bash`` runs commands; see :class:`~nemo_gym_prorl.tasks.task.RunsScripts`."""
+        folder = shlex.quote(self.folder)
+        exports = (f"export {name}={shlex.quote(value)}" for name, value in self._variables.items())
+        begin = f"mkdir -p -- {folder} && cd -- {folder} || exit 126"
+        return await self.sandbox.exec("\n".join([begin, *exports, script]), cwd="/", timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Close shell and kernel; cheaper after their sandbox has ended."""
@@ -291,6 +306,11 @@ class Workspace:
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """Return the call counts by tool; see :class:`~.tools.ToolCallCounts`."""
         return self._call_stats.as_json()
+
+    async def start_sessions(self, offered: Collection[str]) -> None:
+        """Start the shell if the policy may use it; see :class:`.task.StartsSessions`."""
+        if self._bash is not None and "bash" in offered:
+            await self._bash.start()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """Return the tools' state and its lost parts; see :class:`.task.ResumableTools`."""

@@ -37,6 +37,11 @@ class VerifyRequest(BaseVerifyRequest):
     model_config = ConfigDict(extra="allow")
 
     trouble: Trouble = Trouble()
+    traces: list[dict[str, Any]] | None = None
+
+
+class VerifyResponse(BaseVerifyResponse):
+    model_config = ConfigDict(extra="allow")
 
 
 class AddRequest(BaseModel):
@@ -65,10 +70,11 @@ class Counting(SimpleResourcesServer):
         self._sums[session] += body.number
         return {"sum": self._sums[session]}
 
-    async def verify(self, request: Request, body: VerifyRequest) -> BaseVerifyResponse:
+    async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
         self._fail(body.trouble, body.trouble.verify)
         total = self._sums.pop(request.session[SESSION_ID_KEY])
-        return BaseVerifyResponse(**body.model_dump(), reward=total / 10)
+        traced = {"training_traces": {"traces": body.traces}} if body.traces else {}
+        return VerifyResponse(**body.model_dump(), **traced, reward=total / 10)
 
     def _fail(self, trouble: Trouble, status: int | None) -> None:
         if status is None or (trouble.times is not None and self._failed[trouble.name] >= trouble.times):

@@ -1,0 +1,249 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which agent programs work: each harness × environment × task, with a scripted policy and the whole service.
+
+``python -m benchmarks.harnesses --tasks 4`` runs the programs whose bundles are built in sandboxes without a network.
+The policy looks around, then solves the task or does nothing, in turn, so that one half of the rollouts deserves 1.
+A cell is
+
+- *validated* if each rollout has the deserved reward and exit code 0, if each trained turn has the engine's tokens,
+  and if each turn continues the tokens of the turn before,
+- *unstable* if only some rollouts do, and *unsupported* if none does or the bundle is missing.
+
+Tokens are bytes, so prompts are four times as long as a model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import itertools
+import json
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.harness.bundles import find_bundle
+from nemo_gym_prorl.harness.specification import load_harness, shipped_harnesses
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
+from tests.agent.peers import deployment, reference
+from tests.agent.test_harness import address
+from tests.policy.runtimes import server
+from tests.policy.scripted_engine import ScriptedEngine, saved
+from tests.policy.test_prorl_model import BYTES, CHATML
+from tests.prorl_code.conftest import build
+from tests.rollout.serving import serve
+from tests.tasks.harbor import folders
+from tests.tasks.swe import tally
+
+
+CONTEXT = 1_000_000
+"""Context window of the engine, in bytes; the longest first prompt has 80,000."""
+
+AT_ONCE = 2
+"""Rollouts at a time."""
+
+SHELLS = {"exec_command": "cmd", "Bash": "command", "run_shell_command": "command", "bash": "command"}
+"""Shell tools of the programs, with the argument that holds the command."""
+
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""Command that ends mini-swe-agent, whose prompt names it."""
+
+
+class Player(ScriptedEngine):
+    """Engine that plays the commands of the task that a prompt names by its mark.
+
+    Attributes:
+        commands: command by mark.
+        answers: prompts and sampled ids of the turns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(BYTES, context=CONTEXT)
+        self.commands: dict[str, str] = {}
+        self.answers: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+
+    def say(self, body: dict[str, Any]) -> str:
+        """Return the next command as a call of the program's shell tool, or the last words."""
+        said = f"{self._turn(BYTES.decode(body['prompt']))}<|im_end|>"
+        self.answers.add((tuple(body["prompt"]), tuple(BYTES.encode(said))))
+        return said
+
+    def _turn(self, prompt: str) -> str:
+        mark = re.search(r"\[task (\w+)\]", prompt)
+        tool = next((name for name in SHELLS if f'"name": "{name}"' in prompt), None)
+        if mark is None or tool is None:
+            return "A title."
+        commands = ["pwd; ls", self.commands[mark[1]], *([SUBMIT] if SUBMIT in prompt else [])]
+        done = len(set(re.findall(r"turn-(\d)-over", prompt)))
+        if done >= len(commands):
+            return "All done."
+        # The mark of a turn is not in the command, but in its output.
+        end = "" if commands[done] == SUBMIT else f"\necho turn-$(({done}+1))-over"
+        extra: dict[str, Any] = {"description": "works"} if tool in ("Bash", "bash") else {}
+        extra |= {"is_background": False} if tool == "run_shell_command" else {}
+        call = {"name": tool, "arguments": {SHELLS[tool]: commands[done] + end, **extra}}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def cases(environment: str, folder: Path, count: int) -> list[tuple[dict[str, Any], str]]:
+    """Return rows with the commands that solve them."""
+    if environment == "prorl_swe":
+        return [(tally.row(), tally.APPLY_FIX)] * count
+    if environment == "prorl_harbor":
+        return [(folders.row_of(folders.make_task(folder / "task")), folders.ANSWER)] * count
+    chosen = itertools.islice(itertools.cycle(problems().values()), count)
+    write = "echo {} | base64 -d > solution.py"
+    return [
+        (humaneval_row(one), write.format(base64.b64encode(one.reference_source.encode()).decode())) for one in chosen
+    ]
+
+
+def marked(row: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Return a row whose last message names its mark."""
+    row = json.loads(json.dumps(row))
+    params = row["responses_create_params"]
+    params["input"] = [*params["input"], {"role": "user", "content": f"[task {mark}]"}]
+    return dict(row)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout.
+
+    Attributes:
+        deserved: reward that the policy's commands deserve.
+        exact: whether each trained turn has the engine's tokens and continues the turn before.
+        seconds: duration of the program.
+    """
+
+    harness: str
+    environment: str
+    deserved: float
+    reward: float | None
+    finish: str | None
+    exit_code: int | None
+    turns: int
+    exact: bool
+    token_in_rate: float | None
+    branches: str
+    seconds: float
+    dropped: dict[str, int]
+    failure: str
+
+    @property
+    def works(self) -> bool:
+        """Return whether everything is as it should be."""
+        return self.reward == self.deserved and self.exit_code == 0 and self.exact and self.token_in_rate == 1.0
+
+
+def measured(harness: str, environment: str, deserved: float, answer: dict[str, Any], engine: Player) -> Rollout:
+    """Return the outcome of a rollout from its row."""
+    about = answer.get("rollout") or {}
+    report = about.get("harness") or {}
+    items = [item for item in answer.get("response", {}).get("output", []) if "generation_token_ids" in item]
+    turns = [(tuple(item["prompt_token_ids"]), tuple(item["generation_token_ids"])) for item in items]
+    continued = all(
+        later[: len(prompt) + len(ids)] == prompt + ids for (prompt, ids), (later, _) in itertools.pairwise(turns)
+    )
+    return Rollout(
+        harness,
+        environment,
+        deserved,
+        answer.get("reward"),
+        about.get("finish_reason"),
+        report.get("exit_code"),
+        about.get("turns") or 0,
+        bool(turns) and continued and all(turn in engine.answers for turn in turns),
+        report.get("token_in_rate"),
+        " ".join(f"{branch['role']}:{branch['turns']}" for branch in report.get("branches", [])),
+        report.get("seconds") or 0.0,
+        report.get("dropped") or {},
+        answer.get("failure_reason") or report.get("output") or "",
+    )
+
+
+async def run_cell(harness: str, environment: str, count: int, folder: Path) -> list[Rollout]:
+    """Serve one environment with one harness, and run its rollouts."""
+    engine = Player()
+    async with AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(serve(engine.app()))
+        policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, CHATML), "tool_call_parser": "hermes"}
+        model = server(upstream, folder, policy=policy)
+        model_url = await stack.enter_async_context(serve(model.setup_webserver()))
+        environment_url = await stack.enter_async_context(serve(build(environment).setup_webserver()))
+        at = await stack.enter_async_context(
+            deployment(
+                elsewhere={"task": address(environment_url), "policy_model": address(model_url)},
+                resources_server=reference("task"),
+                handler="harness",
+                handler_config={"harness": harness},
+                budgets={"run": 300.0},
+            )
+        )
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def run(number: int, row: dict[str, Any], command: str) -> Rollout:
+            mark, deserved = f"m{number}", float(number % 2 == 0)
+            engine.commands[mark] = command if deserved else "echo nothing"
+            collected = {"_ng_task_index": number, "_ng_rollout_index": 0}  # a failure is a row, too
+            async with limit, at.http.post(f"{at.url}/run", json=marked(row, mark) | collected) as reply:
+                answer = await reply.json(content_type=None)
+            if reply.status != 200:
+                answer = {"failure_reason": f"status {reply.status}: {answer}"}
+            return measured(harness, environment, deserved, answer, engine)
+
+        rows = cases(environment, folder, count)
+        return await asyncio.gather(*(run(number, *case) for number, case in enumerate(rows)))
+
+
+def verdict_of(rollouts: Sequence[Rollout]) -> str:
+    """Return the verdict of a cell."""
+    working = sum(one.works for one in rollouts)
+    return "validated" if working == len(rollouts) else "unstable" if working else "unsupported"
+
+
+async def measure(options: argparse.Namespace) -> None:
+    """Run all cells, one after another, and print a row of the table after each."""
+    print("| harness | version | environment | verdict | works | turns | token_in_rate | s per rollout | note |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name, environment in itertools.product(options.harnesses, options.environments):
+        version, began = load_harness(name).version, time.monotonic()
+        try:
+            find_bundle(name, "glibc")
+        except CallerError as error:
+            print(f"| {name} | {version} | {environment} | unsupported | | | | | {error.reason} |", flush=True)
+            continue
+        with tempfile.TemporaryDirectory(prefix="prorl-harness-") as folder:
+            rollouts = await run_cell(name, environment, options.tasks, Path(folder))
+        with options.output.open("a") as file:
+            file.writelines(json.dumps(asdict(one)) + "\n" for one in rollouts)
+        rates = {one.token_in_rate for one in rollouts}
+        turns = "–".join(str(edge(one.turns for one in rollouts)) for edge in (min, max))
+        broken = next((one for one in rollouts if not one.works), None)
+        note = f"{broken.finish}, reward {broken.reward}, {broken.failure[-160:]!r}" if broken else ""
+        seconds = f"{(time.monotonic() - began) / len(rollouts):.1f}"
+        works = f"{sum(one.works for one in rollouts)} of {len(rollouts)}"
+        cells = [name, version, environment, verdict_of(rollouts), works, turns, str(rates), seconds, note]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--harnesses", nargs="+", default=shipped_harnesses())
+    parser.add_argument("--environments", nargs="+", default=["prorl_code", "prorl_swe", "prorl_harbor"])
+    parser.add_argument("--tasks", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=Path("harnesses.jsonl"))
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Handler ``harness``: a finished agent program runs in the row's sandbox, instead of the tool loop.
+
+    INIT   POST /seed_session              with the harness's name, so that its bundle is mounted
+    RUN    POST …/key                      on the model server: a key for this rollout's turns only
+           POST <program path>             on the resources server, which answers when the program has ended
+           GET …/calls                     on the model server, each second: turns and limits
+           DELETE …/key, GET …/traces      on the model server: the conversation with its tokens
+    EVAL   as every Gym environment
+
+No log of the program is parsed, because the model server records every call. A program ends
+
+- with an exit code, which the harness maps to a finish reason: the rollout is scored as it stands;
+- at a limit of turns or tokens, where the model server refuses further calls;
+- at the end of the RUN budget, with the environment's policy ``on_timeout``;
+- without a call, or after a call that the service failed to answer: an infrastructure failure, since the failure may
+  be the service's.
+
+Afterwards the key is dead, and processes that the program left behind end with the sandbox, before EVAL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from nemo_gym_prorl.agent.conversation import rollout_path
+from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
+from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, CookieJar, quote_header, require_json, require_ok
+from nemo_gym_prorl.agent.run_rows import empty_response
+from nemo_gym_prorl.background import start_eager_task
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.harness.specification import HARNESS_EXIT, load_harness
+from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
+from nemo_gym_prorl.rollout.turns import text_of
+
+
+POLL_S = 1.0
+"""Interval of reading a program's calls: a limit is seen within about one turn."""
+
+OPEN_CONNECTION_S = 24 * 3600.0
+"""Time limit of a program beyond its RUN budget, which waits for a backend extend, should its agent vanish unseen."""
+
+CONTEXT = 128 * 1024
+"""Context window that a program is told if neither the engine nor the environment limits it."""
+
+_OUTPUT_CHARS = 1_000
+_FINISH_REASONS = {"max_turns": "max_steps"}
+_PROMPT_ROLES = ("system", "developer", "user")
+_OF_THE_PROGRAM = frozenset({"input", "instructions", "tools", "tool_choice", "parallel_tool_calls"})
+"""Fields of a row that a program decides for its calls; the row decides the others, such as the temperature."""
+
+
+class HarnessConfig(BaseModel):
+    """Settings of the handler: name of a shipped harness, or path of a YAML file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    harness: str
+
+
+class HarnessHandler(GymEnvironmentHandler):
+    """Handler of an environment whose rows a program solves.
+
+    Raises:
+        CallerError: the environment has no resources server, or the harness does not exist.
+    """
+
+    name = "harness"
+    Config = HarnessConfig
+
+    def __init__(self, context: GymContext) -> None:
+        super().__init__(context)
+        named = context.config.harness
+        try:
+            self._harness = load_harness(named)
+        except CallerError as error:
+            raise CallerError(error.reason, field="handler_config.harness") from error
+        if self._harness.bundle is not None:
+            # Servers have different working folders.
+            place = str(Path(named).resolve()) if named.endswith((".yaml", ".yml")) else named
+            self.seed_headers = {HARNESS_HEADER: quote_header(place)}
+
+    async def run(self, job: Job, session: GymSession) -> Trajectory:
+        """Run the program until it ends; ``job.trajectory`` is filled afterwards, also when cancelled."""
+        job.trajectory = trajectory = Trajectory(empty_response(job.row["responses_create_params"]), evidence=session)
+        job.progress.harness = {"name": self._harness.name, "version": self._harness.version}
+        record = _RolloutRecord(self, job, session)
+        try:
+            end, calls = await self._run_program(job, session, record)
+            await record.fetch_tokens()
+        except BaseException:
+            session.has_tokens = await self._fetch_tokens_in_time(job, record.fetch_tokens)
+            raise
+        finally:
+            self.context.cleanup.start(f"job {job.id}: deleting its tokens", record.forget())
+        self._conclude(job, end, calls)
+        session.awaits_verdict = True
+        return trajectory
+
+    def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
+        """Apply the environment's policy; a verdict has the handler's fields, too."""
+        result = super().timed_out(job, session)
+        if isinstance(result, Verdict):
+            result.result.update(session.row_fields)
+        return result
+
+    async def _seed(self, job: Job, path: str, body: dict[str, Any]) -> GymSession:
+        prompt_of(job.row["responses_create_params"])  # refuses the row before its sandbox starts
+        session = await super()._seed(job, path, body)
+        if session.program_path is None:
+            self._close_in_background(job, session)
+            raise CallerError(
+                f"{self._server.name} runs no programs: handler 'harness' needs an environment of this project with "
+                "the sandbox provider 'singularity'",
+                field=f"environments.{self.context.environment}.handler",
+            )
+        return session
+
+    async def _run_program(
+        self, job: Job, session: GymSession, record: _RolloutRecord
+    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """Return the program's end, ``None`` at a limit, and its calls. Cancelling the request ends the program."""
+        params, path = job.row["responses_create_params"], session.program_path
+        assert path is not None
+        grant = await record.open()
+        longest = self.context.limits.max_total_sequence_length
+        body = {
+            "harness": self._harness.model_dump(mode="json", exclude_unset=True),
+            "prompt": prompt_of(params),
+            "model": params.get("model") or "policy",
+            "context": min(filter(None, (grant["context"], longest)), default=CONTEXT),
+            "url": self.context.model_of(job).url,
+            "key": grant["key"],
+            "timeout_s": job.budgets.run + OPEN_CONNECTION_S,
+        }
+        running = start_eager_task(self._server.post(path, body, session.cookies))
+        try:
+            while True:
+                await asyncio.wait({running}, timeout=POLL_S)
+                ended, calls = running.done(), await record.ask("GET", "/calls")
+                job.progress.turns = calls["turns"]
+                if ended:
+                    what = f"{self._server.name} {path}"
+                    require_ok(running.result(), what, FailureKind.AGENT_RUN_ERROR)
+                    return require_json(running.result(), what, FailureKind.AGENT_RUN_ERROR), calls
+                if calls["limit"] is not None:
+                    return None, calls
+        finally:
+            running.cancel()
+
+    def _conclude(self, job: Job, end: dict[str, Any] | None, calls: dict[str, Any]) -> None:
+        """Set the finish reason.
+
+        Raises:
+            InfrastructureError: the program made no call, or the service failed to answer its last one.
+        """
+        name, report = self._harness.name, job.progress.harness
+        report |= {part: calls[part] for part in ("dropped", "refused")}
+        report |= {part: end[part] for part in ("exit_code", "seconds")} if end else {}
+        if end is None or calls["limit"] is not None:
+            job.progress.finish_reason = _FINISH_REASONS.get(calls["limit"], calls["limit"])
+            return
+        output = end["output"][-_OUTPUT_CHARS:].strip() or "no output"
+        if not calls["turns"]:
+            reason = f"{name} ended with exit code {end['exit_code']} and never called the policy: {output}"
+            raise InfrastructureError(reason, kind=FailureKind.AGENT_RUN_ERROR)
+        if calls["failed"]:
+            reason = f"{name} ended after a call that the model server failed to answer; refused: {calls['refused']}"
+            raise InfrastructureError(reason, kind=FailureKind.AGENT_REQUEST_FAILED)
+        job.progress.finish_reason = self._harness.exit_codes.get(end["exit_code"], HARNESS_EXIT)
+        if job.progress.finish_reason == HARNESS_EXIT:
+            report["output"] = output
+
+
+class _RolloutRecord:
+    """Record of one attempt of a rollout at its model server."""
+
+    def __init__(self, handler: HarnessHandler, job: Job, session: GymSession) -> None:
+        self._model, self._limits = handler.context.model_of(job), handler.context.limits
+        self._path = rollout_path(handler._attempt_id(job))
+        self._job, self._session, self._opened = job, session, False
+
+    async def open(self) -> dict[str, Any]:
+        """Return a key for a program, and the context length of the engines.
+
+        Raises:
+            CallerError: the model server issues no keys, or refuses a parameter of the row.
+        """
+        params = self._job.row["responses_create_params"]
+        body = {
+            "params": {name: value for name, value in params.items() if name not in _OF_THE_PROGRAM},
+            "group": self._job.group,
+            "run": self._job.run,
+            "max_turns": self._limits.max_steps,
+            "max_total_tokens": self._limits.max_total_sequence_length,
+        }
+        self._opened = True
+        grant: dict[str, Any] = await self.ask("POST", "/key", body, CallerError)
+        return grant
+
+    async def fetch_tokens(self) -> None:
+        """Revoke the key, so that no turn can follow, and fill trajectory, progress and row with the turns."""
+        if not self._opened:
+            return
+        await self.ask("DELETE", "/key")
+        traces, progress, trajectory = await self.ask("GET", "/traces"), self._job.progress, self._job.trajectory
+        assert trajectory is not None
+        trajectory.response |= traces["response"]
+        progress.weight_versions, progress.log_probs = traces["weight_versions"], traces["log_probs"]
+        progress.turns = max(progress.turns, len(progress.weight_versions))
+        progress.harness |= {part: traces[part] for part in ("branches", "token_in_rate")}
+        # Gym averages numbers at the top of a row.
+        told = {part: traces[part] for part in ("training_traces", "token_in_rate") if traces[part] is not None}
+        self._session.row_fields |= told
+
+    async def forget(self) -> None:
+        """Delete the rollout at the model server, with its key."""
+        if self._opened:
+            await self.ask("DELETE", "")
+
+    async def ask(
+        self, method: str, part: str, body: Any = None, refusal: type[RolloutError] = InfrastructureError
+    ) -> Any:
+        """Return the model server's answer about the rollout.
+
+        Raises:
+            CallerError: the model server keeps no record of programs.
+            InfrastructureError: the model server fails, or has lost the rollout.
+        """
+        answer = await self._model.call(method, f"{self._path}{part}", body, CookieJar())
+        what = f"{self._model.name} {method} {part or 'rollout'}"
+        if answer.status in (404, 405):
+            raise CallerError(f"{self._model.name} does not serve programs: use prorl_model", field="model_server")
+        require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, refusal)
+        return require_json(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+
+
+def prompt_of(params: Mapping[str, Any]) -> str:
+    """Return a program's task: the instructions and the texts of a row's input.
+
+    Raises:
+        CallerError: the input has something else than text of system, developer or user.
+    """
+    given: str | Sequence[Mapping[str, Any]] = params["input"]
+    texts = [params.get("instructions") or ""]
+    for number, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+        content = item.get("content")
+        parts: list[Any] = content if isinstance(content, list) else [content]
+        is_text = all(isinstance(part, str) or (isinstance(part, dict) and "text" in part) for part in parts)
+        if item.get("role") not in _PROMPT_ROLES or not is_text:
+            raise CallerError(
+                f"a harness takes messages of {', '.join(_PROMPT_ROLES)} with text, and nothing else",
+                field=f"responses_create_params.input.{number}",
+            )
+        texts.append(text_of(content))
+    return "\n\n".join(filter(None, texts))

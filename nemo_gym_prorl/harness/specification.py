@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Description of a harness: an agent program that runs inside the sandbox and calls the policy by itself.
+
+A harness is a YAML file with the fields of :class:`Harness`: shipped ones are in ``programs/``, others are named by
+their path. Texts may contain placeholders, which :meth:`Harness.launch` fills::
+
+    {prompt}    task of the row          {model}   name of the model
+    {base_url}  policy's URL with /v1    {key}     key of the policy; a dummy, since the proxy adds the real one
+    {origin}    the same without /v1     {home}    HOME of the program
+    {bundle}    folder of the bundle     {context} context window in tokens
+    {cpu}       x64 or arm64             {machine} x86_64 or aarch64
+    {musl}      ``-musl`` in a bundle for musl, else empty
+
+A key never enters the sandbox. Each text is filled once, so placeholders in a prompt stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from nemo_gym_prorl.failures import CallerError, suggest
+from nemo_gym_prorl.http.problem_document import field_errors, in_words
+from nemo_gym_prorl.sandbox.images.entries import machine
+
+
+BUNDLE_FOLDER = "/opt/harness"
+"""Folder inside the sandbox with the bundles, one per C library, mounted read-only."""
+
+DUMMY_KEY = "sk-sandbox"
+"""Key that programs send; the way out of the sandbox replaces it."""
+
+MAX_ARGUMENT_BYTES = (128 << 10) - 1
+"""Longest argument that Linux passes to a program (MAX_ARG_STRLEN)."""
+
+HARNESS_EXIT = "harness_exit"
+"""Finish reason of a program whose exit code is not in :attr:`Harness.exit_codes`."""
+
+Libc = Literal["glibc", "musl"]
+
+_PROGRAMS = Path(__file__).parent / "programs"
+_KNOWN = frozenset(
+    {"prompt", "base_url", "origin", "model", "key", "home", "bundle", "cpu", "musl", "machine", "context"}
+)
+_PLACEHOLDER = re.compile(r"(?<![$\\])\{([a-z_]+)\}")
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Bundle(_Table):
+    """Packages of a bundle; either from npm or from PyPI.
+
+    Attributes:
+        npm: versions of npm packages. Names of packages for one platform contain ``{cpu}`` and ``{musl}``.
+        pip: requirements of Python packages.
+        python: version of the relocatable Python that runs them.
+        libc: C libraries for which the packages exist.
+        before: day up to which packages are considered, so that every machine resolves the same versions.
+    """
+
+    npm: dict[str, str] = {}
+    pip: list[str] = []
+    python: str = "3.12"
+    libc: list[Libc] = ["glibc"]
+    before: date
+
+    @model_validator(mode="after")
+    def _check_one_registry(self) -> Self:
+        if bool(self.npm) == bool(self.pip):
+            raise ValueError("name packages of npm or of pip, not both")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Filled command, variables besides the sandbox's, and texts of files by absolute path."""
+
+    command: list[str]
+    env: dict[str, str]
+    files: dict[str, str]
+
+
+class Harness(_Table):
+    """One agent program.
+
+    Attributes:
+        name: name of the program, in rows, metrics and reports.
+        version: version of the program.
+        api: wire API over which it calls the policy.
+        bundle: packages that ``prorl harness build`` installs; absent if the image holds the program.
+        command: program and arguments. It runs in the task's working folder as the agent's user, and ends by itself.
+        env: variables.
+        files: text of files by path, written before the start; ``~`` at the beginning is the program's HOME.
+        exit_codes: finish reasons by exit code; other codes give :data:`HARNESS_EXIT`.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+    version: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$")]
+    api: Literal["responses", "chat", "messages"]
+    bundle: Bundle | None = None
+    command: Annotated[list[str], Field(min_length=1)]
+    env: dict[str, str] = {}
+    files: dict[str, str] = {}
+    exit_codes: dict[int, Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]] = {0: "stop"}
+
+    @field_validator("command", "env", "files")
+    @classmethod
+    def _check_placeholders[T: (list[str], dict[str, str])](cls, texts: T) -> T:
+        for text in texts.values() if isinstance(texts, dict) else texts:
+            for name in _PLACEHOLDER.findall(text):
+                if name not in _KNOWN:
+                    raise ValueError(f"{{{name}}} is no placeholder{suggest(name, _KNOWN)}")
+        return texts
+
+    @field_validator("files")
+    @classmethod
+    def _check_paths(cls, files: dict[str, str]) -> dict[str, str]:
+        if wrong := [path for path in files if not path.startswith(("/", "~/"))]:
+            raise ValueError(f"{wrong[0]} must begin with / or ~/")
+        return files
+
+    def launch(self, *, prompt: str, origin: str, model: str, home: str, context: int, libc: Libc) -> Launch:
+        """Return the filled command, variables and files.
+
+        Args:
+            prompt: task of the row.
+            origin: the policy's base URL inside the sandbox, without ``/v1``.
+            model: name of the model.
+            home: HOME of the program: a writable folder inside. Below ``/tmp``, Codex makes no helpers.
+            context: context window of the model, in tokens.
+            libc: C library of the sandbox's image.
+
+        Raises:
+            CallerError: the prompt is too long for an argument.
+        """
+        values = {"prompt": prompt, "origin": origin, "base_url": f"{origin}/v1", "model": model, "home": home}
+        values |= {"context": str(context), "key": DUMMY_KEY, "bundle": f"{BUNDLE_FOLDER}/{libc}"}
+        values |= platform_values(libc)
+        command = [fill(text, values) for text in self.command]
+        if too_long := [text for text in command if len(text.encode()) > MAX_ARGUMENT_BYTES]:
+            size = len(too_long[0].encode())
+            raise CallerError(f"has {size} bytes, more than the {MAX_ARGUMENT_BYTES} of an argument", field="prompt")
+        return Launch(
+            command,
+            {"HOME": home} | {name: fill(text, values) for name, text in self.env.items()},
+            {path.replace("~", home, 1): fill(text, values) for path, text in self.files.items()},
+        )
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace the placeholders that have a value; the others stay."""
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
+
+
+def platform_values(libc: Libc) -> dict[str, str]:
+    """Return the placeholders that depend on the machine and the image."""
+    return {
+        "cpu": {"x86_64": "x64", "aarch64": "arm64"}.get(machine(), machine()),
+        "musl": "-musl" if libc == "musl" else "",
+        "machine": machine(),
+    }
+
+
+def shipped_harnesses() -> list[str]:
+    """Return the names of the harnesses that this package describes."""
+    return sorted(path.stem for path in _PROGRAMS.glob("*.yaml"))
+
+
+def load_harness(name: str) -> Harness:
+    """Return a harness by name, or by the path of its YAML file.
+
+    Raises:
+        CallerError: there is none, or its description is wrong; names the field.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else _PROGRAMS / f"{name}.yaml"
+    if name not in shipped_harnesses() and not path.is_file():
+        raise CallerError(f"no harness {name!r}{suggest(name, shipped_harnesses())}; or name a YAML file")
+    try:
+        return Harness.model_validate(yaml.safe_load(path.read_text()))
+    except (OSError, yaml.YAMLError) as error:
+        raise CallerError(f"{path} can't be read: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        raise CallerError(f"{path}: {in_words(field_errors(error.errors()))}") from error

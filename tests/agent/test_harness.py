@@ -1,0 +1,324 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Programs in place of the tool loop: real sandboxes and real servers, and an engine that answers scripted commands.
+
+The program is a loop of 30 lines: it asks the policy for a command, runs it, and reports its output to the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+import yaml
+
+from nemo_gym_prorl.agent.harness_handler import prompt_of
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
+from tests.agent.peers import Environment, deployment, reference, until
+from tests.policy.runtimes import server
+from tests.policy.scripted_engine import ScriptedEngine, saved
+from tests.policy.test_prorl_model import BYTES, CHATML
+from tests.prorl_code.conftest import serving
+from tests.rollout.serving import serve
+from tests.tasks import containers
+
+
+pytestmark = pytest.mark.sandbox
+
+AGENT = """\
+import json, os, subprocess, sys, time, urllib.request
+URL, PROMPT = sys.argv[1:3]
+MESSAGES, EXTRA = [{"role": "user", "content": PROMPT}], {}
+
+def ask():
+    body = json.dumps({"model": "any", "messages": MESSAGES, **EXTRA}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer dummy"}
+    with urllib.request.urlopen(urllib.request.Request(URL + "/chat/completions", body, headers)) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    MESSAGES.append({"role": "assistant", "content": message["content"]})
+    return message["content"]
+
+def work():
+    done = subprocess.run(ask(), shell=True, capture_output=True, text=True)
+    MESSAGES.append({"role": "user", "content": "exit code %d: %s" % (done.returncode, done.stdout)})
+
+"""
+"""Beginning of all programs."""
+
+PLAIN = "work()\nprint(ask())\n"
+"""Two calls, and the command of the first one between them."""
+
+SOLUTION = "def truncate_number(number):\n    return number % 1\n"
+SOLVE = f"cat > solution.py << 'END'\n{SOLUTION}END\npwd; id -u; echo $TERM; ls ~"
+
+
+class CommandEngine(ScriptedEngine):
+    """Engine whose first answer is a command, and whose further answers are ``done``.
+
+    Attributes:
+        command: the command.
+        turns: number of turns after which the engine fails.
+        answers: prompts and sampled ids of the turns.
+    """
+
+    def __init__(self, command: str, turns: int | None = None) -> None:
+        super().__init__(BYTES, context=32_768)
+        self.command = command
+        self.turns = turns
+        self.answers: list[tuple[list[int], list[int]]] = []
+
+    def say(self, body: dict[str, Any]) -> str:
+        first = "exit code" not in BYTES.decode(body["prompt"])
+        said = f"{self.command if first else 'done'}<|im_end|>"
+        self.answers.append((body["prompt"], BYTES.encode(said)))
+        if len(self.answers) == self.turns:
+            self.status = 500
+        return said
+
+
+@dataclass
+class Service:
+    """A deployment with real environment and model servers, and its engine."""
+
+    engine: CommandEngine
+    url: str
+    model_url: str
+    http: aiohttp.ClientSession
+    bodies: list[Any] = field(default_factory=list)
+
+    async def run(self, row: dict[str, Any], status: int = 200) -> dict[str, Any]:
+        async with self.http.post(f"{self.url}/run", json=row) as answer:
+            body = await answer.json(content_type=None)
+        assert answer.status == status, body
+        return dict(body)
+
+
+def harness(folder: Path, program: str, **changes: Any) -> str:
+    """Write a harness and return its path. The image has its Python."""
+    described = {
+        "name": "tiny",
+        "version": "1.0",
+        "api": "chat",
+        "command": ["python3", "{home}/agent.py", "{base_url}", "{prompt}"],
+        "files": {"~/agent.py": AGENT + program},
+        "exit_codes": {0: "stop", 7: "gave_up"},
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(described | changes))
+    return str(path)
+
+
+@asynccontextmanager
+async def service(
+    folder: Path, program: str = PLAIN, command: str = SOLVE, turns: int | None = None, **settings: Any
+) -> AsyncIterator[Service]:
+    """Serve a tiny harness over ``prorl_code``, ``prorl_model`` and the agent; one try unless told otherwise."""
+    engine = CommandEngine(command, turns)
+    async with AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(serve(engine.app()))
+        policy = {"engine": "vllm", "tokenizer": saved(folder, BYTES, CHATML), "unreachable_s": 0.5}
+        model = server(upstream, folder, policy=policy)
+        model_url = await stack.enter_async_context(serve(model.setup_webserver()))
+        environment_url = await stack.enter_async_context(serving())
+        at = await stack.enter_async_context(
+            deployment(
+                elsewhere={"code": address(environment_url), "policy_model": address(model_url)},
+                resources_server=reference("code"),
+                handler="harness",
+                handler_config={"harness": harness(folder, program)},
+                **settings,
+            )
+        )
+        yield Service(engine, at.url, model_url, at.http)
+
+
+def address(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    return {"entrypoint": "app.py", "host": parts.hostname, "port": parts.port}
+
+
+def row(task: str = "HumanEval/2") -> dict[str, Any]:
+    return humaneval_row(problems()[task])
+
+
+def sampled(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    return [item for item in answer["response"]["output"] if "generation_token_ids" in item]
+
+
+@pytest.mark.parametrize(("command", "reward"), [(SOLVE, 1.0), ("echo nothing", 0.0)])
+async def test_a_program_is_scored_and_its_tokens_are_the_engines(command: str, reward: float, tmp_path: Path) -> None:
+    async with service(tmp_path, command=command) as at:
+        answer = await at.run(row())
+    assert answer["reward"] == reward, answer
+    about = answer["rollout"]
+    assert (about["finish_reason"], about["turns"]) == ("stop", 2)
+    assert [(item["prompt_token_ids"], item["generation_token_ids"]) for item in sampled(answer)] == at.engine.answers
+    for earlier, later in itertools.pairwise(sampled(answer)):
+        chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
+        assert later["prompt_token_ids"][: len(chain)] == chain
+    report = about["harness"]
+    assert (report["name"], report["version"], report["exit_code"], report["token_in_rate"]) == ("tiny", "1.0", 0, 1.0)
+    assert [(branch["role"], branch["turns"], branch["trained"]) for branch in report["branches"]] == [
+        ("main", 2, True)
+    ]
+    if command == SOLVE:  # as the tools of the policy would run
+        told = BYTES.decode(at.engine.answers[1][0])
+        assert "exit code 0: /sandbox/workspace\n0\ndumb\nagent.py" in told
+
+
+@dataclass(frozen=True)
+class End:
+    """How a program ends: what it does, settings, and the row's finish reason, reward and failure."""
+
+    program: str
+    finish: str | None
+    reward: float = 1.0
+    failure: str | None = None
+    told: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    command: str = SOLVE
+
+
+BUSY = "work()\nwhile True: time.sleep(1)\n"
+STUBBORN = "work()\nwhile True:\n    try: ask()\n    except OSError: time.sleep(0.05)\n"
+SOON = {"budgets": {"run": 6.0}}
+ENDS = {
+    "fails after calls": End("work()\nsys.exit(3)\n", "harness_exit"),
+    "ends with a known code": End("work()\nsys.exit(7)\n", "gave_up"),
+    "is killed": End("work()\nos.kill(os.getpid(), 9)\n", "harness_exit"),
+    "never calls": End("print('no key')\nsys.exit(1)\n", None, 0.0, "agent_run_error", "no key"),
+    "does not exist": End("os.execv('/gone', ['gone'])\n", None, 0.0, "agent_run_error", "FileNotFoundError"),
+    "calls for ever": End("work()\nwhile True: ask()\n", "max_steps", settings={"max_steps": 3}),
+    "retries for ever": End(STUBBORN, "max_steps", settings={"max_steps": 3}),
+    "has too many tokens": End(STUBBORN, "max_total_sequence_length", settings={"max_total_sequence_length": 600}),
+    "hangs": End(BUSY, None, 0.0, "agent_timeout", settings=SOON),
+    "hangs, and is scored": End(BUSY, "timeout", settings={**SOON, "on_timeout": "score"}),
+    "hangs, and gets zero": End(BUSY, "timeout", 0.0, settings={**SOON, "on_timeout": "zero"}),
+    "fills its disk": End(PLAIN, "harness_exit", 0.0, command="head -c 3G /dev/zero > big; sleep 60"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+async def test_ends_of_programs_are_typed(name: str, tmp_path: Path) -> None:
+    end = ENDS[name]
+    collected = {"_ng_task_index": 0, "_ng_rollout_index": 0}
+    before = containers.instances()
+    async with service(tmp_path, end.program, end.command, **end.settings) as at:
+        answer = await at.run({**row(), **collected})
+        assert containers.instances() <= before
+    about = answer["rollout"]
+    assert (about["finish_reason"], answer["reward"], answer.get("failure_kind")) == (
+        end.finish,
+        end.reward,
+        end.failure,
+    )
+    assert end.told in answer.get("failure_reason", "")
+    if end.failure != "agent_run_error":
+        assert [(item["prompt_token_ids"], item["generation_token_ids"]) for item in sampled(answer)] == (
+            at.engine.answers[: len(sampled(answer))]
+        )
+        assert sampled(answer)
+
+
+async def test_the_row_decides_sampling(tmp_path: Path) -> None:
+    """Programs ask for greedy sampling, and training samples as the trainer says."""
+    asked = row()
+    asked["responses_create_params"] |= {"temperature": 0.7, "top_p": 0.9, "max_output_tokens": 300}
+    asked["responses_create_params"]["metadata"] = {"extra_body": '{"top_k": 5}'}
+    async with service(tmp_path, f"EXTRA.update(temperature=0, max_tokens=400)\n{PLAIN}") as at:
+        await at.run(asked)
+    for seen in at.engine.seen:
+        assert (seen["temperature"], seen["top_p"], seen["max_tokens"], seen["top_k"]) == (0.7, 0.9, 300, 5)
+    assert len(at.engine.seen) == 2
+
+
+async def test_a_failure_of_the_service_is_not_the_programs(tmp_path: Path) -> None:
+    async with service(tmp_path, turns=1) as at:
+        answer = await at.run(row(), status=503)
+    assert "failed to answer" in answer["detail"], answer
+
+
+async def test_nothing_of_a_program_outlives_its_run(tmp_path: Path) -> None:
+    """A process that leaves the program's group calls on until the sandbox ends; its calls reach no policy."""
+    leave = "if os.fork() == 0:\n    os.setsid()\n    while True:\n        try: ask()\n        except OSError: pass\n"
+    async with service(tmp_path, f"work()\n{leave}time.sleep(0.5)\n") as at:
+        answer = await at.run(row())
+        count = len(at.engine.answers)
+        await asyncio.sleep(1.0)
+        assert len(at.engine.answers) == count
+    assert (answer["reward"], answer["rollout"]["finish_reason"]) == (1.0, "stop")
+
+
+async def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
+    async with service(tmp_path, BUSY) as at:
+        submitted = {"row": row(), "id": "one"}
+        async with at.http.post(f"{at.url}/v1/rollouts", json=submitted) as answer:
+            assert answer.status < 300, await answer.text()
+        await until(lambda: bool(at.engine.answers))
+        assert len(containers.instances()) == 1
+        begin = time.monotonic()
+        async with at.http.post(f"{at.url}/v1/rollouts/cancel", json={"ids": ["one"]}) as answer:
+            assert answer.status < 300, await answer.text()
+        await until(lambda: not containers.instances())
+        assert time.monotonic() - begin < 10.0
+
+
+# Rows and settings that are refused
+
+
+def parts(*content: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": list(content)}]
+
+
+TEXT = {"type": "input_text", "text": "b"}
+PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a text": ({"input": "a"}, "a"),
+    "messages": ({"input": [{"role": "system", "content": "a"}, *parts(TEXT)]}, "a\n\nb"),
+    "instructions": ({"instructions": "c", "input": parts(TEXT, TEXT, role="developer")}, "c\n\nb\nb"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_prompt_of_a_program_is_the_text_of_the_row(name: str) -> None:
+    params, prompt = PROMPTS[name]
+    assert prompt_of(params) == prompt
+
+
+REFUSED = {
+    "an image": parts(TEXT, {"type": "input_image", "image_url": "x"}),
+    "an answer": [*parts(TEXT), {"role": "assistant", "content": "a"}],
+    "a call": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_prompts_are_refused(name: str) -> None:
+    number = len(REFUSED[name]) - 1
+    with pytest.raises(CallerError, match=rf"^responses_create_params\.input\.{number}: "):
+        prompt_of({"input": REFUSED[name]})
+
+
+async def test_a_foreign_server_is_refused_by_the_settings_name(tmp_path: Path) -> None:
+    environment = Environment()
+    settings: dict[str, Any] = {"handler": "harness", "handler_config": {"harness": harness(tmp_path, PLAIN)}}
+    async with deployment(environment, **settings) as at:
+        code, body, _ = await at.post("/run", {"responses_create_params": {"input": "count"}})
+        await until(lambda: environment.closed == 1)
+    assert (code, "environments.environment.handler" in body["detail"]) == (422, True), body
+
+
+@pytest.mark.parametrize("given", [{}, {"harness": "gone"}, {"harness": "/gone.yaml"}, {"harnes": "codex"}])
+async def test_wrong_settings_are_named(given: dict[str, Any]) -> None:
+    with pytest.raises(CallerError, match=r"handler_config\.harnes"):
+        async with deployment(handler="harness", handler_config=given):
+            pass

@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of harnesses: their placeholders, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.harness.specification import MAX_ARGUMENT_BYTES, load_harness, shipped_harnesses
+
+
+GOOD: dict[str, Any] = {"name": "own", "version": "1", "api": "chat", "command": ["agent", "{prompt}"]}
+BUNDLE = {"npm": {"a": "1"}, "before": "2026-01-01"}
+
+
+def written(folder: Path, **changes: Any) -> str:
+    """Write a description and return its path; a field that is ``None`` is left out."""
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in (GOOD | changes).items() if value is not None}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"api": None}, "api: Field required"),
+        ({"api": "grpc"}, "api: Input should be 'responses', 'chat' or 'messages'"),
+        ({"name": "../x"}, "name: String should match"),
+        ({"version": "1/2"}, "version: String should match"),
+        ({"version": 1.2}, "version: Input should be a valid string"),
+        ({"command": []}, "command: List should have at least 1 item"),
+        ({"command": ["a", "{promt}"]}, "command: .*{promt} is no placeholder; the nearest: prompt"),
+        ({"env": {"A": "{keys}"}}, "env: .*{keys} is no placeholder; the nearest: key"),
+        ({"files": {"a": "b"}}, "files: .*a must begin with / or ~/"),
+        ({"exit_codes": {"x": "stop"}}, "exit_codes.x.*valid integer"),
+        ({"exit_codes": {3: "Out of time"}}, "exit_codes.3: String should match"),
+        ({"bundle": {"before": "2026-01-01"}}, "bundle: .*packages of npm or of pip"),
+        ({"bundle": {**BUNDLE, "pip": ["b"]}}, "bundle: .*packages of npm or of pip"),
+        ({"bundle": {"npm": {"a": "1"}}}, "bundle.before: Field required"),
+        ({"bundle": {**BUNDLE, "libc": ["uclibc"]}}, "bundle.libc.0: Input should be 'glibc' or 'musl'"),
+        ({"prompts": "x"}, "prompts: Extra inputs"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_with_its_field(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match=f"own.yaml: {says}") as caught:
+        load_harness(written(tmp_path, **changes))
+    assert "\n" not in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("codx", "no harness 'codx'; the nearest: codex; there are: claude-code, "),
+        ("../codex", "no harness '../codex'"),
+        ("none.yaml", "no harness 'none.yaml'"),
+        ("broken.yaml", "broken.yaml can't be read: while parsing"),
+    ],
+)
+def test_a_harness_that_is_not_there(name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("name: [")
+    with pytest.raises(CallerError, match=re.escape(says)) as caught:
+        load_harness(name)
+    assert "\n" not in caught.value.reason
+
+
+def test_a_text_is_filled_once_and_other_braces_stay(tmp_path: Path) -> None:
+    texts = {"A": '{"a": {context}} ${home} {key}', "B": "{base_url} {origin} {model}"}
+    harness = load_harness(written(tmp_path, env=texts, files={"~/a~": "{bundle}{musl}", "/b": "{home}"}))
+    prompt = "say {model} and {key}, {} {0} {nothing}"
+    launch = harness.launch(prompt=prompt, origin="http://127.0.0.1:9", model="m", home="/h", context=5, libc="musl")
+    assert launch.command == ["agent", prompt]
+    assert launch.env == {
+        "HOME": "/h",
+        "A": '{"a": 5} ${home} sk-sandbox',
+        "B": "http://127.0.0.1:9/v1 http://127.0.0.1:9 m",
+    }
+    assert launch.files == {"/h/a~": "/opt/harness/musl-musl", "/b": "/h"}
+
+
+def test_a_prompt_that_no_program_can_be_given_is_refused(tmp_path: Path) -> None:
+    harness = load_harness(written(tmp_path))
+    about: dict[str, Any] = {"origin": "http://127.0.0.1:9", "model": "m", "home": "/h", "context": 5, "libc": "glibc"}
+    assert harness.launch(prompt="x" * MAX_ARGUMENT_BYTES, **about).command[1]
+    with pytest.raises(CallerError, match="prompt: has 131072 bytes, more than the 131071"):
+        harness.launch(prompt="é" * (MAX_ARGUMENT_BYTES // 2 + 1), **about)
+
+
+@pytest.mark.parametrize("name", shipped_harnesses())
+def test_shipped_harnesses_leave_nothing_unfilled(name: str) -> None:
+    harness = load_harness(name)
+    assert harness.name == name
+    assert harness.bundle is not None
+    launch = harness.launch(
+        prompt="fix it", origin="http://127.0.0.1:9", model="m", home="/h", context=777, libc="glibc"
+    )
+    texts = [*launch.command, *launch.env.values(), *launch.files.values()]
+    assert not [text for text in texts if re.search(r"\{[a-z_]+\}", text)]
+    assert any("fix it" in word for word in launch.command)
+    assert any("http://127.0.0.1:9" in text for text in texts)
+    assert name == "mini-swe-agent" or any("777" in text for text in texts)
+    for path, text in launch.files.items():
+        (tomllib.loads if path.endswith(".toml") else json.loads)(text)
