@@ -82,7 +82,7 @@ class PolicyMetrics:
             field: Counter(f"prorl_policy_{name}", help_text, registry=registry)
             for field, (name, help_text) in _ROLLOUT_COUNTERS.items()
         }
-        self.later_turns = Counter(
+        self._later_turns = Counter(
             "prorl_policy_later_turns",
             "Turns after the first of a conversation, by whether their prompt continued the rollout's tokens",
             ("token_in",),
@@ -119,6 +119,11 @@ class PolicyMetrics:
         yield CounterMetricFamily(
             "prorl_policy_migrations", "Rollouts that moved to another backend", self._pool.migrations
         )
+
+    def token_in(self, continues: bool | None) -> None:
+        """Count a turn by whether its prompt continued tokens; ``None`` for the first turn of a conversation."""
+        if continues is not None:
+            self._later_turns.labels("yes" if continues else "no").inc()
 
     def finished(self, branches: int) -> None:
         """Count one rollout that was forgotten."""

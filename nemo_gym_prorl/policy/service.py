@@ -226,8 +226,7 @@ class PolicyService:
         whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
         kept = whole if opened and parsed.reasoning is not None else message
         rollout.answers[answer.id] = rollout.history.record(node, new, kept, turn, request.tools, rendered)
-        if (continued := rollout.history.continues_tokens(turn)) is not None:
-            self.metrics.later_turns.labels("yes" if continued else "no").inc()
+        self.metrics.token_in(rollout.history.continues_tokens(turn))
         if not parsed.calls:
             # A turn without calls usually ends the rollout. A later turn finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))

@@ -49,6 +49,8 @@ async def test_a_program_s_own_conversation_is_a_response_and_its_other_ones_are
         await sampled(compacted)
         await sampled(compacted)
         told, tokens = await traces_of(http, url), await tokens_of(http, url)
+        async with http.get(f"{url}/metrics") as metrics:
+            assert 'prorl_policy_later_turns_total{token_in="yes"} 1.0' in await metrics.text()
 
     roles = [(one["role"], one["turns"], one["tools"], one["trained"]) for one in told["branches"]]
     main, earlier, helper, title = ("main", 1, 1, True), ("earlier", 2, 1, True), ("subagent", 1, 1, False), "side"
