@@ -230,6 +230,21 @@ async def test_ends_of_programs_are_typed(name: str, tmp_path: Path) -> None:
         assert sampled(answer)
 
 
+async def test_a_compacted_conversation_becomes_traces_of_the_row(tmp_path: Path) -> None:
+    compact = "MESSAGES[:] = [{'role': 'user', 'content': PROMPT + ' So far: exit code 0'}]\n"
+    async with service(tmp_path, PLAIN + compact + PLAIN) as at:
+        answer = await at.run(row())
+    assert (answer["reward"], answer["rollout"]["turns"]) == (1.0, 4)
+    assert [branch["role"] for branch in answer["rollout"]["harness"]["branches"]] == ["main", "earlier"]
+    trained = [
+        token
+        for trace in answer["training_traces"]["traces"]
+        for token, is_trained in zip(trace["token_ids"], trace["loss_mask"], strict=True)
+        if is_trained
+    ]
+    assert trained == [token for _, ids in at.engine.answers for token in ids]
+
+
 async def test_the_row_decides_sampling(tmp_path: Path) -> None:
     """Programs ask for greedy sampling, and training samples as the trainer says."""
     asked = row()
