@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from tests.conftest import tiered
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -95,17 +97,18 @@ def of_session(session: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("what", "kernel", "before"),
-    [
-        *((what, "this", "") for what in PROGRAMS),
-        *((what, "old", "") for what in PROGRAMS),
-        ("an orphan", "this", "true | "),
-    ],
+    "case",
+    tiered(
+        [*product(PROGRAMS, ("this", "old"), ("",)), ("an orphan", "this", "true | ")],
+        [("an orphan", "this", ""), ("one after the other", "this", ""), ("a tree that grows", "old", "")],
+    ),
+    ids="-".join,
 )
 async def test_nothing_of_a_command_whose_time_is_up_is_left(
-    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, what: str, kernel: str, before: str
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, str]
 ) -> None:
     """Also without pidfd group signals, and with a group whose leader has ended."""
+    what, kernel, before = case
     if kernel == "old":
         monkeypatch.setattr(signals, "_PIDFD_SIGNAL_PROCESS_GROUP", 1 << 30)
     spec = ContainerSpec(image=image, processes=64, memory_mib=1024)

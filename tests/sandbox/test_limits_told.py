@@ -15,6 +15,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import client
 from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, SandboxExhausted, SandboxRefused
+from tests.conftest import tiered
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120), pytest.mark.usefixtures("way")]
@@ -98,7 +99,7 @@ def program(text: str) -> str:
 
 @pytest.mark.parametrize(
     "evasion",
-    [WITHOUT_A_NAME, EMPTY, after_the_first_thread(WITHOUT_A_NAME)],
+    tiered([WITHOUT_A_NAME, EMPTY, after_the_first_thread(WITHOUT_A_NAME)], [WITHOUT_A_NAME]),
     ids=["without a name", "empty", "after the first thread"],
 )
 async def test_nothing_that_is_written_goes_uncounted(evasion: str, image: Path, runtime: Runtime) -> None:
@@ -110,7 +111,10 @@ async def test_nothing_that_is_written_goes_uncounted(evasion: str, image: Path,
 
 @pytest.mark.parametrize(
     "text",
-    [MEMORY_FILES, TABLES, *map(after_the_first_thread, [MEMORY_FILES, TABLES])],
+    tiered(
+        [MEMORY_FILES, TABLES, *map(after_the_first_thread, [MEMORY_FILES, TABLES])],
+        [TABLES, after_the_first_thread(MEMORY_FILES)],
+    ),
     ids=["files of memory", "page tables", "files after the first thread", "tables after the first thread"],
 )
 async def test_memory_that_is_hard_to_see_counts(text: str, image: Path, runtime: Runtime) -> None:

@@ -22,6 +22,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import (
     Workspace,
     probe_image,
 )
+from tests.conftest import tiered
 from tests.tasks import containers
 
 
@@ -199,17 +200,17 @@ print("all forged")
 """
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        f"{FORGERIES}forge(b'ruin')",
-        "import os; os.close(get_ipython().channel._events)",
-        "get_ipython().channel.send = lambda *a, **k: None",
-        "import sys; sys.stdout.flush = None; sys.stderr = None",
-        "import os; os.closerange(3, 1000)",
-        "import threading\nthreading.Thread(target=lambda: [print('x' * 100000) for _ in iter(int, 1)]).start()",
-    ],
-)
+ATTACKS = [
+    f"{FORGERIES}forge(b'ruin')",
+    "import os; os.close(get_ipython().channel._events)",
+    "get_ipython().channel.send = lambda *a, **k: None",
+    "import sys; sys.stdout.flush = None; sys.stderr = None",
+    "import os; os.closerange(3, 1000)",
+    "import threading\nthreading.Thread(target=lambda: [print('x' * 100000) for _ in iter(int, 1)]).start()",
+]
+
+
+@pytest.mark.parametrize("attack", tiered(ATTACKS, (ATTACKS[0], ATTACKS[-1])))
 async def test_hostile_kernel_is_contained(agent: Agent, attack: str) -> None:
     """Each call returns a bounded observation, and the kernel can be restarted."""
     for code in (attack, "1"):
