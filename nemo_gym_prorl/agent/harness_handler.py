@@ -31,7 +31,14 @@ from pydantic import BaseModel, ConfigDict
 
 from nemo_gym_prorl.agent.conversation import rollout_path
 from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
-from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, CookieJar, quote_header, require_json, require_ok
+from nemo_gym_prorl.agent.gym_http import (
+    HARNESS_HEADER,
+    LEASE_HEADER,
+    CookieJar,
+    quote_header,
+    require_json,
+    require_ok,
+)
 from nemo_gym_prorl.agent.run_rows import empty_response
 from nemo_gym_prorl.background import start_eager_task
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
@@ -139,7 +146,8 @@ class HarnessHandler(GymEnvironmentHandler):
             "key": grant["key"],
             "timeout_s": job.budgets.run + OPEN_CONNECTION_S,
         }
-        running = start_eager_task(self._server.post(path, body, session.cookies))
+        lease = {LEASE_HEADER: session.lease}
+        running = start_eager_task(self._server.call("POST", path, body, session.cookies, lease))
         try:
             while True:
                 await asyncio.wait({running}, timeout=POLL_S)

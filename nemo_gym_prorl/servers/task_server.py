@@ -245,7 +245,8 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
     async def run_program(self, request: Request, body: ProgramRequest) -> dict[str, Any]:
         """Run a harness in the session's sandbox until the program ends or the client disconnects."""
-        using = self._sessions.use(_key(request), lambda tools, sandbox: run_program(tools, sandbox, body))
+        lease = request.headers.get(LEASE_HEADER)
+        using = self._sessions.use(_key(request), lease, lambda tools, sandbox: run_program(tools, sandbox, body))
         try:
             end = await _while_connected(request, using)
         except AgentError as error:
@@ -303,7 +304,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
     def _paths(self, lease: str | None) -> dict[str, str]:
         """Return the paths of routes beyond Gym's."""
         paths = {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
-        if self._sandboxes is not None and self._sandboxes.is_own:
+        if lease and self._sandboxes is not None and self._sandboxes.is_own:
             paths["program_path"] = PROGRAM_PATH
         return paths | ({"lease_path": LEASE_PATH} if lease else {})
 

@@ -8,7 +8,6 @@ Invariants:
   Sessions of rows without a sandbox have the same lifecycle.
 - Release, verify and close are idempotent, and may come concurrently and in any order.
 - A session whose seeding is abandoned is not prepared further, and its sandbox is stopped.
-- A program in place of the policy's calls ends before its session is released.
 - Closing a session cancels extraction and grading, and returns after the grading sandboxes are gone.
 - Snapshots that tools and artefacts hold are deleted after grading, or when the session closes.
 - A policy that exceeds its sandbox's limits gets the reward 0 and never a lost session.
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from nemo_gym_prorl.background import is_cancelled
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
 from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import KeyedLocks, SandboxLifecycle, ShieldedTasks, egress_of
@@ -178,7 +178,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
             once: whether the caller chose the key; such a key cannot be seeded again after it was closed.
             checkpoint: checkpoint of a session of the same row, to resume from.
             lease: lease that the caller renews with :meth:`renew` while the session is in use.
-            binds: further binds of its sandboxes.
 
         Raises:
             CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
@@ -236,22 +235,24 @@ class Sessions[Opened: OpenTools, Artefacts]:
         session = self._require(key)
         with session.in_use():
             if not session.open and not session.tools.over:
-                raise session.lost or InfrastructureError(
-                    "the session was released; tools no longer work", kind=FailureKind.SESSION_LOST
-                )
+                raise session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
             try:
                 return await session.tools.call(tool, arguments)
             except AgentError as error:
                 session.exhausted = error.reason
                 return EXHAUSTED_OBSERVATION.format(reason=error.reason)
 
-    async def use[T](self, key: str, work: Callable[[Opened, Sandbox | None], Coroutine[Any, Any, T]]) -> T:
+    async def use[T](
+        self, key: str, lease: str | None, work: Callable[[Opened, Sandbox | None], Coroutine[Any, Any, T]]
+    ) -> T:
         """Run ``work`` with the tools and the sandbox of a session; its release cancels ``work``.
 
         Raises:
-            InfrastructureError: ``session_lost``.
+            CallerError: the lease is not the session's. Policies, whose tool calls are requests, know no lease.
         """
         session = self._require(key)
+        if lease is None or lease != session.lease:
+            raise CallerError("needs the lease that the session was seeded with")
         released = session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
         if not session.open:
             raise released
@@ -264,7 +265,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 session.exhausted = error.reason
                 raise
             except asyncio.CancelledError:
-                if (caller := asyncio.current_task()) and caller.cancelling():
+                if is_cancelled():
                     raise
                 raise released from None
 
@@ -437,8 +438,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         return _Session(row, needs, sandbox, tools)
 
     async def _release(self, session: _Session[Opened, Artefacts], *, keep: bool) -> None:
-        for use in (uses := set(session.uses)):
-            use.cancel()
+        uses = [use for use in session.uses if use.cancel()]
         await asyncio.gather(*uses, return_exceptions=True)
         async with session.lock:
             session.touched = time.monotonic()

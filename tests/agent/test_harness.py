@@ -28,7 +28,7 @@ from tests.agent.peers import Environment, deployment, reference, until
 from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.test_prorl_model import BYTES, CHATML
-from tests.prorl_code.conftest import serving
+from tests.prorl_code.conftest import Client, serving
 from tests.rollout.serving import serve
 from tests.tasks import containers
 
@@ -286,6 +286,20 @@ async def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
             assert answer.status < 300, await answer.text()
         await until(lambda: not containers.instances())
         assert time.monotonic() - begin < 10.0
+
+
+@pytest.mark.parametrize("lease", [None, "guessed"])
+async def test_a_policys_tool_call_runs_no_program(lease: str | None) -> None:
+    """Gym's own agents post to any route that a policy names: a program's policy URL would lead out of the sandbox."""
+    described = {"name": "tiny", "version": "1", "api": "chat", "command": ["true"]}
+    body = {"harness": described, "prompt": "", "model": "m", "context": 9, "key": "k", "timeout_s": 9}
+    async with serving() as url, Client(url) as client:
+        client.headers = {} if lease is None else {"X-ProRL-Lease": "own"}
+        assert (await client.post("/seed_session", row()))[0] == 200
+        client.headers = {} if lease is None else {"X-ProRL-Lease": lease}
+        status, answer, _ = await client.post("/run_program", {**body, "url": url})
+        await client.post("/close_session")
+    assert (status, "lease" in answer["detail"]) == (422, True), answer
 
 
 # Rows and settings that are refused

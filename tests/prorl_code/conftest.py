@@ -63,11 +63,7 @@ async def serving(server: str = "prorl_code", judge_url: str | None = None, **ch
     assert containers.instances() <= before
 
 
-PATHS = {
-    "release_path": "/release_session",
-    "checkpoint_path": "/checkpoint_session",
-    "program_path": "/run_program",
-}
+PATHS = {"release_path": "/release_session", "checkpoint_path": "/checkpoint_session"}
 """Paths in the reply of ``/seed_session``."""
 
 RESPONSE = {
