@@ -10,6 +10,7 @@ import pytest
 from nemo_gym_prorl.agent.gym_http import LEASE_HEADER
 from nemo_gym_prorl.servers import task_server
 from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS
+from tests.conftest import tiered
 from tests.prorl_code.conftest import Client, row, serving
 from tests.tasks import containers
 
@@ -29,7 +30,7 @@ async def verdict(client: Client) -> None:
     await client.verify()
 
 
-@pytest.mark.parametrize("doing", [call, verdict])
+@pytest.mark.parametrize("doing", tiered([call, verdict], [call]))
 async def test_vanished_caller_leaves_no_sandbox(doing: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_server, "RENEW_S", SWEEP_S)
     async with serving() as url, Client(url) as client, Client(url) as renewing:

@@ -81,12 +81,14 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         "images_build": (
             "commands_of_a_template_find_the_images_temporary_folders",
             "a_template_becomes_an_image_that_starts_by_its_name",
-            "a_sif_of_a_sif",
         ),
         "images_confined": (),
         "images_dockerfile": ("a_sandbox_finds_what_the_dockerfile_says", "a_command_after_user_runs_as_that_user"),
         "images_entries": ("somebody_elses_folder_can_be_used_but_not_cleared",),
-        "images_start": (),
+        "images_start": (
+            "a_sif_is_unpacked_once_for_all_and_its_sandboxes_can_change_everything",
+            "an_unpacked_copy_is_the_callers_own_and_harmless",
+        ),
     },
     # With a device and a control group of his own, as on most machines: SIF files that are mounted, groups; and one of
     # each that is used as root uses it, files and commands, a kernel, layers. What is counted, cut and

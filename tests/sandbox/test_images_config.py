@@ -85,7 +85,10 @@ async def _variables(container: Container) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("way", ["direct", "runtime"])
-@pytest.mark.parametrize(("kept", "unpack"), [("folder", True), ("sif", True), ("sif", False)])
+@pytest.mark.parametrize(
+    ("kept", "unpack"),
+    [("folder", True), pytest.param("sif", True, marks=pytest.mark.long("unpacked it is a folder")), ("sif", False)],
+)
 async def test_all_variables_arrive_from_every_kind_of_image(
     kept: Format,
     unpack: bool,

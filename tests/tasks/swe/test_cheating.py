@@ -204,8 +204,6 @@ ATTACKS = {
 
 FIRST = {
     "edits the tests",
-    "patches reports in conftest.py",
-    "prints what a runner prints and leaves",
     "replaces how pytest calls tests",
     "registers a plugin from the package",
     "makes reports of its own",

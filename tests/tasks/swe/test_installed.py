@@ -223,6 +223,7 @@ async def test_installation_cannot_manipulate_the_tests(name: str) -> None:
     assert (grade.verdict, grade.reward) == (verdict, 0.0), (grade.detail, grade.fields)
 
 
+@pytest.mark.long("the same row earns its reward without an upgrade")
 async def test_runner_upgrade_by_the_row_is_allowed() -> None:
     grade = await play("copied", fix("copied"), UPGRADE)
     assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)

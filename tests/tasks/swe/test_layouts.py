@@ -77,7 +77,11 @@ LEFT = ("echo '# nothing' >> tally/money.py", "failed")
 
 @pytest.mark.parametrize(
     ("make_row", "environment", "tried"),
-    [(swe_bench, CONDA, [FIXED]), (swe_rebench, CONDA, [FIXED, LEFT]), (r2e_gym, VENV, [FIXED, LEFT])],
+    [
+        (swe_bench, CONDA, [FIXED]),
+        pytest.param(swe_rebench, CONDA, [FIXED, LEFT], marks=pytest.mark.long("laid out as SWE-bench's images are")),
+        (r2e_gym, VENV, [FIXED, LEFT]),
+    ],
 )
 async def test_image_environment_is_active_for_policy_and_tests(
     make_row: Any, environment: str, tried: list[tuple[str, str]]

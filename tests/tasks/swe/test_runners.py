@@ -99,6 +99,7 @@ def parse(text):
 BY_LOG_ONLY = {"runner": "log"}
 
 
+@pytest.mark.long("the flood of a policy meets the same limit")
 async def test_long_output_before_the_summary_is_accepted() -> None:
     command = FLOOD.format(lines=2000) + tally.row()["swe"]["test_command"]
     grade, _ = await tally.play(tally.APPLY_FIX, task=tally.make_task(tests=SMALL), test_command=command)
