@@ -58,6 +58,8 @@ CONTEXT = 128 * 1024
 
 _OUTPUT_CHARS = 1_000
 _FINISH_REASONS = {"max_turns": "max_steps"}
+_WITHOUT_SUBMIT = "There is no tool `submit` here: when the work is done, end with an answer."
+"""Ends a prompt whose row offers ``submit``, which programs lack."""
 _PROMPT_ROLES = ("system", "developer", "user")
 _OF_THE_PROGRAM = frozenset({"input", "instructions", "tools", "tool_choice", "parallel_tool_calls"})
 """Fields of a row that a program decides for its calls; the row decides the others, such as the temperature."""
@@ -267,4 +269,6 @@ def prompt_of(params: Mapping[str, Any]) -> str:
                 field=f"responses_create_params.input.{number}",
             )
         texts.append(text_of(content))
+    if any(isinstance(tool, dict) and tool.get("name") == "submit" for tool in params.get("tools") or ()):
+        texts.append(_WITHOUT_SUBMIT)
     return "\n\n".join(filter(None, texts))

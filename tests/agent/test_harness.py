@@ -313,6 +313,10 @@ TEXT = {"type": "input_text", "text": "b"}
 PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
     "a text": ({"input": "a"}, "a"),
     "messages": ({"input": [{"role": "system", "content": "a"}, *parts(TEXT)]}, "a\n\nb"),
+    "a tool that programs lack": (
+        {"input": "a", "tools": [{"type": "function", "name": "submit"}]},
+        "a\n\nThere is no tool `submit` here: when the work is done, end with an answer.",
+    ),
     "instructions": ({"instructions": "c", "input": parts(TEXT, TEXT, role="developer")}, "c\n\nb\nb"),
 }
 
