@@ -121,7 +121,7 @@ async def submit(options: SubmitOptions, url: str | None, token: str | None) -> 
         if summary.ended:
             say(
                 f"{summary.ended} rollouts have a result in {options.output}; they are skipped; "
-                "name another --output to run them again"
+                "name another --output, and another --run if you name one, to run them again"
             )
         if pending:
             async with (

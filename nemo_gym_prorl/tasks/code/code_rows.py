@@ -161,6 +161,8 @@ def read_metadata(row: Mapping[str, Any]) -> Metadata:
         CallerError: the metadata is invalid; names the field.
     """
     metadata = row.get(METADATA)
+    if metadata is None:
+        raise CallerError("missing", field=METADATA)
     if isinstance(metadata, Mapping) and isinstance(metadata.get("checker"), str):
         metadata = {**metadata, "checker": {"kind": metadata["checker"]}}
     parsed = _validated(Metadata, metadata, METADATA)

@@ -161,7 +161,10 @@ class ProgrammingProblems:
         if not _has_tools(row):
             source = program_in(last_message_text(response))
         if not source.strip():
-            return failed(CodeVerdict.NO_SOLUTION, artefacts.problem or f"{SOLUTION_FILE} holds no Python")
+            empty = (
+                f"{SOLUTION_FILE} is empty, as it was at the start" if _has_tools(row) else "the answer has no Python"
+            )
+            return failed(CodeVerdict.NO_SOLUTION, artefacts.problem or empty)
         problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)
         graded = await grade(open_sandbox, problem, source, self._limits, self._root, self._rule)
         return replace(graded, fields={**graded.fields, "solution": source[:MAX_SOLUTION_FIELD_CHARS]})
