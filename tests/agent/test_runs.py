@@ -90,7 +90,8 @@ class Trainer:
 
     def sampled_by(self) -> set[str]:
         """Who sampled what it trains on."""
-        said = [turn.sampled for group in self.groups for member in group.members for turn in member.turns]
+        members = [member for group in self.groups for member in group.members]
+        said = [turn.sampled for member in members for sequence in member.sequences for turn in sequence]
         assert len(said) == len(self.groups) * SIZE * TURNS
         return {json.loads(self.tokenizer.decode(ids).split("\n")[1])["arguments"]["by"] for ids in said}
 

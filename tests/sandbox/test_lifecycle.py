@@ -415,7 +415,7 @@ async def test_an_end_goes_on_whatever_fails_at_its_begin(
     box.pid_namespace = Mock(init=1, alive=False)
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
     boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
-    boxes._watchdog, boxes._launcher = Mock(), AsyncMock()
+    boxes._watchdog, boxes._launcher, boxes._egress = Mock(), AsyncMock(), AsyncMock()
     failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
     if fails == "looking":
         monkeypatch.setattr(lifecycle, "find_pid_namespace", failing)
