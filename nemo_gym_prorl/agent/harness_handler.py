@@ -224,6 +224,7 @@ class _RolloutRecord:
         trajectory.response |= traces["response"]
         progress.weight_versions, progress.log_probs = traces["weight_versions"], traces["log_probs"]
         progress.turns = max(progress.turns, len(progress.weight_versions))
+        progress.token_in_rate = traces["token_in_rate"]
         progress.harness |= {part: traces[part] for part in ("branches", "token_in_rate")}
         # Gym averages numbers at the top of a row.
         told = {part: traces[part] for part in ("training_traces", "token_in_rate") if traces[part] is not None}

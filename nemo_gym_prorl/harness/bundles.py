@@ -178,7 +178,7 @@ def install_python(python: str, folder: Path) -> tuple[str, Path]:
         return _copy(Path(python), folder)
     command: list[str | Path] = [uv.find_uv_bin(), "python"]
     install: list[str | Path] = ["install", "--no-bin", "--install-dir", folder, python]
-    run_step([*command, *install], f"Python {python} can't be installed; give the folder of a relocatable one instead")
+    run_step([*command, *install], f"Python {python} can't be installed; name a folder with bin/python3 by --python")
     environ = {**os.environ, "UV_PYTHON_INSTALL_DIR": str(folder)}
     find = ["find", "--managed-python", "--no-project", python]
     program = Path(run_step([*command, *find], f"Python {python} is not there", environ))

@@ -154,13 +154,21 @@ def sampled(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return [item for item in answer["response"]["output"] if "generation_token_ids" in item]
 
 
-@pytest.mark.parametrize(("command", "reward"), [(SOLVE, 1.0), ("echo nothing", 0.0)])
-async def test_a_program_is_scored_and_its_tokens_are_the_engines(command: str, reward: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "reward", "offers_tools"),
+    [(SOLVE, 1.0, True), ("echo nothing", 0.0, True), (SOLVE, 1.0, False), ("echo nothing", 0.0, False)],
+)
+async def test_a_program_is_scored_and_its_tokens_are_the_engines(
+    command: str, reward: float, offers_tools: bool, tmp_path: Path
+) -> None:
+    given = row()
+    if not offers_tools:
+        del given["responses_create_params"]["tools"]
     async with service(tmp_path, command=command) as at:
-        answer = await at.run(row())
+        answer = await at.run(given)
     assert answer["reward"] == reward, answer
     about = answer["rollout"]
-    assert (about["finish_reason"], about["turns"]) == ("stop", 2)
+    assert (about["finish_reason"], about["turns"], about["token_in_rate"]) == ("stop", 2, 1.0)
     assert [(item["prompt_token_ids"], item["generation_token_ids"]) for item in sampled(answer)] == at.engine.answers
     for earlier, later in itertools.pairwise(sampled(answer)):
         chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]

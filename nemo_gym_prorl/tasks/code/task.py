@@ -158,7 +158,7 @@ class ProgrammingProblems:
             source = (artefacts.content or b"").decode()
         except UnicodeDecodeError:
             return failed(CodeVerdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
-        if not _has_tools(row):
+        if not _has_tools(row) and not source.strip():  # an agent program writes the file without the row's tools
             source = program_in(last_message_text(response))
         if not source.strip():
             empty = (
