@@ -100,7 +100,9 @@ class RolloutCalls:
         self.changed_at = time.monotonic()
 
     def check(self, grant: CallGrant, turns: int, tokens: int) -> None:
-        """Raise 403, which clients do not retry, if a key's limit is reached.
+        """Raise 403, which clients do not retry, beyond a key's limit.
+
+        Turns in flight count, but ``limit``, which ends the program, is set only after the last turn.
 
         Args:
             grant: what the key allows.
@@ -108,9 +110,12 @@ class RolloutCalls:
             tokens: length of the longest sequence.
         """
         if grant.max_turns is not None and turns + self.in_flight > grant.max_turns:
-            self.limit = "max_turns"
+            limit, reached = "max_turns", turns >= grant.max_turns
         elif grant.max_total_tokens is not None and tokens >= grant.max_total_tokens:
-            self.limit = "max_total_sequence_length"
+            limit, reached = "max_total_sequence_length", True
         else:
             return
-        raise ProblemError(403, "limit-reached", f"the rollout has reached its {self.limit}")
+        if reached:
+            self.limit = limit
+        why = f"the rollout {'has reached' if reached else 'would exceed, with its calls in flight,'} its {limit}"
+        raise ProblemError(403, "limit-reached", why)
