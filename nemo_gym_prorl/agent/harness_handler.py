@@ -14,8 +14,8 @@ No log of the program is parsed, because the model server records every call. A 
 - with an exit code, which the harness maps to a finish reason: the rollout is scored as it stands;
 - at a limit of turns or tokens, where the model server refuses further calls;
 - at the end of the RUN budget, with the environment's policy ``on_timeout``;
-- without a call, or after a call that the service failed to answer: an infrastructure failure, since the failure may
-  be the service's.
+- without a turn, or with a request that got no answer (failed, cut, or in flight at the end): an infrastructure
+  failure, since the service may have caused it. A later answer to the same request makes up for it.
 
 Afterwards the key is dead, and processes that the program left behind end with the sandbox, before EVAL.
 """
@@ -168,7 +168,7 @@ class HarnessHandler(GymEnvironmentHandler):
         """Set the finish reason.
 
         Raises:
-            InfrastructureError: the program made no call, or the service failed to answer its last one.
+            InfrastructureError: the program made no call, or one that the service did not answer.
         """
         name, report = self._harness.name, job.progress.harness
         report |= {part: calls[part] for part in ("dropped", "refused")}
@@ -177,12 +177,13 @@ class HarnessHandler(GymEnvironmentHandler):
             job.progress.finish_reason = _FINISH_REASONS.get(calls["limit"], calls["limit"])
             return
         output = end["output"][-_OUTPUT_CHARS:].strip() or "no output"
-        if not calls["turns"]:
-            reason = f"{name} ended with exit code {end['exit_code']} and never called the policy: {output}"
-            raise InfrastructureError(reason, kind=FailureKind.AGENT_RUN_ERROR)
-        if calls["failed"]:
-            reason = f"{name} ended after a call that the model server failed to answer; refused: {calls['refused']}"
+        reason, refused = f"{name} ended with exit code {end['exit_code']}", f"refused: {calls['refused']}"
+        if lost := calls["unanswered"]:
+            reason += f", but the model server failed to answer {lost} of its calls ({refused}): {output}"
             raise InfrastructureError(reason, kind=FailureKind.AGENT_REQUEST_FAILED)
+        if not calls["turns"]:
+            called = f"got no turn from the policy ({refused})" if calls["refused"] else "never called the policy"
+            raise InfrastructureError(f"{reason} and {called}: {output}", kind=FailureKind.AGENT_RUN_ERROR)
         job.progress.finish_reason = self._harness.exit_codes.get(end["exit_code"], HARNESS_EXIT)
         if job.progress.finish_reason == HARNESS_EXIT:
             report["output"] = output

@@ -22,6 +22,9 @@ KEY_PREFIX = "rk-"
 """Prefix of capability keys, so that middlewares, scanners and people recognise them."""
 DEAD_KEY = 401, "key-revoked", "the capability key is unknown or revoked"
 
+_MAX_UNANSWERED = 1_000
+"""Requests without an answer that a rollout keeps, since a program can cut any number of calls."""
+
 LEFT_OUT: ContextVar[set[str] | None] = ContextVar("left_out", default=None)
 """Names of what the current request loses; ``None`` if it is no program's, and loses nothing."""
 
@@ -81,7 +84,9 @@ class RolloutCalls:
         refused: number of calls by the status that refused them.
         dropped: number of calls by the name of a part that was left out.
         in_flight: calls without an answer.
-        failed: whether the server failed to answer the latest call.
+        unanswered: requests without an answer, by their digest, with the number of the latest call. A request that was
+            cut, or that the server failed to answer, stays until the same request is sent again and answered.
+        begun: number of calls.
         changed_at: when a call last began or ended, by the monotonic clock.
         kept: latest calls, by a digest of their requests, for requests that are repeated.
     """
@@ -90,17 +95,32 @@ class RolloutCalls:
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     in_flight: int = 0
-    failed: bool = False
+    unanswered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    begun: int = 0
     changed_at: float = field(default_factory=time.monotonic)
     kept: OrderedDict[bytes, SharedCall[Any]] = field(default_factory=OrderedDict)
 
-    def changed(self, number: int) -> None:
-        """Count a call that begins (1) or ends (-1)."""
-        self.in_flight += number
+    def begin(self, request: bytes) -> int:
+        """Count a call of the request with this digest, and return the call's number."""
+        self.in_flight += 1
+        self.begun += 1
+        self.unanswered[request] = self.begun
+        if len(self.unanswered) > _MAX_UNANSWERED:
+            self.unanswered.popitem(last=False)
+        self.changed_at = time.monotonic()
+        return self.begun
+
+    def end(self, request: bytes, number: int, *, answered: bool) -> None:
+        """Count the end of a call. An answer is one to all earlier calls of the request, too."""
+        self.in_flight -= 1
+        if answered and self.unanswered.get(request, self.begun + 1) <= number:
+            del self.unanswered[request]
         self.changed_at = time.monotonic()
 
     def check(self, grant: CallGrant, turns: int, tokens: int) -> None:
-        """Raise 403, which clients do not retry, if a key's limit is reached.
+        """Raise 403, which clients do not retry, beyond a key's limit.
+
+        Turns in flight count, but ``limit``, which ends the program, is set only after the last turn.
 
         Args:
             grant: what the key allows.
@@ -108,9 +128,12 @@ class RolloutCalls:
             tokens: length of the longest sequence.
         """
         if grant.max_turns is not None and turns + self.in_flight > grant.max_turns:
-            self.limit = "max_turns"
+            limit, reached = "max_turns", turns >= grant.max_turns
         elif grant.max_total_tokens is not None and tokens >= grant.max_total_tokens:
-            self.limit = "max_total_sequence_length"
+            limit, reached = "max_total_sequence_length", True
         else:
             return
-        raise ProblemError(403, "limit-reached", f"the rollout has reached its {self.limit}")
+        if reached:
+            self.limit = limit
+        why = f"the rollout {'has reached' if reached else 'would exceed, with its calls in flight,'} its {limit}"
+        raise ProblemError(403, "limit-reached", why)

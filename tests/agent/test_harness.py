@@ -7,6 +7,7 @@ The program is a loop of 30 lines: it asks the policy for a command, runs it, an
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 import yaml
+from fastapi import Request, Response
 
 from nemo_gym_prorl.agent.harness_handler import prompt_of
 from nemo_gym_prorl.failures import CallerError
@@ -35,7 +37,7 @@ from tests.tasks import containers
 pytestmark = pytest.mark.sandbox
 
 AGENT = """\
-import json, os, subprocess, sys, time, urllib.request
+import json, os, socket, subprocess, sys, threading, time, urllib.request
 URL, PROMPT = sys.argv[1:3]
 MESSAGES, EXTRA = [{"role": "user", "content": PROMPT}], {}
 
@@ -75,6 +77,15 @@ class CommandEngine(ScriptedEngine):
         self.command = command
         self.turns = turns
         self.answers: list[tuple[list[int], list[int]]] = []
+
+    async def _completions(self, request: Request) -> Any:
+        """Break on a prompt that ends with ``POISON``, and sleep over one that ends with ``SLOW``."""
+        last = BYTES.decode((await request.json())["prompt"]).rpartition("<|im_start|>user")[2]
+        if "POISON" in last:
+            return Response("oh", 500)
+        if "SLOW" in last:
+            await asyncio.sleep(60)
+        return await super()._completions(request)
 
     def say(self, body: dict[str, Any]) -> str:
         first = "exit code" not in BYTES.decode(body["prompt"])
@@ -196,6 +207,15 @@ class End:
     command: str = SOLVE
 
 
+LOSE = """
+def lose(word):
+    MESSAGES.append({"role": "user", "content": word})
+    try: socket.setdefaulttimeout(3); ask()
+    except OSError as error: print(error); MESSAGES[:] = [{"role": "user", "content": "exit code: title"}]
+    socket.setdefaulttimeout(None)
+
+"""
+"""A call that the program gives up, and later calls of another conversation."""
 BUSY = "work()\nwhile True: time.sleep(1)\n"
 STUBBORN = "work()\nwhile True:\n    try: ask()\n    except OSError: time.sleep(0.05)\n"
 SOON = {"budgets": {"run": 6.0}}
@@ -211,6 +231,21 @@ ENDS = {
     "hangs": End(BUSY, None, 0.0, "agent_timeout", settings=SOON),
     "hangs, and is scored": End(BUSY, "timeout", settings={**SOON, "on_timeout": "score"}),
     "hangs, and gets zero": End(BUSY, "timeout", 0.0, settings={**SOON, "on_timeout": "zero"}),
+    "gives up a slow call": End(f"{LOSE}work()\nlose('SLOW')\n", None, 0.0, "agent_request_failed", "1 of its calls"),
+    "gives up its first call": End(f"{LOSE}lose('SLOW')\n", None, 0.0, "agent_request_failed", "1 of its calls"),
+    "asks for a title after it": End(
+        f"{LOSE}work()\nlose('SLOW')\nask()\n", None, 0.0, "agent_request_failed", "1 of its calls"
+    ),
+    "has a prompt that breaks the engine": End(
+        f"{LOSE}work()\nlose('POISON')\nsys.exit(7)\n", None, 0.0, "agent_request_failed", "{'500': 1}"
+    ),
+    "does not wait for a call": End(
+        f"{LOSE}work()\nthreading.Thread(target=lose, args=['SLOW'], daemon=True).start()\ntime.sleep(1)\n",
+        *(None, 0.0, "agent_request_failed", "1 of its calls"),
+    ),
+    "is refused every call": End(
+        "MESSAGES[:] = [1]\nask()\n", None, 0.0, "agent_run_error", "got no turn from the policy (refused: {'422': 1})"
+    ),
     "fills its disk": End(PLAIN, "harness_exit", 0.0, command="head -c 3G /dev/zero > big; sleep 60"),
 }
 
@@ -230,7 +265,7 @@ async def test_ends_of_programs_are_typed(name: str, tmp_path: Path) -> None:
         end.failure,
     )
     assert end.told in answer.get("failure_reason", "")
-    if end.failure != "agent_run_error":
+    if end.failure in (None, "agent_timeout"):
         assert [(item["prompt_token_ids"], item["generation_token_ids"]) for item in sampled(answer)] == (
             at.engine.answers[: len(sampled(answer))]
         )
@@ -274,10 +309,10 @@ async def test_nothing_of_a_program_outlives_its_run(tmp_path: Path) -> None:
     """A process that leaves the program's group calls on until the sandbox ends; its calls reach no policy."""
     leave = "if os.fork() == 0:\n    os.setsid()\n    while True:\n        try: ask()\n        except OSError: pass\n"
     async with service(tmp_path, f"work()\n{leave}time.sleep(0.5)\n") as at:
-        answer = await at.run(row())
-        # The revocation of the key may cancel one more turn, which is in flight.
+        answer = await at.run({**row(), "_ng_task_index": 0, "_ng_rollout_index": 0})
+        # The end of the program may cancel one more turn, which is in flight and then fails the rollout.
         assert answer["rollout"]["turns"] <= len(at.engine.answers) <= answer["rollout"]["turns"] + 1
-    assert (answer["reward"], answer["rollout"]["finish_reason"]) == (1.0, "stop")
+    assert answer.get("failure_kind") in (None, "agent_request_failed")
 
 
 async def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:

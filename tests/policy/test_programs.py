@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fastapi import Request
+from fastapi import Request, Response
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.http import program_calls
@@ -44,7 +44,7 @@ class SlowEngine(ScriptedEngine):
         answer = await super()._completions(request)
         if len(self.seen):
             await self.may_answer.wait()
-        return answer
+        return Response("oh", 500) if self.seen and "poison" in BYTES.decode(self.seen[-1]["prompt"]) else answer
 
 
 @dataclass
@@ -269,6 +269,7 @@ async def test_a_revoked_key_ends_its_turns_and_leaves_the_tokens(tmp_path: Path
             assert said.status == 200
         revoked.set()
         assert ((await turn)[0], (await slow).status) == (410, 401)
+        assert (await agent.asked("r/calls"))["unanswered"] == 0
         assert (await agent.post(CHAT, {"messages": [HI]}, key))[0] == 401
         assert len((await agent.asked("r/tokens"))["answers"]) == 1
 
@@ -316,9 +317,56 @@ async def test_turns_in_flight_count(tmp_path: Path) -> None:
         agent.engine.may_answer.clear()
         turns = [asyncio.create_task(agent.post(CHAT, {"messages": [HI]}, key)) for _ in range(4)]
         await until(lambda: sum(turn.done() for turn in turns) == 2)
-        assert (await agent.asked("r/calls"))["in_flight"] == 2
+        record = await agent.asked("r/calls")
+        assert (record["in_flight"], record["limit"]) == (2, None)  # a limit ends the program, and its calls
         agent.engine.may_answer.set()
         assert sorted([(await turn)[0] for turn in turns]) == [200, 200, 403, 403]
+        assert (await agent.post(CHAT, {"messages": [HI]}, key))[0] == 403
+        record = await agent.asked("r/calls")
+        assert (record["limit"], record["unanswered"]) == ("max_turns", 0)
+
+
+def asks(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "unanswered"),
+    [
+        ("cut", None, 1),
+        ("cut", "title", 1),
+        ("cut", "main", 0),
+        ("cut late", "main", 0),
+        ("poison", "title", 1),
+        ("refused", None, 0),
+    ],
+)
+async def test_a_call_without_an_answer_is_remembered(
+    tmp_path: Path, first: str, then: str | None, unanswered: int
+) -> None:
+    """Only an answer to the same request, sent again, makes up for it."""
+    async with program(tmp_path) as agent:
+        key, slow = await agent.key(), agent.engine.may_answer
+        if first.startswith("cut"):
+            slow.clear()
+            main = asyncio.create_task(agent.post(CHAT, asks("main"), key))
+            await until(lambda: len(agent.engine.seen) == 1)
+            agent.engine.may_answer = asyncio.Event()
+            agent.engine.may_answer.set()
+            if first == "cut":
+                main.cancel()
+        else:
+            body = asks(first) if first == "poison" else {"messages": 1}
+            status, text = await agent.post(CHAT, body, key)
+            assert status == (500 if first == "poison" else 422), text
+        if then is not None:
+            assert (await agent.post(CHAT, asks(then), key))[0] == 200
+        if first == "cut late":
+            main.cancel()
+        async with asyncio.timeout(60):
+            while (record := await agent.asked("r/calls"))["in_flight"]:
+                await asyncio.sleep(0.01)
+        assert record["unanswered"] == unanswered
 
 
 # Repeated requests and keep-alive

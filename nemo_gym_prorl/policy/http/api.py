@@ -237,7 +237,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
             "idle_s": time.monotonic() - state.calls.changed_at,
             "refused": state.calls.refused,
             "dropped": state.calls.dropped,
-            "failed": state.calls.failed,
+            "unanswered": len(state.calls.unanswered),
         }
 
     @router.delete("/v1/rollouts/{rollout}", responses=problem_responses())

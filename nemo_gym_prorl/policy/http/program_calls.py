@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from nemo_gym_prorl.http.problems import KNOWN_ERRORS, ProblemError
 from nemo_gym_prorl.policy.calls import DEAD_KEY, LEFT_OUT, RolloutCalls, SharedCall
+from nemo_gym_prorl.policy.engines.engine import BackendErred
 from nemo_gym_prorl.policy.http.callers import RolloutCaller
 from nemo_gym_prorl.policy.http.programs import program_error
 from nemo_gym_prorl.policy.http.turn_requests import read_object
@@ -45,10 +46,11 @@ class ProgramCalls:
             return await self._answer(request, caller, body)
         caller = replace(caller, streams=streams, deferred=caller.deferred or streams)
         calls = self._runtime.service.calls(caller.rollout, caller.run)
-        key, repeats = _repetition(request, body)
+        digest = blake2b(body, key=blake2b(request.url.path.encode()).digest()).digest()
+        key, repeats = _repetition(request, digest)
         call = calls.kept.get(key) if repeats else None
         if call is None or call.is_cancelled:
-            call = SharedCall(self._call(request, caller, body, calls, key))
+            call = SharedCall(self._call(request, caller, body, calls, digest, key))
             if key:
                 calls.kept[key] = call
                 if len(calls.kept) > _MAX_KEPT:
@@ -56,11 +58,11 @@ class ProgramCalls:
         return await (_kept_alive(call) if streams else call.answer())
 
     async def _call(
-        self, request: Request, caller: RolloutCaller, body: bytes, calls: RolloutCalls, key: bytes
+        self, request: Request, caller: RolloutCaller, body: bytes, calls: RolloutCalls, digest: bytes, key: bytes
     ) -> Response:
         service, grant, answer = self._runtime.service, caller.grant, None
         LEFT_OUT.set(left_out := set[str]())
-        calls.changed(+1)
+        number = calls.begin(digest)
         try:
             if grant is not None:
                 if grant not in service.keys.values():
@@ -68,32 +70,27 @@ class ProgramCalls:
                 ledger = service.ledger(caller.rollout)
                 calls.check(grant, len(ledger.turns), ledger.longest)
             answer = await self._answer(request, caller, body)
-            calls.failed = False
         except KNOWN_ERRORS as error:
-            answer = program_error(error)
+            # A request on which only the engine breaks is no mistake of the policy.
+            answer = program_error(error.__cause__ if isinstance(error.__cause__, BackendErred) else error)
             calls.refused[str(answer.status_code)] += 1
-            calls.failed = answer.status_code >= 500
-        except Exception:
-            calls.failed = True
-            raise
         finally:
-            calls.changed(-1)
+            calls.end(digest, number, answered=answer is not None and answer.status_code < 500)
             calls.dropped.update(left_out)
             if answer is None or answer.status_code >= 400:
                 calls.kept.pop(key, None)
         return answer
 
 
-def _repetition(request: Request, body: bytes) -> tuple[bytes, bool]:
-    """Return a digest that a request shares with its repetitions, and whether the request may be a repetition.
+def _repetition(request: Request, digest: bytes) -> tuple[bytes, bool]:
+    """Return a key that a request shares with its repetitions, and whether the request may be a repetition.
 
-    Clients name repetitions by a key, or count them from 0. A request with neither has no digest.
+    Clients name repetitions by a key, or count them from 0. A request with neither has no key.
     """
     name, count = (request.headers.get(header) for header in ("idempotency-key", "x-stainless-retry-count"))
     if name is None and count is None:
         return b"", False
-    parts = (request.url.path.encode(), (name or "").encode(), body)
-    return b"".join(blake2b(part).digest() for part in parts), name is not None or count != "0"
+    return digest + blake2b((name or "").encode()).digest(), name is not None or count != "0"
 
 
 async def _kept_alive(call: SharedCall[Response]) -> Response:
