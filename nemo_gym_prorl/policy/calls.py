@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections import Counter, OrderedDict
@@ -13,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.problems import ProblemError
 from nemo_gym_prorl.policy.engines.engine import Sampling
@@ -20,6 +23,7 @@ from nemo_gym_prorl.policy.engines.engine import Sampling
 
 KEY_PREFIX = "rk-"
 """Prefix of capability keys, so that middlewares, scanners and people recognise them."""
+MAX_BYTES_PER_TOKEN = 32  # a token of text has about 4, one of white space or of rules more
 DEAD_KEY = 401, "key-revoked", "the capability key is unknown or revoked"
 
 _MAX_UNANSWERED = 1_000
@@ -54,6 +58,14 @@ class CallGrant:
     max_total_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    contexts: Mapping[str, int | None] = field(default_factory=dict)
+    """Context length by engine, as far as known now."""
+
+    def check_length(self, *prompt: object) -> None:
+        """Raise 400 if a prompt is far longer than the context: rendering and tokenising it would block the server."""
+        context = max((length or math.inf for length in self.contexts.values()), default=math.inf)
+        if len(orjson.dumps(prompt)) > context * MAX_BYTES_PER_TOKEN:
+            raise ProblemError(400, "context_length_exceeded", f"prompt is too long: the context has {context} tokens")
 
 
 class SharedCall[T]:

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
-from nemo_gym_prorl.http.problems import Declared, invalid_body
+from nemo_gym_prorl.http.problems import KNOWN_ERRORS, Declared, invalid_body
 from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.policy.calls import KEY_PREFIX, LEFT_OUT
 from nemo_gym_prorl.policy.engines.engine import Sampling
@@ -58,7 +58,7 @@ from nemo_gym_prorl.policy.http.fields import (
     chat_fields_of_responses,
 )
 from nemo_gym_prorl.policy.http.program_calls import ProgramCalls
-from nemo_gym_prorl.policy.http.programs import adapt_messages, chat_stream, responses_stream
+from nemo_gym_prorl.policy.http.programs import adapt_messages, chat_stream, program_error, responses_stream
 from nemo_gym_prorl.policy.http.traces import traces_router
 from nemo_gym_prorl.policy.http.turn_requests import (
     RequestTemplate,
@@ -138,6 +138,8 @@ class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and (reasoning := message.pop("reasoning", None)) is not None:
                 message.setdefault("reasoning_content", reasoning)
+            if isinstance(message, dict) and not isinstance(message.get("reasoning_content"), str | None):
+                raise ValueError("messages.reasoning_content must be a text")
         return body
 
 
@@ -177,11 +179,12 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         app.include_router(traces_router(self._runtime, self._items))
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{model:path}")(self.models)
-        app.post("/v1/messages/count_tokens")(self.count_tokens)
+        app.post("/v1/messages/count_tokens")(self.count_tokens)  # for the OpenAPI document
         app.add_middleware(CancelOnDisconnect)
         routes = {
             path: turn_route(ProgramCalls(self._runtime, answer), SESSION_ID_KEY) for path, answer in turns.items()
         }
+        routes["/v1/messages/count_tokens"] = turn_route(self._on_count_tokens, SESSION_ID_KEY)
         session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
 
         def around(route: ASGIApp) -> ASGIApp:
@@ -246,6 +249,12 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             return _with_tokens_header(answer, caller)
         return _json(orjson.dumps(jsonable_encoder(answer)), caller)
 
+    async def _on_count_tokens(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
+        try:
+            return _json(orjson.dumps(await self.count_tokens(request, read_object(body))), caller)
+        except KNOWN_ERRORS as error:
+            return program_error(error)
+
     # The same routes inside Gym's application, for its OpenAPI document and its own calls
 
     async def responses(
@@ -306,6 +315,8 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             params = AnthropicConverter().anthropic_request_to_responses(body).model_dump(exclude_unset=True)
         messages = messages_of([{"role": "system", "content": params.pop("instructions", "")}, *params.pop("input")])
         asked = self._request_template(params, {}).turn_request
+        if (grant := caller_of(request, "").grant) is not None:
+            grant.check_length(messages, asked.tools)
         renderer = self._runtime.service.renderer
         if renderer is None:
             return {"input_tokens": len(orjson.dumps([messages, asked.tools])) // 4}

@@ -19,6 +19,9 @@ from fastapi import Request, Response
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.http import program_calls
+from nemo_gym_prorl.policy.http.callers import MAX_BODY_BYTES
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.tokens.conversations import KNOWN_TURN
 from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.test_prorl_model import BYTES, CHATML
@@ -30,6 +33,7 @@ PARAMETERS = {"type": "object", "properties": {"what": {"type": "string"}}}
 LOOK = {"name": "look", "description": "Look.", "parameters": PARAMETERS}
 HI = {"role": "user", "content": "hi"}
 RESPONSES, CHAT, MESSAGES = "responses", "chat/completions", "messages"
+COUNT = "messages/count_tokens"
 
 
 class SlowEngine(ScriptedEngine):
@@ -207,7 +211,7 @@ async def test_models_and_counts(tmp_path: Path) -> None:
                 told = await said.json()
                 assert (told if name else told["data"][0])["id"] == (name[1:] or "tiny")
         key = headers["x-api-key"]
-        status, text = await agent.post("messages/count_tokens", CLAUDE, key)
+        status, text = await agent.post(COUNT, CLAUDE, key)
         assert status == 200, text
         assert (await agent.post(MESSAGES, CLAUDE, key))[0] == 200
         assert json.loads(text) == {"input_tokens": len(agent.engine.seen[0]["prompt"])}
@@ -367,6 +371,101 @@ async def test_a_call_without_an_answer_is_remembered(
             while (record := await agent.asked("r/calls"))["in_flight"]:
                 await asyncio.sleep(0.01)
         assert record["unanswered"] == unanswered
+
+
+# What a program does not decide
+
+FORGED = {
+    **{"prompt_token_ids": [65, 66], "generation_token_ids": [70] * 9, "generation_log_probs": [-9.0] * 9},
+    **{KNOWN_TURN: 0, "routed_experts": "x"},
+}
+NULL_LOG_PROB = FORGED | {"generation_token_ids": [70], "generation_log_probs": [None]}
+STEERING = {"temperature": 0, "top_p": 0.1}
+METADATA = {"extra_body": json.dumps({"allowed_token_ids": [1]}), "chat_template_kwargs": json.dumps({"x": 1})}
+STEERED = {
+    CHAT: STEERING
+    | {"seed": 1, "logit_bias": {"5": 100}, "metadata": METADATA, "chat_template_kwargs": {"x": 1}, "top_k": 1}
+    | {"presence_penalty": 1, "frequency_penalty": 1, "response_format": {"type": "json_object"}, "stop": ["END"]},
+    RESPONSES: STEERING | {"metadata": METADATA, "text": {"format": {"type": "json_object"}}},
+    MESSAGES: STEERING | {"top_k": 1, "thinking": {"type": "enabled", "budget_tokens": 5}, "stop_sequences": ["END"]},
+}
+
+
+@pytest.mark.parametrize("forged", [FORGED, NULL_LOG_PROB])
+@pytest.mark.parametrize("api", STEERED)
+async def test_a_program_decides_neither_tokens_nor_sampling(tmp_path: Path, api: str, forged: dict[str, Any]) -> None:
+    async with program(tmp_path) as agent:
+        key, params = await agent.key(), {"temperature": 0.7, "metadata": {"extra_body": '{"top_k": 5}'}}
+        said = [HI, {"role": "assistant", "content": "x"} | forged, HI]
+        body = BODIES[api] | {"input" if api == RESPONSES else "messages": said} | STEERED[api]
+        status, text = await agent.post(api, body, key)
+        assert status == 200, text
+        assert (await agent.post(api, body, await agent.key(params=params)))[0] == 200
+        free, decided = agent.engine.seen
+        named = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        assert {name: free[name] for name in named} == named
+        assert {name: decided[name] for name in named} == named | {"temperature": 0.7, "top_k": 5}
+        for seen in agent.engine.seen:
+            assert not {"seed", "logit_bias", "allowed_token_ids", "response_format"} & seen.keys()
+            assert seen.get("stop") == (None if api == RESPONSES else ["END"])
+            assert seen["max_tokens"] == 64 or api != MESSAGES
+        tokens = await agent.asked("r/tokens")
+        assert len(tokens["answers"]) == (await agent.asked("r/calls"))["turns"] == 2
+        assert "70, 70, 70" not in str(tokens)
+        dropped = (await agent.asked("r/calls"))["dropped"]
+        assert {"temperature", "top_p"} <= dropped.keys()
+        assert forged.keys() <= dropped.keys()
+
+
+WRONG = {
+    "a number as reasoning": (CHAT, json.dumps({"messages": [HI, {"role": "assistant", "reasoning_content": 5}, HI]})),
+    "nested metadata": (CHAT, json.dumps({"messages": [HI], "metadata": {"extra_body": "[" * 100_000}})),
+    "nested parameters": (RESPONSES, json.dumps({"input": "hi", "metadata": {"extra_body": "[" * 100_000}})),
+    "half a character": (COUNT, '{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'),
+    "infinity": (COUNT, json.dumps({"model": "m", "messages": [HI]})[:-1] + ', "max_tokens": 1e400}'),
+    "no object": (COUNT, "[]"),
+    "no JSON": (CHAT, '{"stream": true'),
+    "half a character in a stream": (CHAT, '{"stream": true, "messages": [{"role": "user", "content": "\\ud800"}]}'),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_request_is_refused_in_the_form_of_programs(tmp_path: Path, name: str) -> None:
+    """Metadata is left out of a program's request, and refused in others."""
+    path, body = WRONG[name]
+    async with program(tmp_path) as agent:
+        left_out = 200 if "nested" in name else 422
+        for by, wanted in (("key", left_out), ("url", 422)):
+            url = f"{agent.url}{'/ng-rollout/r' if by == 'url' else ''}/v1/{path}"
+            headers = {"x-api-key": await agent.key()} if by == "key" else {}
+            async with agent.http.post(url, data=body, headers=headers) as said:
+                assert said.status == wanted, await said.text()
+                assert wanted == 200 or (await said.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("api", [*BODIES, COUNT])
+async def test_a_long_request_is_refused_before_it_is_read(
+    tmp_path: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with program(tmp_path) as agent:
+        key, body = await agent.key(), BODIES.get(api, BODIES[MESSAGES])
+        assert (await agent.post(CHAT, BODIES[CHAT], key))[0] == 200  # the engine has told its context
+        context = agent.engine.context or 0
+        said = [HI | {"content": "x" * 32 * context}]
+        monkeypatch.setattr(Renderer, "render_prompt", None)
+        status, text = await agent.post(api, body | {"input" if api == RESPONSES else "messages": said}, key)
+        assert (status, json.loads(text)["error"]["code"]) == (400, "context_length_exceeded"), text
+
+        async def endless() -> AsyncIterator[bytes]:
+            while True:
+                yield b"[" * 100_000
+
+        for data in (b" " * (MAX_BODY_BYTES + 1), endless()):
+            with contextlib.suppress(aiohttp.ClientOSError):
+                async with agent.http.post(f"{agent.url}/v1/{api}", data=data, headers={"x-api-key": key}) as said:
+                    assert said.status == 413
+                    assert (await said.json())["error"]["message"]
+        assert len(agent.engine.seen) == 1
 
 
 # Repeated requests and keep-alive

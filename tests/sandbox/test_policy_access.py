@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.egress.policy import MAX_BODY_BYTES
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxRefused
 from nemo_gym_prorl.tasks.sandbox import HasPolicyAccess
@@ -73,9 +74,9 @@ async def test_long_bodies_pass_unchanged(image: Path, runtime: Runtime) -> None
     ]
     async with policy() as server, sandbox(image, runtime) as box:
         await box.open_policy(server.url, KEY)
-        said = await run(box, CALLS, size, *paths)
+        said = await run(box, CALLS, MAX_BODY_BYTES, *paths)
         assert said == f"200 {digest(b'x' * size)}\n" * 6 + "1 connection\n"
-        assert server.bodies == [digest(b"y" * size)] * 6
+        assert server.bodies == [digest(b"y" * MAX_BODY_BYTES)] * 6
 
 
 EVENTS = """
@@ -164,6 +165,8 @@ REFUSED = {
     "chunk of unclear size": (f"{POST}\nTransfer-Encoding: chunked\n\n0x5\nhello\n0\n\n{NEXT}", 400),
     "chunk with an extension": (f"{POST}\nTransfer-Encoding: chunked\n\n5;a=b\nhello\n0\n\n{NEXT}", 400),
     "chunk of unclear end": (f"{POST}\nTransfer-Encoding: chunked\n\n5\nhello!\n0\n\n{NEXT}", 400),
+    "long body": (f"{POST}\nContent-Length: {MAX_BODY_BYTES + 1}\n\nhi", 413),
+    "long chunks": (f"{POST}\nTransfer-Encoding: chunked\n\n2\nhi\n{MAX_BODY_BYTES - 1:x}\nhi", 413),
     "trailer": (f"{POST}\nTransfer-Encoding: chunked\n\n0\nAuthorization: Bearer rk-b\n\n{NEXT}", 400),
 }
 """Requests that servers read in different ways or that are for another server, and the status that refuses each."""

@@ -214,6 +214,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
         service.keys[key] = CallGrant(
             rollout,
             **body.model_dump(exclude={"params"}),
+            contexts=service.engine.contexts,
             sampling=wanted.sampling,
             template_variables=wanted.template_variables,
         )

@@ -13,6 +13,7 @@ cookie, errors as problem documents, and cancellation on disconnect. Gym's own r
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import uuid
 from collections.abc import Awaitable, Callable
@@ -60,6 +61,7 @@ class RolloutCaller:
     def complete(self, request: TurnRequest, **more: Any) -> TurnRequest:
         """Return a request with this caller's rollout, group and run, and the parameters of its grant."""
         if self.grant is not None:
+            self.grant.check_length(more.get("messages", request.messages), request.instructions, request.tools)
             more["sampling"] = request.sampling.overridden(self.grant.sampling)
             more["template_variables"] = {**request.template_variables, **self.grant.template_variables}
         return replace(request, rollout=self.rollout, group=self.group, run=self.run, **more)
@@ -181,6 +183,8 @@ class RolloutUrlMiddleware:
 
 _KEY = re.compile(rf"(?i:Bearer +)?({KEY_PREFIX}.*)")
 _OPEN_TO_KEYS = re.compile("POST /v1/(responses|chat/completions|messages(/count_tokens)?)|GET /v1/models(/.+)?")
+MAX_BODY_BYTES = 8 << 20
+"""Bytes of a program's request; a context of a million tokens has half as many."""
 _NOT_FROM_PROGRAMS = (b"x-rollout-", b"authorization", b"x-api-key", b"cookie")
 
 
@@ -210,8 +214,33 @@ class CapabilityKeyMiddleware:
             told = "a capability key opens /v1/responses, /v1/chat/completions, /v1/messages and /v1/models"
             await program_error(ProblemError(404, "http-404", told))(scope, receive, send)
         else:
+            try:
+                receive = await _with_body(receive, MAX_BODY_BYTES)
+            except ProblemError as error:
+                await program_error(error)(scope, receive, send)
+                return
             kept = [(name, value) for name, value in scope["headers"] if not name.startswith(_NOT_FROM_PROGRAMS)]
             await self._model_api({**scope, "headers": kept, _GRANT: grant}, receive, send)
+
+
+async def _with_body(receive: Receive, limit: float = math.inf) -> Receive:
+    """Read a request's body; return what repeats its messages and then receives others.
+
+    Raises:
+        ProblemError: the body has more bytes than the limit.
+    """
+    read: list[Message] = []
+    while not read or (read[-1]["type"] == "http.request" and read[-1].get("more_body")):
+        read.append(await receive())
+        limit -= len(read[-1].get("body", b""))
+        if limit < 0:
+            told = f"a request must have at most {MAX_BODY_BYTES} bytes"
+            raise ProblemError(413, "body-too-long", told, headers={"Connection": "close"})
+
+    async def again() -> Message:
+        return read.pop(0) if read else await receive()
+
+    return again
 
 
 class CancelOnDisconnect:
@@ -229,13 +258,7 @@ class CancelOnDisconnect:
         if scope["type"] != "http" or task is None:
             await self._app(scope, receive, send)
             return
-        read: list[Message] = []
-        while not read or (read[-1]["type"] == "http.request" and read[-1].get("more_body")):
-            read.append(await receive())
-
-        async def again() -> Message:
-            return read.pop(0) if read else await receive()
-
+        again = await _with_body(receive)
         answered = hung_up = False
 
         async def answer(message: Message) -> None:

@@ -167,7 +167,7 @@ def _metadata_object(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
     """Return a JSON object that Gym's agents pass in a request's metadata."""
     try:
         settings = json.loads(metadata.get(name, "{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CallerError(f"not JSON: {error}", field=f"metadata.{name}") from error
     if not isinstance(settings, dict):
         raise CallerError("must be a JSON object", field=f"metadata.{name}")

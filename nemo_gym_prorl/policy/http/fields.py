@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.calls import refuse
+from nemo_gym_prorl.policy.tokens.conversations import KNOWN_TURN, TOKEN_FIELDS
 
 
 ENGINE_FIELDS = frozenset(
@@ -28,6 +29,9 @@ _SERVED = ENGINE_FIELDS | {
     *("messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "logprobs"),
     *("tools", "tool_choice", "parallel_tool_calls", "metadata", "chat_template_kwargs", "reasoning_effort"),
 }
+
+_TOKENS = frozenset({*TOKEN_FIELDS, KNOWN_TURN, "routed_experts"})
+"""Fields of a message or item that hold what was sampled."""
 
 _NO_OP_VALUES: Mapping[str, Collection[object]] = {
     "background": (False,),
@@ -190,6 +194,27 @@ def leave_out_unserved(api: str, body: dict[str, Any]) -> None:
         for tool in unknown:
             refuse(str(tool.get("type")), "is not served")
         body["tools"] = [tool for tool in tools if tool not in unknown]
+
+
+_NOT_FROM_PROGRAMS = ENGINE_FIELDS | {"temperature", "top_p", "seed", "logprobs", "metadata", "chat_template_kwargs"}
+"""Fields of chat completions that change what is sampled, except tools, effort and ends of a turn."""
+
+
+def leave_out_undecided(api: str, body: dict[str, Any]) -> None:
+    """Remove what a program with a capability key must not decide: sampling, and the tokens of earlier turns.
+
+    The row decides sampling, and the ledger knows the tokens: a program could otherwise forge what is trained.
+    """
+    table = _APIS[api][0]
+    for field, holder, name in _fields(body, table):
+        if table.get(field, (field,))[0] in _NOT_FROM_PROGRAMS and holder[name] is not None:
+            refuse(field, "is decided by the row")
+            del holder[name]
+    said = body.get("input" if api == "responses" else "messages")
+    for message in said if isinstance(said, list) else ():
+        for name in _TOKENS & message.keys() if isinstance(message, dict) else ():
+            refuse(name, "is known to the ledger")
+            del message[name]
 
 
 def _fields(body: Mapping[str, Any], table: _Table) -> Iterator[tuple[str, Any, str]]:

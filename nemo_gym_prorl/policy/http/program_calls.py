@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -20,6 +22,7 @@ from nemo_gym_prorl.http.problems import KNOWN_ERRORS, ProblemError
 from nemo_gym_prorl.policy.calls import DEAD_KEY, LEFT_OUT, RolloutCalls, SharedCall
 from nemo_gym_prorl.policy.engines.engine import BackendErred
 from nemo_gym_prorl.policy.http.callers import RolloutCaller
+from nemo_gym_prorl.policy.http.fields import leave_out_undecided
 from nemo_gym_prorl.policy.http.programs import program_error
 from nemo_gym_prorl.policy.http.turn_requests import read_object
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
@@ -41,7 +44,7 @@ class ProgramCalls:
 
     async def __call__(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
         """Answer one request."""
-        streams = b'"stream"' in body and read_object(body).get("stream") is True
+        streams = b'"stream"' in body and _streams(body)
         if not streams and LEFT_OUT.get() is None:
             return await self._answer(request, caller, body)
         caller = replace(caller, streams=streams, deferred=caller.deferred or streams)
@@ -69,6 +72,8 @@ class ProgramCalls:
                     raise ProblemError(*DEAD_KEY)  # revoked while the body arrived
                 ledger = service.ledger(caller.rollout)
                 calls.check(grant, len(ledger.turns), ledger.longest)
+                leave_out_undecided(request.url.path.removeprefix("/v1/"), given := read_object(body))
+                body = orjson.dumps(given)
             answer = await self._answer(request, caller, body)
         except KNOWN_ERRORS as error:
             # A request on which only the engine breaks is no mistake of the policy.
@@ -80,6 +85,12 @@ class ProgramCalls:
             if answer is None or answer.status_code >= 400:
                 calls.kept.pop(key, None)
         return answer
+
+
+def _streams(body: bytes) -> bool:
+    with suppress(*KNOWN_ERRORS):  # the route refuses such a body
+        return read_object(body).get("stream") is True
+    return False
 
 
 def _repetition(request: Request, digest: bytes) -> tuple[bytes, bool]:

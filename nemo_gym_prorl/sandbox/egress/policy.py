@@ -39,6 +39,9 @@ from nemo_gym_prorl.sandbox.egress.ports import (
 KEEPALIVE_S = 60
 """Idle time after which the kernel probes whether the policy's machine is still there."""
 
+MAX_BODY_BYTES = 8 << 20
+"""Bytes of a request's body, as at the model server."""
+
 _HOSTS = {f"{name}{port}" for name in ("127.0.0.1", "localhost", HOST_NAME) for port in ("", f":{POLICY_PORT}")}
 _CALLER = re.compile(r"authorization|(x-)?api-key|cookie|forwarded|x-(real-ip|(forwarded|rollout|prorl)-.*)")
 """Fields by which a server may tell who calls; ``_`` counts as ``-``."""
@@ -123,9 +126,15 @@ class PolicyAccess(SandboxPort):
             for name, value in request.passed_on
             if (key := name.lower().replace("_", "-")) not in _FRAMING and not _CALLER.fullmatch(key)
         ]
+        if (request.size or 0) > MAX_BODY_BYTES:
+            raise _too_long()
         if request.size != 0:
             fields.append("Transfer-Encoding: chunked" if request.size is None else f"Content-Length: {request.size}")
         return "\r\n".join([f"{method} {target} HTTP/1.1", *self._own_fields, *fields, "", ""]).encode("latin-1")
+
+
+def _too_long() -> Refusal:
+    return Refusal(413, f"the request's body has more than {MAX_BODY_BYTES} bytes")
 
 
 def _unreachable(error: Exception) -> Refusal:
@@ -136,7 +145,10 @@ def _unreachable(error: Exception) -> Refusal:
 async def _send_body(reader: asyncio.StreamReader, size: float | None, writer: asyncio.StreamWriter) -> Refusal | None:
     """Pass a request's body on; return why it is wrong, which cuts the connection to the policy."""
     try:
-        await _copy(reader, size, writer, chunked=size is None)
+        await _copy(reader, size, writer, chunked=size is None, limit=MAX_BODY_BYTES)
+    except Refusal as refusal:
+        writer.transport.abort()
+        return refusal
     except BadBody as error:
         writer.transport.abort()
         return Refusal(400, f"the request's body {error}")
@@ -162,19 +174,25 @@ async def _read_response(reader: asyncio.StreamReader, method: str) -> tuple[str
 
 
 async def _copy(
-    reader: asyncio.StreamReader, size: float | None, writer: asyncio.StreamWriter, *, chunked: bool
+    reader: asyncio.StreamReader,
+    size: float | None,
+    writer: asyncio.StreamWriter,
+    *,
+    chunked: bool,
+    limit: float = math.inf,
 ) -> None:
     """Copy a body as it arrives, in chunks if ``chunked``."""
-    async for data in _pieces(reader, size):
+    async for data in _pieces(reader, size, limit):
         writer.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
         await writer.drain()
     writer.write(b"0\r\n\r\n" if chunked else b"")
 
 
-async def _pieces(reader: asyncio.StreamReader, size: float | None) -> AsyncIterator[bytes]:
+async def _pieces(reader: asyncio.StreamReader, size: float | None, limit: float = math.inf) -> AsyncIterator[bytes]:
     """Yield a body as it arrives: ``size`` bytes, all up to the connection's end if infinite, chunks if ``None``.
 
     Raises:
+        Refusal: the chunks have more bytes than the limit.
         BadBody: a chunk has no clear size or end, or trailers follow.
         asyncio.IncompleteReadError: the connection ended before the body.
     """
@@ -185,7 +203,10 @@ async def _pieces(reader: asyncio.StreamReader, size: float | None) -> AsyncIter
             found = None
         if not found:
             raise BadBody("has a chunk of unclear size")
-        async for data in _pieces(reader, length := int(found[1], 16)):
+        limit -= (length := int(found[1], 16))
+        if limit < 0:
+            raise _too_long()
+        async for data in _pieces(reader, length):
             yield data
         if await reader.readexactly(2) != b"\r\n":
             raise BadBody("has a chunk of unclear end")
