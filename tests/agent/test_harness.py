@@ -289,7 +289,7 @@ async def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lease", [None, "guessed"])
 async def test_a_policys_tool_call_runs_no_program(lease: str | None) -> None:
     """Gym's own agents post to any route that a policy names: a program's policy URL would lead out of the sandbox."""
-    described = {"name": "tiny", "version": "1", "api": "chat", "command": ["true"]}
+    described = {"name": "tiny", "version": "1", "api": "chat", "command": ["true", "{prompt}"]}
     body = {"harness": described, "prompt": "", "model": "m", "context": 9, "key": "k", "timeout_s": 9}
     async with serving() as url, Client(url) as client:
         client.headers = {} if lease is None else {"X-ProRL-Lease": "own"}
