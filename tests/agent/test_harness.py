@@ -332,6 +332,32 @@ REFUSED = {
 }
 
 
+OF_ROWS: dict[str, tuple[Any, str]] = {
+    "NUL": ({"input": "a\0b"}, "input: has the character NUL"),
+    "NUL in a message": ({"input": [{"role": "user", "content": "\0"}]}, "input: has the character NUL"),
+    "too long": ({"input": "x" * (128 << 10)}, "input: has 131148 bytes, more than the 131071"),
+    "instructions": ({"instructions": 5}, "instructions: "),
+    "a word for a temperature": ({"temperature": "hot"}, "temperature: "),
+    "below 0": ({"temperature": -1}, "temperature: "),
+    "more than all": ({"top_p": 2}, "top_p: "),
+    "no tokens": ({"max_output_tokens": 0}, "max_output_tokens: "),
+    "a word for tokens": ({"max_output_tokens": "many"}, "max_output_tokens: "),
+    "a field that is not served": ({"truncation": "auto"}, "truncation: "),
+}
+
+
+async def test_a_row_is_refused_by_its_field(tmp_path: Path) -> None:
+    begun = containers.instances()
+    async with service(tmp_path) as at:
+        for name, (given, says) in OF_ROWS.items():
+            refused = row()
+            refused["responses_create_params"] |= given
+            answer = await at.run(refused, status=422)
+            assert f"responses_create_params.{says}" in answer["detail"], (name, answer)
+            assert "input" not in given or containers.instances() <= begun
+    assert not at.engine.answers
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_prompts_are_refused(name: str) -> None:
     number = len(REFUSED[name]) - 1
