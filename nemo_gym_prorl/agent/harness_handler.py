@@ -120,7 +120,11 @@ class HarnessHandler(GymEnvironmentHandler):
         return result
 
     async def _seed(self, job: Job, path: str, body: dict[str, Any]) -> GymSession:
-        prompt_of(job.row["responses_create_params"])  # refuses the row before its sandbox starts
+        prompt = prompt_of(job.row["responses_create_params"])
+        try:  # refuses the row before its sandbox starts
+            self._harness.launch(prompt=prompt, origin="", model="", home="", context=CONTEXT, libc="glibc")
+        except CallerError as error:
+            raise CallerError(error.complaint, field="responses_create_params.input") from error
         session = await super()._seed(job, path, body)
         if session.program_path is None:
             self._close_in_background(job, session)
@@ -249,6 +253,9 @@ class _RolloutRecord:
         what = f"{self._model.name} {method} {part or 'rollout'}"
         if answer.status in (404, 405):
             raise CallerError(f"{self._model.name} does not serve programs: use prorl_model", field="model_server")
+        if answer.status == 422 and part == "/key":
+            field, _, complaint = answer.error_text(2000).partition(": ")
+            raise CallerError(complaint, field=f"responses_create_params.{field}")
         require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, refusal)
         return require_json(answer, what, FailureKind.AGENT_REQUEST_FAILED)
 
@@ -257,10 +264,12 @@ def prompt_of(params: Mapping[str, Any]) -> str:
     """Return a program's task: the instructions and the texts of a row's input.
 
     Raises:
-        CallerError: the input has something else than text of system, developer or user.
+        CallerError: the input has something else than text of system, developer or user, or an instruction is no text.
     """
     given: str | Sequence[Mapping[str, Any]] = params["input"]
     texts = [params.get("instructions") or ""]
+    if not isinstance(texts[0], str):
+        raise CallerError("must be a text", field="responses_create_params.instructions")
     for number, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
         content = item.get("content")
         parts: list[Any] = content if isinstance(content, list) else [content]

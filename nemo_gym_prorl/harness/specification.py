@@ -12,11 +12,13 @@ their path. Texts may contain placeholders, which :meth:`Harness.launch` fills::
     {cpu}       x64 or arm64             {machine} x86_64 or aarch64
     {musl}      ``-musl`` in a bundle for musl, else empty
 
+``{{name}}`` is a literal ``{name}``. Unknown names are wrong, except in ``files``, where they stay: code has braces.
 A key never enters the sandbox. Each text is filled once, so placeholders in a prompt stay as they are.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from nemo_gym_prorl.failures import CallerError, suggest
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
@@ -50,7 +52,8 @@ _PROGRAMS = Path(__file__).parent / "programs"
 _KNOWN = frozenset(
     {"prompt", "base_url", "origin", "model", "key", "home", "bundle", "cpu", "musl", "machine", "context"}
 )
-_PLACEHOLDER = re.compile(r"(?<![$\\])\{([a-z_]+)\}")
+_PLACEHOLDER = re.compile(r"\{(\{[a-z_]+\})\}|\{([a-z_]+)\}")
+_NPM_PART = r"([A-Za-z0-9-][A-Za-z0-9._~-]*|\{(cpu|musl|machine)\})+"
 
 
 class _Table(BaseModel):
@@ -68,10 +71,10 @@ class Bundle(_Table):
         before: day up to which packages are considered, so that every machine resolves the same versions.
     """
 
-    npm: dict[str, str] = {}
-    pip: list[str] = []
-    python: str = "3.12"
-    libc: list[Libc] = ["glibc"]
+    npm: dict[Annotated[str, Field(pattern=rf"^(@{_NPM_PART}/)?{_NPM_PART}$")], str] = {}
+    pip: list[Annotated[str, Field(pattern=r"^[^-\s][^\r\n]*$")]] = []
+    python: Annotated[str, Field(pattern=r"^3\.[0-9]{1,2}$")] = "3.12"
+    libc: Annotated[list[Libc], Field(min_length=1)] = ["glibc"]
     before: date
 
     @model_validator(mode="after")
@@ -109,25 +112,40 @@ class Harness(_Table):
     api: Literal["responses", "chat", "messages"]
     bundle: Bundle | None = None
     command: Annotated[list[str], Field(min_length=1)]
-    env: dict[str, str] = {}
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
     files: dict[str, str] = {}
-    exit_codes: dict[int, Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]] = {0: "stop"}
+    exit_codes: dict[Annotated[int, Field(ge=0, le=255)], Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]] = {
+        0: "stop"
+    }
 
     @field_validator("command", "env", "files")
     @classmethod
-    def _check_placeholders[T: (list[str], dict[str, str])](cls, texts: T) -> T:
+    def _check_texts[T: (list[str], dict[str, str])](cls, texts: T, info: ValidationInfo) -> T:
+        if any("\0" in text for text in (*texts, *(texts.values() if isinstance(texts, dict) else ()))):
+            raise ValueError("no text can have the character NUL")
+        if info.field_name == "command" and not next(iter(texts)):
+            raise ValueError("the program has no name")
         for text in texts.values() if isinstance(texts, dict) else texts:
-            for name in _PLACEHOLDER.findall(text):
-                if name not in _KNOWN:
-                    raise ValueError(f"{{{name}}} is no placeholder{suggest(name, _KNOWN)}")
+            for _, name in _PLACEHOLDER.findall(text):
+                if name and name not in _KNOWN and info.field_name != "files":
+                    hint = f"write {{{{{name}}}}} for a literal {{{name}}}"
+                    raise ValueError(f"{{{name}}} is no placeholder{suggest(name, _KNOWN)}; {hint}")
         return texts
 
     @field_validator("files")
     @classmethod
     def _check_paths(cls, files: dict[str, str]) -> dict[str, str]:
-        if wrong := [path for path in files if not path.startswith(("/", "~/"))]:
-            raise ValueError(f"{wrong[0]} must begin with / or ~/")
+        for path in files:
+            if not path.startswith(("/", "~/")) or posixpath.basename(path) in ("", ".", ".."):
+                raise ValueError(f"{path} must begin with / or ~/ and end with a file's name")
         return files
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        texts = (*self.command, *self.env.values(), *self.files.values())
+        if not any(name == "prompt" for text in texts for _, name in _PLACEHOLDER.findall(text)):
+            raise ValueError("no text of command, env or files has {prompt}, so the program would not know its task")
+        return self
 
     def launch(self, *, prompt: str, origin: str, model: str, home: str, context: int, libc: Libc) -> Launch:
         """Return the filled command, variables and files.
@@ -141,25 +159,28 @@ class Harness(_Table):
             libc: C library of the sandbox's image.
 
         Raises:
-            CallerError: the prompt is too long for an argument.
+            CallerError: the prompt has a NUL, or is too long for an argument or a variable.
         """
         values = {"prompt": prompt, "origin": origin, "base_url": f"{origin}/v1", "model": model, "home": home}
         values |= {"context": str(context), "key": DUMMY_KEY, "bundle": f"{BUNDLE_FOLDER}/{libc}"}
         values |= platform_values(libc)
         command = [fill(text, values) for text in self.command]
-        if too_long := [text for text in command if len(text.encode()) > MAX_ARGUMENT_BYTES]:
-            size = len(too_long[0].encode())
+        env = {"HOME": home} | {name: fill(text, values) for name, text in self.env.items()}
+        size = max(len(text.encode()) for text in (*command, *(f"{name}={text}" for name, text in env.items())))
+        if size > MAX_ARGUMENT_BYTES:
             raise CallerError(f"has {size} bytes, more than the {MAX_ARGUMENT_BYTES} of an argument", field="prompt")
+        if "\0" in prompt:
+            raise CallerError("has the character NUL, which no argument can have", field="prompt")
         return Launch(
             command,
-            {"HOME": home} | {name: fill(text, values) for name, text in self.env.items()},
+            env,
             {path.replace("~", home, 1): fill(text, values) for path, text in self.files.items()},
         )
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace the placeholders that have a value; the others stay."""
-    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
+    """Replace the placeholders that have a value, and double braces by single ones; others stay."""
+    return _PLACEHOLDER.sub(lambda match: match[1] or values.get(match[2], match[0]), text)
 
 
 def platform_values(libc: Libc) -> dict[str, str]:
@@ -183,11 +204,11 @@ def load_harness(name: str) -> Harness:
         CallerError: there is none, or its description is wrong; names the field.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else _PROGRAMS / f"{name}.yaml"
-    if name not in shipped_harnesses() and not path.is_file():
-        raise CallerError(f"no harness {name!r}{suggest(name, shipped_harnesses())}; or name a YAML file")
     try:
-        return Harness.model_validate(yaml.safe_load(path.read_text()))
-    except (OSError, yaml.YAMLError) as error:
+        if name not in shipped_harnesses() and not path.is_file():
+            raise CallerError(f"no harness {name!r}{suggest(name, shipped_harnesses())}; or name a YAML file")
+        return Harness.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise CallerError(f"{path} can't be read: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         raise CallerError(f"{path}: {in_words(field_errors(error.errors()))}") from error

@@ -332,7 +332,7 @@ async def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lease", [None, "guessed"])
 async def test_a_policys_tool_call_runs_no_program(lease: str | None) -> None:
     """Gym's own agents post to any route that a policy names: a program's policy URL would lead out of the sandbox."""
-    described = {"name": "tiny", "version": "1", "api": "chat", "command": ["true"]}
+    described = {"name": "tiny", "version": "1", "api": "chat", "command": ["true", "{prompt}"]}
     body = {"harness": described, "prompt": "", "model": "m", "context": 9, "key": "k", "timeout_s": 9}
     async with serving() as url, Client(url) as client:
         client.headers = {} if lease is None else {"X-ProRL-Lease": "own"}
@@ -373,6 +373,32 @@ REFUSED = {
     "an answer": [*parts(TEXT), {"role": "assistant", "content": "a"}],
     "a call": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}],
 }
+
+
+OF_ROWS: dict[str, tuple[Any, str]] = {
+    "NUL": ({"input": "a\0b"}, "input: has the character NUL"),
+    "NUL in a message": ({"input": [{"role": "user", "content": "\0"}]}, "input: has the character NUL"),
+    "too long": ({"input": "x" * (128 << 10)}, "input: has 131148 bytes, more than the 131071"),
+    "instructions": ({"instructions": 5}, "instructions: "),
+    "a word for a temperature": ({"temperature": "hot"}, "temperature: "),
+    "below 0": ({"temperature": -1}, "temperature: "),
+    "more than all": ({"top_p": 2}, "top_p: "),
+    "no tokens": ({"max_output_tokens": 0}, "max_output_tokens: "),
+    "a word for tokens": ({"max_output_tokens": "many"}, "max_output_tokens: "),
+    "a field that is not served": ({"truncation": "auto"}, "truncation: "),
+}
+
+
+async def test_a_row_is_refused_by_its_field(tmp_path: Path) -> None:
+    begun = containers.instances()
+    async with service(tmp_path) as at:
+        for name, (given, says) in OF_ROWS.items():
+            refused = row()
+            refused["responses_create_params"] |= given
+            answer = await at.run(refused, status=422)
+            assert f"responses_create_params.{says}" in answer["detail"], (name, answer)
+            assert "input" not in given or containers.instances() <= begun
+    assert not at.engine.answers
 
 
 @pytest.mark.parametrize("name", REFUSED)

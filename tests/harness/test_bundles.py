@@ -95,7 +95,7 @@ def python(tmp_path: Path) -> Path:
 
 def harness(folder: Path, command: list[str], **bundle: Any) -> str:
     path = folder / "own.yaml"
-    fields = {"name": "own", "version": "1.0", "api": "chat", "command": command}
+    fields = {"name": "own", "version": "1.0", "api": "chat", "command": [*command, "{prompt}"]}
     path.write_text(yaml.safe_dump(fields | ({"bundle": {"before": "2026-01-01", **bundle}} if bundle else {})))
     return str(path)
 

@@ -81,6 +81,9 @@ NEUTRAL_SETTINGS: Mapping[str, float] = {
 }
 """Parameters that leave the model's distribution unchanged, under the names of vLLM and SGLang."""
 
+_MOST = {"temperature": math.inf, "top_p": 1.0}
+"""Largest values of parameters that engines refuse in a program's calls, where the rollout would be scored."""
+
 _GREEDY_BELOW = 1e-5
 """Temperature below which vLLM takes the most probable token."""
 
@@ -111,12 +114,15 @@ class Sampling:
         every = (*self.extra.items(), *named.items(), ("seed", self.seed))
         given = {name: value for name, value in every if value is not None}
         object.__setattr__(self, "settings", {**NEUTRAL_SETTINGS, **given})
-        if self.max_tokens is not None and self.max_tokens < 1:
+        if self.max_tokens is not None and not (isinstance(self.max_tokens, int) and self.max_tokens >= 1):
             # Engines would report a full context, which ends a rollout and is scored.
-            raise CallerError("must be at least 1", field="max_output_tokens")
+            raise CallerError("must be a whole number of at least 1", field="max_output_tokens")
         for name, value in self.settings.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise CallerError("must be a finite number", field=name)
+        for name, most in _MOST.items():
+            if not (isinstance(value := self.settings[name], int | float) and 0 <= value <= most):
+                raise CallerError(f"must be a number from 0 to {most:g}", field=name)
         if taken := sorted(_RESERVED_FIELDS & self.extra.keys()):
             raise CallerError(
                 f"must not set {', '.join(taken)}: the service sets these fields itself; leave them out",
