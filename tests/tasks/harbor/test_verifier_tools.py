@@ -172,7 +172,7 @@ def test_the_doctor_says_what_tests_need(tools: Path, tmp_path: Path) -> None:
     ("pythons", "error", "says"),
     [
         (["/none"], CallerError, "/none is no installation of Python"),
-        (["0.1"], InfrastructureError, "Python 0.1 can't be installed; give the folder of a relocatable one"),
+        (["0.1"], InfrastructureError, "Python 0.1 can't be installed; name a folder with bin/python3 by --python"),
     ],
 )
 def test_a_python_that_cannot_be_had(pythons: list[str], error: type[Exception], says: str, tmp_path: Path) -> None:
