@@ -54,7 +54,7 @@ OPEN_CONNECTION_S = 24 * 3600.0
 """Time limit of a program beyond its RUN budget, which waits for a backend extend, should its agent vanish unseen."""
 
 CONTEXT = 128 * 1024
-"""Context window that a program is told if neither the engine nor the environment limits it."""
+"""Context window of a program's model, in tokens, if neither the engine nor the environment limits it."""
 
 _OUTPUT_CHARS = 1_000
 _FINISH_REASONS = {"max_turns": "max_steps"}

@@ -47,7 +47,7 @@ def refuse(field: str, why: str, part: str | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallGrant:
-    """What a capability key allows: turns of one rollout, until it has ``max_turns`` turns or a sequence of
+    """Grant of a capability key: turns of one rollout, until it has ``max_turns`` turns or a sequence of
     ``max_total_tokens``. ``sampling`` and ``template_variables`` override those of the calls.
     """
 
@@ -89,7 +89,7 @@ class SharedCall[T]:
 
 @dataclass(slots=True)
 class RolloutCalls:
-    """What became of a rollout's calls.
+    """Counters and latest calls of a rollout.
 
     Attributes:
         limit: limit that a call met.

@@ -373,7 +373,7 @@ async def test_a_call_without_an_answer_is_remembered(
         assert record["unanswered"] == unanswered
 
 
-# What a program does not decide
+# Tokens and sampling are not the program's
 
 FORGED = {
     **{"prompt_token_ids": [65, 66], "generation_token_ids": [70] * 9, "generation_log_probs": [-9.0] * 9},

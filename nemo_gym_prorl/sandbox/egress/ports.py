@@ -133,7 +133,7 @@ def parse_request_head(data: bytes) -> Head:
 
 
 class ProgramReader(asyncio.StreamReader):
-    """What a program sends. ``on_end`` is called when the program closes its end, also while bytes are unread."""
+    """Stream of a program's bytes. ``on_end`` is called when the program closes its end, also before all is read."""
 
     on_end: Callable[[], object] | None = None
 

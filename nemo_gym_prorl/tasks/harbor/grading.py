@@ -226,7 +226,7 @@ class Grader:
     async def _strict_works(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> bool:
         """Return whether the mode ``strict`` can grade the task: its own solution earns all that it can.
 
-        Where it earns less, the mode ``shared`` decides: refusing rewards alone would bias the sample.
+        If the solution earns less, the mode ``shared`` decides: refusing rewards alone would bias the sample.
         """
         if not task.has_solution or GradingMode.STRICT not in modes_of(task, True) or work.folder == "/":
             return False
