@@ -119,13 +119,13 @@ class ExtractedFile:
             raise UnreadableAnswer(f"the file is not UTF-8: {error}") from error
 
     def json(self) -> Any:
-        """Return the content's JSON value. Else :class:`UnreadableAnswer`, also for deep nesting, for numbers that
-        are not finite and for integers beyond 64 bits."""
+        """Return the content's JSON value. Else :class:`UnreadableAnswer`, also for deep nesting and for numbers
+        beyond the largest float."""
         text = self.text()
         try:
-            orjson.dumps(json.loads(text))  # refuses long integers, which the next line would make floats
-            return orjson.loads(text)
-        except (ValueError, TypeError, RecursionError) as error:
+            orjson.dumps(orjson.loads(text))
+            return json.loads(text)  # exact for integers beyond 64 bits, which orjson makes floats
+        except (ValueError, TypeError) as error:
             raise UnreadableAnswer(f"the file is not JSON: {error}") from error
 
 
@@ -138,7 +138,7 @@ class Grade:
         verdict: machine-readable reason, from a fixed set of the family's; safe as a metric label.
         detail: human-readable reason. The detail may quote hidden tests, so the policy must not see it.
         fields: extra JSON fields of the rollout's row, such as a patch or a test report. Fields that Gym or this class
-            writes are refused.
+            writes are refused. Integers beyond 64 bits become floats.
 
     Raises:
         ValueError: the reward is not finite, the verdict is empty, or a field is reserved or not JSON.
@@ -161,8 +161,12 @@ class Grade:
             )
         try:
             orjson.dumps(self.fields)
-        except TypeError as error:
-            raise ValueError(f"fields must be JSON: {error}") from error
+        except TypeError as refused:
+            try:
+                object.__setattr__(self, "fields", orjson.loads(json.dumps(self.fields)))
+                orjson.dumps(self.fields)
+            except (TypeError, ValueError, RecursionError):
+                raise ValueError(f"fields must be JSON: {refused}") from refused
 
     @property
     def passed(self) -> bool:
