@@ -130,6 +130,11 @@ _SYMBOL = re.compile(r"kmol|mmol|mol|kg|km|cm|mm|nm|kJ|kN|kW|kV|kPa|MPa|MeV|keV|
 _POWER_AND_SYMBOL = re.compile(r"(\*\*[+-]?[0-9])(?=[A-Za-z])")
 _GLUED = re.compile(rf"(?<![A-Za-zµ_])([A-Za-z]{{2,12}})({_EXPONENT})(?![A-Za-z_]|\*\*)")
 _ALIASES = {"AU": "au", "mph": "mile/hour", "cc": "cm^3", "Wh": "W hour", "kWh": "kW hour", "rev": "turn"}
+_ASKED_IN = re.compile(r"\b(?:in|how many)\s+|[(\[]\s*", re.IGNORECASE)
+MAX_UNIT_WORDS = 5
+"""Maximum number of words of a unit in a question, as in meters per second per second."""
+
+_PERCENT = re.compile(r"%|\bpercent", re.IGNORECASE)
 _REWRITES = (
     (re.compile(rf"(?<![A-Za-z])(?:{'|'.join(_ALIASES)})(?![A-Za-z])"), lambda found: _ALIASES[found[0]]),
     (re.compile(r"\\(?:Omega|ohm)(?![A-Za-z])"), "ohm"),
@@ -141,11 +146,14 @@ _REWRITES = (
     (re.compile(r"°\s*C(?![A-Za-z])|degrees?\s+(?:C|Celsius)(?![A-Za-z])", re.IGNORECASE), "degC"),
     (re.compile(r"°\s*F(?![A-Za-z])|degrees?\s+(?:F|Fahrenheit)(?![A-Za-z])", re.IGNORECASE), "degF"),
     (re.compile(r"°"), "degree"),
+    (re.compile(r"(?<![A-Za-z])(?:[A-Z][a-z]{3,}|Ohm)(?![A-Za-z])"), lambda found: _uncapitalized(found[0])),
     (re.compile(r"Ω"), "ohm"),
     (re.compile(r"μ"), "µ"),
     (re.compile(r"Å"), "angstrom"),
     (re.compile(r"%"), " percent "),
     (re.compile(r"(?<![A-Za-z])per(?![A-Za-z])"), "/"),
+    (re.compile(r"\bsquare\s+([A-Za-z]+)|\b([A-Za-z]+)\s+squared\b"), r"\1\2^2"),
+    (re.compile(r"\bcubic\s+([A-Za-z]+)|\b([A-Za-z]+)\s+cubed\b"), r"\1\2^3"),
     (re.compile(r"(?<=[A-Za-z])([+-]?[1-9])(?![0-9A-Za-z])(?<!\^)"), r"^\1"),
     (re.compile(r"[{}]"), ""),
     (re.compile(r"\^"), "**"),
@@ -184,6 +192,26 @@ def read(text: str) -> Quantity | None:
     if digits is None and value.denominator != 1 and re.fullmatch(r"(?:[A-Za-z](?:\^\{?[0-9]\}?)?\s*){2,}", written):
         return None  # a fraction times a product of letters is a formula
     return Quantity(value, digits, half_step, units[0], written, tuple(units[1:])) if units else None
+
+
+def names_unit(question: str, quantity: Quantity) -> bool:
+    """Return whether a question asks for the quantity in its unit.
+
+    The unit's name or symbol follows "in", "how many" or an opening bracket. A symbol of three or more characters may
+    be anywhere, and so may the word percent.
+    """
+    if quantity.unit == "percent" and _PERCENT.search(question):
+        return True
+    symbol = spaceless(quantity.written)
+    if len(symbol) > 2 and symbol in spaceless(question):
+        return True
+    question = plain(_DOLLARS.sub("", question))
+    for asked in _ASKED_IN.finditer(question):
+        following = question[asked.end() :].split()[:MAX_UNIT_WORDS]
+        texts = (" ".join(following[:count]).rstrip(".,;:?!)]") for count in range(1, len(following) + 1))
+        if any(text and quantity.unit in _read_units(text) for text in texts):
+            return True
+    return False
 
 
 def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLERANCE) -> Comparison:
@@ -363,6 +391,11 @@ def _apart(found: re.Match[str]) -> str:
     return "*".join(parts) + found[2] if len(parts) > 1 and "".join(parts) == found[1] else found[0]
 
 
+def _uncapitalized(name: str) -> str:
+    """Return ``newtons`` for ``Newtons``; ``Jmol`` is no name and stays."""
+    return name.lower() if _read_unit(name.lower()) is not None else name
+
+
 def _read_unit(text: str) -> str | None:
     if not _UNIT.fullmatch(text):
         return None
@@ -444,6 +477,11 @@ def plain(answer: str) -> str:
         before = text
         text = _undelimited(_TEXT.sub(r"\1", text).strip())
     return text
+
+
+def spaceless(text: str) -> str:
+    """Return :func:`plain` without spaces."""
+    return "".join(plain(text).split())
 
 
 def words(text: str) -> str:

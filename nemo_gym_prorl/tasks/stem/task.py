@@ -27,7 +27,7 @@ from nemo_gym_prorl.tasks.stem.problems import (
     letter_of,
     problem_of,
 )
-from nemo_gym_prorl.tasks.stem.quantities import Comparison, plain, words
+from nemo_gym_prorl.tasks.stem.quantities import Comparison, plain, spaceless, words
 from nemo_gym_prorl.tasks.stem.search import OpenSearch, SearchTool
 from nemo_gym_prorl.tasks.task import AsyncCloseable, CombinedTools, CombinedToolSet, Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
@@ -188,7 +188,7 @@ class Rules:
         if problem.kind is AnswerKind.CHOICE:
             return self._choice(problem, answer)
         # Spaces matter in a unit: m s is not ms.
-        same = plain if problem.kind is AnswerKind.QUANTITY else _spaceless
+        same = plain if problem.kind is AnswerKind.QUANTITY else spaceless
         if same(answer) == same(problem.expected):
             return True, "the expected text"
         match problem.kind:
@@ -223,9 +223,9 @@ class Rules:
             case Comparison.DIFFERENT:
                 return False, "another quantity"
             case Comparison.UNIT_MISSING:
-                unit = expected.written or said.written
-                if _names(problem.question, unit):
-                    return True, f"the expected number, and the question names its unit, {unit}"
+                quantity = expected if expected.unit else said
+                if quantities.names_unit(problem.question, quantity):
+                    return True, f"the expected number, and the question names its unit, {quantity.written}"
                 return None, "the expected number; only one of the two has a unit"
 
     async def _formula(self, problem: StemProblem, answer: str) -> Ruling:
@@ -253,13 +253,9 @@ class Rules:
         return quantities.compare(one, other, self._tolerance)
 
 
-def _spaceless(text: str) -> str:
-    return "".join(plain(text).split())
-
-
 def names_differ(expected: str, answer: str) -> bool:
     """Return whether both texts name their quantity, as in ``v = 3``, and the names differ."""
-    names = [_spaceless(text).partition("=")[0] if "=" in text else "" for text in (expected, answer)]
+    names = [spaceless(text).partition("=")[0] if "=" in text else "" for text in (expected, answer)]
     return all(names) and names[0] != names[1]
 
 
@@ -314,10 +310,3 @@ def _names_in(formula: str) -> set[str]:
 def _is_long(answer: str) -> bool:
     """Return whether an answer is prose rather than a formula."""
     return len(re.findall(r"[A-Za-z]{4,}", re.sub(r"\\[A-Za-z]+", " ", answer))) > 2
-
-
-def _names(question: str, unit: str) -> bool:
-    spaceless, asked = _spaceless(unit), _spaceless(question)
-    if len(spaceless) > 2:
-        return spaceless in asked
-    return bool(spaceless) and re.search(rf"(?:in|\(|\[){re.escape(spaceless)}(?![A-Za-z])", asked) is not None
