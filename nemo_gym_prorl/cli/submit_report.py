@@ -82,6 +82,10 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[RefusedRow]]:
         try:
             if isinstance(row, CallerError):
                 raise row
+            if isinstance(row, dict) and "responses_create_params" not in row:
+                raise CallerError(
+                    "row.responses_create_params: missing; make rows of a dataset's records by `prorl data`"
+                )
             require_writable(row)
             SubmitRequest.model_validate({"row": row})
         except CallerError as error:

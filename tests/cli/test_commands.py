@@ -76,7 +76,7 @@ async def test_mistakes_are_one_line_that_names_them(tmp_path: Path) -> None:
             "cancel": "give either ids of rollouts or --group",
             "status nobody": "no rollout 'nobody'",
             f"submit {broken}": "broken.jsonl:2: is not JSON",
-            f"submit {empty}": "empty.jsonl:1: row.responses_create_params: Field required",
+            f"submit {empty}": "empty.jsonl:1: row.responses_create_params: missing; make rows",
             "status --failed --token other": "; set PRORL_TOKEN",
             "status nobody --url nonsense": "must be a URL with http:// or https://, not 'nonsense'",
             "status --failed --state failed": "--failed: cannot be combined with --state",

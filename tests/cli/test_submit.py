@@ -68,7 +68,7 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
         assert started(bench) == {"r-1-0": 1, "r-7-0": 1}
         said = capsys.readouterr().out
         assert "rows.jsonl:2: is not JSON" in said
-        assert "rows.jsonl:3: row.responses_create_params: Field required" in said
+        assert "rows.jsonl:3: row.responses_create_params: missing" in said
         assert "rows.jsonl:5: row: must be an object" in said
         assert "rows.jsonl:6: " in said
         assert "rows.jsonl:8: row.rollout.priority: Input should be a valid integer" in said
