@@ -225,7 +225,8 @@ class _Merged:
             if clean.linkname not in self._kept:
                 return None
         elif member.issym() and name not in self._kept:
-            clean.type, clean.linkname = tarfile.SYMTYPE, member.linkname
+            # Unlike a normal path, "link/.." leads elsewhere than its text says.
+            clean.type, clean.linkname = tarfile.SYMTYPE, posixpath.normpath(member.linkname)
             leads_to = posixpath.normpath(posixpath.join("/", posixpath.dirname(name), member.linkname)).lstrip("/")
             if not any(_is_at_or_below(leads_to, one) for one in self._paths):
                 return None

@@ -36,6 +36,7 @@ from nemo_gym_prorl.tasks.harbor.artifacts import Archives, keep
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
 from nemo_gym_prorl.tasks.harbor.rewards import Outcome, below_minimum, scalar, total
 from nemo_gym_prorl.tasks.harbor.verification import (
+    TIMED_OUT,
     GradingMode,
     VerifierSettings,
     collected,
@@ -233,6 +234,9 @@ class Grader:
                 f"{task.row.instance_id}: the tests gave no verdict ({verified.note}), and there is no solution to "
                 f"compare with; {self._advice(task)}the tests' output ended with: {output}"
             )
+        if verified.note.startswith(TIMED_OUT):
+            # Twice the limit may exceed EVAL's budget: an agent could choose a failure rather than its reward.
+            return verified
         # The machine may have been at fault the first time.
         return await self._verify_steps(task, work, strict, open_sandbox)
 

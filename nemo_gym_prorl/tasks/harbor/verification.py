@@ -57,6 +57,8 @@ LOGS = "/logs/verifier"
 TOOLS = "/opt/prorl-verifier"
 ARTIFACTS = "/opt/prorl-artifacts"
 
+TIMED_OUT = "the tests did not end within"
+
 TRIES = 2
 """Starts of a sandbox from the agent's files before the agent may be to blame."""
 
@@ -68,6 +70,9 @@ MAX_LOG_DEPTH = 64  # folders in folders, each with an open descriptor
 _LAY_OUT = f"""\
 mkdir -p -- {{folder}} /logs/agent /logs/artifacts && chmod 0777 /logs/agent /logs/artifacts && \
 tar -xf {ARTIFACTS}/{ARCHIVE} -C /"""
+
+_HAS_LINKS_INTO_TESTS = f"""\
+find {{paths}} -xdev -type l -exec stat -L -c %d {{{{}}}} + 2> /dev/null | grep -qx "$(stat -c %d {TESTS})\""""
 
 _TOOL_PROGRAMS = ("uv", "uvx")
 
@@ -221,6 +226,11 @@ async def _run_tests(
         await check_health(sandbox, own.healthcheck, folder)
         # The verifier's own image may have the test script without the executable mode.
         await sandbox.exec(f"chmod +x {TESTS}/test.sh", cwd="/", timeout_s=LAY_TIMEOUT_S)
+    else:
+        paths = shlex.join([folder, *paths_of(task.artifacts(step), folder)])
+        found = await sandbox.exec(_HAS_LINKS_INTO_TESTS.format(paths=paths), cwd="/", timeout_s=LAY_TIMEOUT_S)
+        if found.return_code == 0:
+            return "a link of the agent leads to the tests"
     wanted = task.verifier_user(step)
     image_user = sandbox.published[1] or ("" if mode is GradingMode.SEPARATE else task.row.harbor.image_user)
     user = await usable_user(sandbox, image_user if wanted is None else wanted)
@@ -252,7 +262,7 @@ async def _run_tests(
         # Files of other users inside could not be deleted by this server.
         await sandbox.exec(f"chmod -R a+rwX {LOGS} {TESTS}", cwd="/", timeout_s=LAY_TIMEOUT_S)
     if done.error_type == "timeout":
-        return f"the tests did not end within {limit_s:g} s"
+        return f"{TIMED_OUT} {limit_s:g} s"
     return "" if done.error_type is None else f"the tests could not run: {excerpt(done)}"
 
 

@@ -130,6 +130,7 @@ def test_an_archive_keeps_what_is_declared_and_nothing_through_links(tmp_path: P
         entry("app/out/hard", tarfile.LNKTYPE, "app/out/fine"),
         entry("app/out/near", tarfile.SYMTYPE, "fine"),
         entry("app/out/near/below"),
+        entry("app/out/over", tarfile.SYMTYPE, "near/../../out/x"),
         entry("app/out/far", tarfile.SYMTYPE, "/usr/bin"),
         entry("app/out/far/python3"),
         entry("app/out/up", tarfile.SYMTYPE, "../../usr"),
@@ -154,6 +155,7 @@ def test_an_archive_keeps_what_is_declared_and_nothing_through_links(tmp_path: P
         ("app/out/fine", 0o755, 0, ""),
         ("app/out/hard", 0o644, 0, "app/out/fine"),
         ("app/out/near", 0o644, 0, "fine"),
+        ("app/out/over", 0o644, 0, "../out/x"),
         ("app/out/far/python3", 0o644, 0, ""),
     ]
 

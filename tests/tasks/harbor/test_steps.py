@@ -166,7 +166,8 @@ collect = [{ command = "cp hooked /logs/artifacts" }]
 
 SEEN = """\
 #!/bin/bash
-cd /; find app logs/artifacts -not -type d -o -empty | sort | tr '\\n' ' ' > /logs/verifier/seen
+cd /; (find app logs/artifacts -not -type d -o -empty; find -L app logs/artifacts -samefile /tests/test.sh) |
+sort | tr '\\n' ' ' > /logs/verifier/seen
 cat /logs/verifier/seen
 if [ "$(cat /logs/verifier/seen)" = "$EXPECTED" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
@@ -192,6 +193,10 @@ HANDED_IN = {
         "app/out logs/artifacts ",
     ),
     "no tar": ("touch out; rm -f /bin/tar /usr/bin/tar", "app/out logs/artifacts "),
+    "links that leave by another": (
+        "mkdir -p made/a; ln -s /logs/artifacts made/a/b; ln -s b/../../tests/test.sh made/a/c; ln -s made/a/c out",
+        "app/made/a/b app/made/a/c app/out logs/artifacts ",
+    ),
     "a folder that leaves out files": ("touch /logs/artifacts/a.t /logs/artifacts/b", "app logs/artifacts/b "),
 }
 
