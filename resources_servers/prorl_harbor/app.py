@@ -28,12 +28,15 @@ class ProRLHarborConfig(TaskServerConfig):
     reward_key: str = Field(default="reward", min_length=1)
     output_field_kib: int = Field(default=32, ge=0)
     verifier_logs_mib: int = Field(default=256, ge=1)
+    artifacts_folder: Path | None = None
 
     @model_validator(mode="after")
-    def _tools_are_complete(self) -> Self:
+    def _folders_are_complete(self) -> Self:
+        for setting in ("verifier_tools", "artifacts_folder"):
+            folder = getattr(self, setting)
+            if folder is not None and not (folder.is_absolute() and folder.is_dir()):
+                raise ValueError(f"{setting}: must be the absolute path of a folder that exists, not {folder}")
         if self.verifier_tools is not None:
-            if not self.verifier_tools.is_absolute():
-                raise ValueError(f"verifier_tools: must be an absolute path, not {self.verifier_tools}")
             for name in (BIN, PYTHON, WHEELS):
                 if not (self.verifier_tools / name).is_dir():
                     raise ValueError(
@@ -58,6 +61,7 @@ class ProRLHarborServer(TaskServer):
             config.output_field_kib,
             config.verifier_logs_mib,
             config.reward_key,
+            config.artifacts_folder,
         )
         return HarborTasks(
             config.tool_limits,

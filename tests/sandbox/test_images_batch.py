@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from nemo_gym_prorl.cli.image import images
 from nemo_gym_prorl.cli.image.images import build_all, write_report
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
@@ -225,3 +226,20 @@ def test_hostile_dockerfile_is_one_failed_image(
     assert outcome.state == ImageState.FAILED
     assert said in outcome.reason
     assert "TOKEN" not in outcome.reason
+
+
+@pytest.mark.parametrize(("own", "limit_s"), [("60", 3600.0), ("7200", 7200.0)])
+def test_a_task_raises_the_time_limit_of_its_build_and_never_lowers_it(
+    own: str, limit_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def record(request: DockerfileRequest, *_more: object) -> Path:
+        limits.append(request.timeout_s)
+        raise InfrastructureError("not built")
+
+    monkeypatch.setattr(images, "build_dockerfile", record)
+    toml = f"[environment]\nbuild_timeout_sec = {own}\n"
+    row = task(tmp_path / "task", "FROM debian:13\n", "base", **{"task.toml": toml})
+    run(written(tmp_path / "rows.jsonl", row), ImageStore(tmp_path / "store"), None)  # type: ignore[arg-type]
+    assert limits == [limit_s]

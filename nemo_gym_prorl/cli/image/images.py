@@ -23,7 +23,7 @@ from nemo_gym_prorl.cli.show import json_lines, visible
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
 from nemo_gym_prorl.sandbox.images.batch import ImageJob, ImageOutcome, ImageState, make_images, pull_job
-from nemo_gym_prorl.sandbox.images.builder import BUILTIN_IMAGES, image_path
+from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, BUILTIN_IMAGES, image_path
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import RegistryImage, parse, parse_registry
@@ -132,9 +132,10 @@ class _HarborBuild:
 
     def make(self, store: ImageStore, runtime: Runtime) -> Path:
         folder = Path(self.task.folder, self.task.builds[self.name])
-        return build_dockerfile(
-            DockerfileRequest(folder, self.name, replaced=self.replaced), store, runtime, ignore_progress
-        )
+        # A shorter limit bounds a trial's start, which builds in Harbor, rather than an image that is made once.
+        timeout_s = max(BUILD_TIMEOUT_S, self.task.config.environment.build_timeout_sec)
+        request = DockerfileRequest(folder, self.name, replaced=self.replaced, timeout_s=timeout_s)
+        return build_dockerfile(request, store, runtime, ignore_progress)
 
 
 def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, console: Console) -> list[ImageOutcome]:

@@ -158,6 +158,7 @@ class DockerfileRequest:
         replaced: image reference of a ``FROM`` to the image used in its place: address, path or name of an image.
         fresh: build again although the store has the image, and pull its bases again.
         format: of the target; ``None`` for the format that suits the cache's disk.
+        timeout_s: time limit of a stage.
     """
 
     path: Path
@@ -167,6 +168,7 @@ class DockerfileRequest:
     replaced: Mapping[str, str] = field(default_factory=dict)
     fresh: bool = False
     format: Format | None = None
+    timeout_s: float = BUILD_TIMEOUT_S
 
     @property
     def dockerfile(self) -> Path:
@@ -323,7 +325,7 @@ class _Build:
         )
         unpacked = kind == "folder"
         made = build_tools.build(
-            self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=base
+            self.runtime, work, str(definition), timeout_s=self.request.timeout_s, unpacked=unpacked, base=base
         )
         shutil.rmtree(given)
         if unpacked:

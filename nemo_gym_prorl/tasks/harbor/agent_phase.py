@@ -13,12 +13,10 @@ import posixpath
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.harbor.artifacts import MakeScratch, ScratchFolder, collect
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.task_config import Healthcheck
 from nemo_gym_prorl.tasks.harbor.task_folder import is_uploaded, tree
@@ -42,19 +40,6 @@ _EXCERPT_CHARS = 600
 
 class SetupFailed(InfrastructureError):
     """The sandbox could not be set up for a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepState:
-    """Result of a step, for grading.
-
-    Attributes:
-        snapshot: snapshot of the sandbox; ``None`` if the verifier is separate.
-        artifacts: folder on the host with the archive of the artifacts; ``None`` if the verifier is shared.
-    """
-
-    snapshot: str | None = None
-    artifacts: ScratchFolder | None = None
 
 
 class UserSandbox:
@@ -121,28 +106,22 @@ class AgentPhase:
         task: the task.
         sandbox: the sandbox, fresh.
         snapshot_name: name of snapshots.
-        make_scratch: makes folders for artifacts.
 
     Attributes:
         folder: working folder of the agent.
         user: user of the agent; ``None`` for the sandbox's own.
         number: index of the current step.
-        states: results of the steps that have ended.
-        snapshots: snapshots of the results.
+        snapshots: results of the steps that have ended.
     """
 
-    def __init__(
-        self, task: LocatedTask, sandbox: HasContainer, snapshot_name: str, make_scratch: MakeScratch
-    ) -> None:
+    def __init__(self, task: LocatedTask, sandbox: HasContainer, snapshot_name: str) -> None:
         self.task = task
         self.folder = "/"
         self.user: str | int | None = None
         self.number = 0
-        self.states: list[StepState] = []
         self.snapshots: list[str] = []
         self._sandbox = sandbox
         self._snapshot_name = snapshot_name
-        self._make_scratch = make_scratch
 
     @property
     def step(self) -> Step:
@@ -191,14 +170,8 @@ class AgentPhase:
             done = await self._bash(hook.command, hook.timeout_sec, user=user)
             if done.return_code:
                 logger.warning("%s: a collect hook failed: %s", self.task.row.instance_id, excerpt(done))
-        if self.task.config.is_separate(self.step):
-            artifacts = self.task.artifacts(self.step)
-            kept = await collect(self._sandbox, artifacts, self.folder, self._make_scratch)
-            self.states.append(StepState(artifacts=kept))
-            return
         taken = await self._sandbox.checkpoint(self._snapshot_name)
         self.snapshots.append(taken.name)
-        self.states.append(StepState(snapshot=taken.name))
 
     async def solve(self) -> str:
         """Run the reference solution of the current step, and return how it ended. A failed step is graded as it is.

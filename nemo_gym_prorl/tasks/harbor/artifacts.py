@@ -1,37 +1,50 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts of the agent's sandbox for a separate verifier: one archive, which keeps only paths that the task
-declares.
+"""Artifacts of the agent: what a separate verifier gets, and what is kept on the host.
 
-The agent controls the archive, so it is untrusted. :func:`sanitize` keeps files, folders and links that are at or
-below a declared path, and nothing that is below a link. Sparse files end a copy.
+Artifacts are copied out of a fresh sandbox, which has no files of the agent but the declared ones. So no program of
+the agent makes the archives or delays them. The archives are untrusted nevertheless: only files, folders and links at
+or below a declared path count, and nothing below a link. Sparse files end a copy.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import errno
 import io
+import json
 import posixpath
 import shlex
+import shutil
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.harbor.task_config import Artifact
 from nemo_gym_prorl.tasks.sandbox import HasContainer
 
 
+ARTIFACTS_FOLDER = "/logs/artifacts"
+"""Folder inside that is always an artifact."""
+
 ARCHIVE = "artifacts.tar"
-"""Name of the archive in its folder."""
+"""Name of the merged archive in its folder."""
 
 COLLECT_TIMEOUT_S = 600.0  # for all artifacts: reading gigabytes from a loaded disk
 
+MAX_ARCHIVE_BYTES = 1 << 30  # of one artifact: what a sandbox lets out
+
 MAX_BYTES = 4 << 30
 """Bytes of all artifacts together; members after a limit are left out."""
+
+MAX_KEPT_BYTES = 256 << 20
+"""Bytes of a step's artifacts that are kept on the host; larger files are left out."""
+
+MAX_KEPT_FILES = 10_000  # files and folders of a step: shared disks limit their number
+MAX_KEPT_DEPTH = 100  # folders in folders, whose deletion may recurse
 
 MAX_HEADER_BYTES = 10 << 10  # two paths of 4 KiB, and more
 
@@ -40,7 +53,15 @@ SANITIZE_CPU_S = 60.0  # 100,000 members take a third of this time
 
 _LAST_TIME = 2**33 - 1  # of a plain header
 
-_UNSANITIZED = "/tmp/.prorl-artifact.tar"  # inside
+_UNSANITIZED = "/.prorl-artifact.tar"  # inside
+
+_MANIFEST = "manifest.json"
+
+_OF_NAMES = {errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR}
+"""Errors of writing a file that its name causes, rather than the host."""
+
+Archives = Mapping[int, tuple[str, Path]]
+"""Index of an artifact to its path inside, without the leading slash, and its untrusted archive."""
 
 
 class ScratchFolder(Protocol):
@@ -52,65 +73,100 @@ class ScratchFolder(Protocol):
     def close(self) -> object: ...
 
 
-MakeScratch = Callable[[], ScratchFolder]
+def paths_of(artifacts: Sequence[Artifact], folder: str) -> list[str]:
+    """Return the absolute paths inside, given the working folder, from which relative artifacts start."""
+    return [posixpath.normpath(posixpath.join(folder, artifact.source)) for artifact in artifacts]
 
 
-async def collect(
-    sandbox: HasContainer, artifacts: Sequence[Artifact], folder: str, make_scratch: MakeScratch
-) -> ScratchFolder:
-    """Return a folder of the host with the archive of the artifacts. Missing artifacts are left out.
-
-    Args:
-        sandbox: the agent's sandbox.
-        artifacts: the declared artifacts.
-        folder: working folder, which relative artifacts start from.
-        make_scratch: makes the folder.
+async def collect(sandbox: HasContainer, artifacts: Sequence[Artifact], folder: str, target: Path) -> Archives:
+    """Copy artifacts out of a fresh sandbox that has them, into the folder ``target`` of the host.
 
     Raises:
-        AgentError: the agent has ended its sandbox.
-        InfrastructureError: the sandbox has ended.
+        AgentError: the artifacts exceed a limit of the sandbox.
     """
-    sources = [posixpath.normpath(posixpath.join(folder, artifact.source)) for artifact in artifacts]
-    kept = await asyncio.to_thread(make_scratch)
-    raw: dict[str, Path] = {}
+    found = {}
     deadline = time.monotonic() + COLLECT_TIMEOUT_S
-    for number, (source, artifact) in enumerate(zip(sources, artifacts, strict=True)):
+    for number, (path, artifact) in enumerate(zip(paths_of(artifacts, folder), artifacts, strict=True)):
         excluded = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in artifact.exclude)
-        member = shlex.quote(source.lstrip("/") or ".")
-        command = f"rm -rf {_UNSANITIZED}; tar -cf {_UNSANITIZED} -C / {excluded} -- {member}"
+        member = shlex.quote(path.lstrip("/") or ".")
+        command = f"tar -cf - -C / {excluded} -- {member} | head -c {MAX_ARCHIVE_BYTES} > {_UNSANITIZED}"
         await sandbox.exec(command, cwd="/", timeout_s=max(1.0, deadline - time.monotonic()))
         # Without an archive the verifier decides on nothing.
         with contextlib.suppress(CallerError):
-            await sandbox.download(_UNSANITIZED, kept.path / f"raw-{number}")
-            raw[source] = kept.path / f"raw-{number}"
-    await asyncio.to_thread(sanitize, raw, kept.path / ARCHIVE)
-    for path in raw.values():
-        path.unlink()
-    return kept
+            await sandbox.download(_UNSANITIZED, archive := target / f"raw-{number}")
+            found[number] = path.strip("/"), archive
+    return found
 
 
-def sanitize(sources: Mapping[str, Path], target: Path) -> None:
-    """Merge untrusted archives, each limited to files, folders and links at or below a path. Damage ends a copy.
+def sanitize(archives: Archives, target: Path) -> None:
+    """Merge archives, each limited to files, folders and links at or below its path. Damage ends a copy.
 
     Links that lead out of all these paths are left out, and so are paths below a link.
-
-    Args:
-        sources: absolute path inside to its archive.
-        target: the new archive.
     """
-    merged, end_s = _Merged([path.strip("/") for path in sources]), time.thread_time() + SANITIZE_CPU_S
+    merged = _Merged([path for path, _ in archives.values()])
     with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as out:
-        for path, source in sources.items():
-            # Any error is damage.
-            with contextlib.suppress(Exception), source.open("rb") as data, _Headers(source) as headers:
-                archive = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # headers is closed
-                while (member := archive.next()) and not archive.pax_headers and time.thread_time() < end_s:
-                    if clean := merged.admit(member, path.strip("/")):
-                        data.seek(member.offset_data)
-                        out.addfile(clean, data if clean.isreg() else None)
-                    # Both archives would keep all members in memory.
-                    archive.members.clear()  # type: ignore[attr-defined]
-                    out.members.clear()  # type: ignore[attr-defined]
+        for path, archive in archives.values():
+            for member, data in merged.members(path, archive):
+                if member is not None:
+                    out.addfile(member, data if member.isreg() else None)
+                # The archive would keep all members in memory.
+                out.members.clear()  # type: ignore[attr-defined]
+
+
+def keep(artifacts: Sequence[Artifact], archives: Archives, folder: Path) -> list[dict[str, Any]]:
+    """Unpack archives into a new folder of the host, laid out as Harbor does; return Harbor's manifest.
+
+    The manifest also counts ``files``, ``bytes`` and ``left_out``: links, special files, files above a limit, and 1
+    for a copy that ended early. No link is made, so none is followed.
+
+    Raises:
+        OSError: the host's disk failed.
+    """
+    folder.mkdir(parents=True)
+    claimed, manifest = [PurePosixPath(_MANIFEST)], []
+    left = {"bytes": MAX_KEPT_BYTES, "files": MAX_KEPT_FILES}
+    for number, artifact in enumerate(artifacts):
+        place = PurePosixPath(artifact.destination or artifact.source.lstrip("/"))
+        target, before, left_out = folder / place, dict(left), 0
+        status = "failed"
+        if any(place == one or place in one.parents or one in place.parents for one in claimed):
+            status = "skipped"
+        elif number in archives:
+            path, archive = archives[number]
+            for member, data in _Merged([path]).members(path, archive):
+                left_out += member is None or not _write(member, data, target, path, left)
+            if target.exists():
+                status = "empty" if target.is_dir() and not any(target.iterdir()) else "ok"
+        claimed.append(place)
+        entry: dict[str, Any] = {"source": artifact.source, "destination": f"artifacts/{place}", "status": status}
+        entry |= {"type": "file" if target.is_file() else "directory", "exclude": list(artifact.exclude)}
+        manifest.append(entry | {name: before[name] - left[name] for name in left} | {"left_out": left_out})
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2))
+    return manifest
+
+
+def _write(member: tarfile.TarInfo, data: BinaryIO, target: Path, path: str, left: dict[str, int]) -> bool:
+    """Write a member below ``target`` and return whether there was room for it."""
+    place, origin = (target / name[len(path) :].lstrip("/") for name in (member.name, member.linkname or path))
+    try:
+        size = origin.stat().st_size if member.islnk() else member.size
+        is_beyond = size > left["bytes"] or not left["files"] or member.name.count("/") > MAX_KEPT_DEPTH
+        if is_beyond or member.issym():
+            return False
+        (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
+        if member.islnk():
+            shutil.copyfile(origin, place)
+        elif member.isreg():
+            with place.open("wb") as file:
+                while rest := size - file.tell():
+                    file.write(data.read(min(rest, 1 << 20)))
+    except (OSError, ValueError) as error:  # ValueError: a name with the character NUL
+        if isinstance(error, OSError) and error.errno not in _OF_NAMES:
+            raise
+        return False
+    left["files"] -= 1
+    left["bytes"] -= size
+    return True
 
 
 class _Headers(io.FileIO):
@@ -130,6 +186,25 @@ class _Merged:
         self._kept: set[str] = set()
         self._links: set[str] = set()
         self._size = 0
+        self._end_s = time.thread_time() + SANITIZE_CPU_S
+
+    def members(self, path: str, source: Path) -> Iterator[tuple[tarfile.TarInfo | None, BinaryIO]]:
+        """Yield the members of an archive that are at or below a path, with a file at the member's data; ``None`` for
+        a member that is left out, and for damage, which ends the archive."""
+        size = source.stat().st_size
+        with source.open("rb") as data, _Headers(source) as headers:
+            with contextlib.suppress(Exception):  # damage
+                archive = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # headers is closed
+                while not archive.pax_headers and time.thread_time() < self._end_s:
+                    if (member := archive.next()) is None and size < MAX_ARCHIVE_BYTES:
+                        return
+                    if member is None or member.offset_data + member.size > size:
+                        break
+                    clean = self.admit(member, path)
+                    data.seek(member.offset_data)
+                    yield clean, data
+                    archive.members.clear()  # type: ignore[attr-defined]
+            yield None, data
 
     def admit(self, member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         """Return the member to write; ``None`` if it is left out."""
@@ -150,7 +225,8 @@ class _Merged:
             if clean.linkname not in self._kept:
                 return None
         elif member.issym() and name not in self._kept:
-            clean.type, clean.linkname = tarfile.SYMTYPE, member.linkname
+            # Unlike a normal path, "link/.." leads elsewhere than its text says.
+            clean.type, clean.linkname = tarfile.SYMTYPE, posixpath.normpath(member.linkname)
             leads_to = posixpath.normpath(posixpath.join("/", posixpath.dirname(name), member.linkname)).lstrip("/")
             if not any(_is_at_or_below(leads_to, one) for one in self._paths):
                 return None

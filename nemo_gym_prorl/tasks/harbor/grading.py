@@ -18,19 +18,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
-from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed, StepState
+from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed
+from nemo_gym_prorl.tasks.harbor.artifacts import Archives, keep
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
 from nemo_gym_prorl.tasks.harbor.rewards import Outcome, below_minimum, scalar, total
-from nemo_gym_prorl.tasks.harbor.verification import GradingMode, VerifierSettings, modes_of, step_name, verify
+from nemo_gym_prorl.tasks.harbor.verification import (
+    TIMED_OUT,
+    GradingMode,
+    VerifierSettings,
+    collected,
+    modes_of,
+    step_name,
+    verify,
+)
 from nemo_gym_prorl.tasks.sandbox import HasContainer
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
@@ -66,13 +79,13 @@ class HarborWork:
 
     Attributes:
         folder: working folder of the agent.
-        states: results of the steps that have ended, in order.
-        snapshots: snapshots of the results, and of control runs.
+        states: snapshots after the steps that have ended, in order.
+        snapshots: these, and those of control runs.
         failed: why the next step could not be set up; empty otherwise.
     """
 
     folder: str
-    states: Sequence[StepState]
+    states: Sequence[str]
     snapshots: list[str]
     failed: str = ""
 
@@ -146,11 +159,31 @@ class Grader:
             strict = True
             verified = await self._verified(task, work, strict, open_sandbox)
         fields = self._fields(task, verified, modes_of(task, strict))
+        if self._settings.artifacts_folder is not None:
+            fields["artifacts"] = await self._keep(task, work, open_sandbox)
         if verified.no_verdict:
             return Grade(0.0, HarborVerdict.TAMPERED, verified.note[:DETAIL_CHARS], fields)
         reward = self._scalar(task, verified)
         verdict = HarborVerdict.FAILED if reward <= 0 else HarborVerdict.PARTIAL
         return Grade(reward, HarborVerdict.PASSED if reward >= 1 else verdict, verified.note[:DETAIL_CHARS], fields)
+
+    async def _keep(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> list[dict[str, Any]]:
+        """Keep the artifacts in a new folder; return the steps' manifests, with ``destination`` on the host."""
+        prefix = re.sub(r"[^A-Za-z0-9_.-]", "-", task.row.instance_id)[:100]
+        target = Path(await asyncio.to_thread(tempfile.mkdtemp, "", f"{prefix}-", self._settings.artifacts_folder))
+        kept = []
+        for step, state in zip(task.steps, work.states, strict=False):
+            place = target / "steps" / step.name if step else target
+            archives: Archives = {}
+            async with AsyncExitStack() as stack:
+                collecting = collected(task, step, state, work.folder, open_sandbox, self._settings)
+                try:
+                    archives = await stack.enter_async_context(collecting)
+                except (AgentError, SetupFailed) as error:
+                    logger.warning("%s: no artifacts can be kept: %s", place, error.reason)
+                manifest = await asyncio.to_thread(keep, task.artifacts(step), archives, place / "artifacts")
+            kept += [entry | {"destination": str(place / entry["destination"])} for entry in manifest]
+        return kept
 
     def _advice(self, task: LocatedTask) -> str:
         needs = task.row.harbor.downloads
@@ -201,6 +234,9 @@ class Grader:
                 f"{task.row.instance_id}: the tests gave no verdict ({verified.note}), and there is no solution to "
                 f"compare with; {self._advice(task)}the tests' output ended with: {output}"
             )
+        if verified.note.startswith(TIMED_OUT):
+            # Twice the limit may exceed EVAL's budget: an agent could choose a failure rather than its reward.
+            return verified
         # The machine may have been at fault the first time.
         return await self._verify_steps(task, work, strict, open_sandbox)
 
@@ -272,7 +308,7 @@ class Grader:
         try:
             async with open_sandbox(task.needs()) as sandbox:
                 assert isinstance(sandbox, HasContainer)
-                phase = AgentPhase(task, sandbox, self._snapshot_name, self._settings.make_scratch)
+                phase = AgentPhase(task, sandbox, self._snapshot_name)
                 snapshots = phase.snapshots
                 await phase.set_up()
                 ended = f"; the solution ended with {await phase.solve()}"
@@ -283,7 +319,7 @@ class Grader:
                     await phase.finish()
         except (AgentError, CallerError, SetupFailed) as error:
             return _Control(f"no verdict: it could not be played: {error.reason}", snapshots=snapshots)
-        played = HarborWork(phase.folder, phase.states, [])
+        played = HarborWork(phase.folder, snapshots, [])
         verified = await self._verify_steps(task, played, self._strict is True, open_sandbox)
         output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
         ended += f"; the tests' output ended with: {output}" if output else ""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.network_access import Network
+from nemo_gym_prorl.tasks.harbor.artifacts import ARTIFACTS_FOLDER
 from nemo_gym_prorl.tasks.harbor.task_config import (
     Artifact,
     CollectHook,
@@ -27,9 +28,6 @@ from nemo_gym_prorl.tasks.harbor.task_config import (
 from nemo_gym_prorl.tasks.harbor.task_folder import HarborRow, VerifierImage, folder_digest, parse_row
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 
-
-ARTIFACTS_FOLDER = "/logs/artifacts"
-"""Folder inside that is always an artifact."""
 
 Step = StepConfig | None
 
@@ -185,8 +183,10 @@ class LocatedTask:
         return (*self.config.verifier.collect, *(step.verifier.collect if step else ()))
 
     def artifacts(self, step: Step) -> tuple[Artifact, ...]:
-        own = step.artifacts if step else ()
-        return (Artifact(source=ARTIFACTS_FOLDER), *self.config.artifacts, *own)
+        """Return the declared artifacts; :data:`.artifacts.ARTIFACTS_FOLDER` is the first unless it is one of them."""
+        own = (*self.config.artifacts, *(step.artifacts if step else ()))
+        is_declared = any(one.source.rstrip("/") == ARTIFACTS_FOLDER for one in own)
+        return own if is_declared else (Artifact(source=ARTIFACTS_FOLDER), *own)
 
     def step_folder(self, step: StepConfig) -> Path:
         return self.folder / "steps" / step.name

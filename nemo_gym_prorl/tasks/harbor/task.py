@@ -150,7 +150,6 @@ class HarborTasks:
         self._root = root
         self._variables = variables
         self._snapshot_name = snapshot_name
-        self._make_scratch = verifier.make_scratch
         self._grader = Grader(verifier, strict, snapshot_name)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
@@ -169,7 +168,7 @@ class HarborTasks:
         """Set up the sandbox for the first step."""
         task = self._located(row)
         await asyncio.to_thread(task.check_folder)
-        phase = AgentPhase(task, tools.sandbox.inner, self._snapshot_name, self._make_scratch)
+        phase = AgentPhase(task, tools.sandbox.inner, self._snapshot_name)
         await phase.set_up()
         if self._strict is True and phase.folder == "/":
             raise CallerError(
@@ -183,7 +182,7 @@ class HarborTasks:
         assert tools.phase is not None
         if not tools.failed:
             await tools.phase.finish()
-        return HarborWork(tools.phase.folder, tools.phase.states, tools.phase.snapshots, tools.failed)
+        return HarborWork(tools.phase.folder, tuple(tools.phase.snapshots), tools.phase.snapshots, tools.failed)
 
     async def grade(
         self, row: Mapping[str, Any], artefacts: HarborWork, response: Mapping[str, Any], open_sandbox: OpenSandbox

@@ -27,7 +27,7 @@ import posixpath
 import secrets
 import shlex
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -35,20 +35,19 @@ from pathlib import Path
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.harbor.agent_phase import (
     SetupFailed,
-    StepState,
     bash,
     check_health,
     excerpt,
     upload_environment,
     usable_user,
 )
-from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE, MakeScratch
+from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE, Archives, ScratchFolder, collect, paths_of, sanitize
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.rewards import MAX_REPORT_BYTES, REWARD_FILES, STDOUT, Outcome, read_outcome
 from nemo_gym_prorl.tasks.harbor.task_folder import tree
 from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, verifier_environment
 from nemo_gym_prorl.tasks.sandbox import HasContainer
-from nemo_gym_prorl.tasks.task import OpenSandbox
+from nemo_gym_prorl.tasks.task import OpenSandbox, SandboxNeeds
 
 
 logger = logging.getLogger(__name__)
@@ -57,6 +56,8 @@ TESTS = "/tests"
 LOGS = "/logs/verifier"
 TOOLS = "/opt/prorl-verifier"
 ARTIFACTS = "/opt/prorl-artifacts"
+
+TIMED_OUT = "the tests did not end within"
 
 TRIES = 2
 """Starts of a sandbox from the agent's files before the agent may be to blame."""
@@ -69,6 +70,9 @@ MAX_LOG_DEPTH = 64  # folders in folders, each with an open descriptor
 _LAY_OUT = f"""\
 mkdir -p -- {{folder}} /logs/agent /logs/artifacts && chmod 0777 /logs/agent /logs/artifacts && \
 tar -xf {ARTIFACTS}/{ARCHIVE} -C /"""
+
+_HAS_LINKS_INTO_TESTS = f"""\
+find {{paths}} -xdev -type l -exec stat -L -c %d {{{{}}}} + 2> /dev/null | grep -qx "$(stat -c %d {TESTS})\""""
 
 _TOOL_PROGRAMS = ("uv", "uvx")
 
@@ -91,19 +95,21 @@ class VerifierSettings:
         output_kib: end of the tests' output that is kept.
         logs_mib: maximum size of the verifier's folder.
         reward_key: key of the reward that the policy is trained on.
+        artifacts_folder: folder in which artifacts are kept; ``None`` to keep none.
     """
 
-    make_scratch: MakeScratch
+    make_scratch: Callable[[], ScratchFolder]
     tools: Path | None = None
     output_kib: int = 32
     logs_mib: int = 256
     reward_key: str = "reward"
+    artifacts_folder: Path | None = None
 
 
 async def verify(
     task: LocatedTask,
     step: Step,
-    state: StepState,
+    state: str,
     mode: GradingMode,
     folder: str,
     open_sandbox: OpenSandbox,
@@ -114,7 +120,7 @@ async def verify(
     Args:
         task: the task.
         step: the step.
-        state: the state.
+        state: snapshot after the step.
         mode: which of the agent's files the sandbox has; ``SEPARATE`` exactly for separate verifiers.
         folder: working folder of the agent.
         open_sandbox: starts sandboxes.
@@ -126,26 +132,20 @@ async def verify(
     Raises:
         InfrastructureError: the machine failed.
     """
-    mounts = _Mounts(task, step, state, settings)
+    mounts = _Mounts(task, step, settings)
     async with mounts.created_files() as binds:
-        paths = None
-        if mode is GradingMode.STRICT:
-            paths = [folder, *(posixpath.join(folder, artifact.source) for artifact in task.artifacts(step))]
-        needs = replace(task.verifier_needs(step), binds=binds, snapshot_paths=paths)
+        needs = replace(task.verifier_needs(step), binds=binds)
         problem = ""
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                sandbox = None
-                for tries_left in reversed(range(TRIES)):
-                    try:
-                        sandbox = await stack.enter_async_context(open_sandbox(needs, state.snapshot))
-                    except RolloutError as error:
-                        if not _may_be_by_files(error, state):
-                            raise
-                        if not tries_left:
-                            return Outcome(None, f"no sandbox starts from the agent's files: {error.reason}")
-                    else:
-                        break
+            if mode is GradingMode.SEPARATE:
+                async with collected(task, step, state, folder, open_sandbox, settings) as archives:
+                    await asyncio.to_thread(sanitize, archives, mounts.artifacts / ARCHIVE)
+                opened = open_sandbox(needs)
+            else:
+                if mode is GradingMode.STRICT:
+                    needs = replace(needs, snapshot_paths=[folder, *paths_of(task.artifacts(step), folder)])
+                opened = _restored(needs, state, open_sandbox)
+            async with opened as sandbox:
                 assert isinstance(sandbox, HasContainer)
                 problem = await _run_tests(task, step, mode, sandbox, folder, mounts)
         except AgentError as error:
@@ -163,10 +163,49 @@ async def verify(
         return Outcome(None, problem, outcome.output) if problem else outcome
 
 
-def _may_be_by_files(error: RolloutError, state: StepState) -> bool:
+@contextlib.asynccontextmanager
+async def collected(
+    task: LocatedTask, step: Step, state: str, folder: str, open_sandbox: OpenSandbox, settings: VerifierSettings
+) -> AsyncIterator[Archives]:
+    """Collect the artifacts of a step from its snapshot, for the length of a block.
+
+    Raises:
+        AgentError, SetupFailed: the agent's files exceed a limit, or no sandbox starts from them.
+    """
+    artifacts = task.artifacts(step)
+    made = await asyncio.to_thread(settings.make_scratch)
+    try:
+        needs = replace(task.needs(), network="none", snapshot_paths=paths_of(artifacts, folder))
+        async with _restored(needs, state, open_sandbox) as sandbox:
+            archives = await collect(sandbox, artifacts, folder, made.path)
+        yield archives
+    finally:
+        await asyncio.to_thread(made.close)
+
+
+@contextlib.asynccontextmanager
+async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) -> AsyncIterator[HasContainer]:
+    """Start a sandbox from a snapshot.
+
+    Raises:
+        SetupFailed: no sandbox starts from the agent's files.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        for tries_left in reversed(range(TRIES)):
+            try:
+                sandbox = await stack.enter_async_context(open_sandbox(needs, state))
+                break
+            except RolloutError as error:
+                if not _may_be_by_files(error):
+                    raise
+                if not tries_left:
+                    raise SetupFailed(f"no sandbox starts from the agent's files: {error.reason}") from error
+        assert isinstance(sandbox, HasContainer)
+        yield sandbox
+
+
+def _may_be_by_files(error: RolloutError) -> bool:
     """Return whether the agent's files may be why a sandbox does not start."""
-    if state.snapshot is None:
-        return False
     if isinstance(error, CallerError):
         return error.field == "checkpoint.snapshot"
     return isinstance(error, InfrastructureError) and error.kind is FailureKind.PROVIDER_UNAVAILABLE
@@ -187,6 +226,11 @@ async def _run_tests(
         await check_health(sandbox, own.healthcheck, folder)
         # The verifier's own image may have the test script without the executable mode.
         await sandbox.exec(f"chmod +x {TESTS}/test.sh", cwd="/", timeout_s=LAY_TIMEOUT_S)
+    else:
+        paths = shlex.join([folder, *paths_of(task.artifacts(step), folder)])
+        found = await sandbox.exec(_HAS_LINKS_INTO_TESTS.format(paths=paths), cwd="/", timeout_s=LAY_TIMEOUT_S)
+        if found.return_code == 0:
+            return "a link of the agent leads to the tests"
     wanted = task.verifier_user(step)
     image_user = sandbox.published[1] or ("" if mode is GradingMode.SEPARATE else task.row.harbor.image_user)
     user = await usable_user(sandbox, image_user if wanted is None else wanted)
@@ -218,7 +262,7 @@ async def _run_tests(
         # Files of other users inside could not be deleted by this server.
         await sandbox.exec(f"chmod -R a+rwX {LOGS} {TESTS}", cwd="/", timeout_s=LAY_TIMEOUT_S)
     if done.error_type == "timeout":
-        return f"the tests did not end within {limit_s:g} s"
+        return f"{TIMED_OUT} {limit_s:g} s"
     return "" if done.error_type is None else f"the tests could not run: {excerpt(done)}"
 
 
@@ -266,6 +310,7 @@ class _Mounts:
 
     Attributes:
         logs: the verifier's folder.
+        artifacts: folder with the archive for a separate verifier.
         limits: folders that the tests can write to: bytes and files that each may have.
         script: text of the test script; empty if the image has it.
         named: reward files that the tests name; empty if the image has the tests.
@@ -274,12 +319,12 @@ class _Mounts:
         settings: settings of verification.
     """
 
-    def __init__(self, task: LocatedTask, step: Step, state: StepState, settings: VerifierSettings) -> None:
+    def __init__(self, task: LocatedTask, step: Step, settings: VerifierSettings) -> None:
         self._task = task
         self._step = step
-        self._state = state
         self.settings = settings
         self.logs = Path()
+        self.artifacts = Path()
         self.limits: dict[Path, tuple[float, float]] = {}
         self.script = ""
         self.named: set[str] = set()
@@ -296,7 +341,8 @@ class _Mounts:
             await asyncio.to_thread(made.close)
 
     def _make(self, folder: Path) -> list[str]:
-        return [*self._add_logs(folder), *self._add_tests(folder), *self._add_artifacts(), *self._add_tools(folder)]
+        own = [*self._add_logs(folder), *self._add_tests(folder)]
+        return [*own, *self._add_artifacts(folder), *self._add_tools(folder)]
 
     def _add_logs(self, folder: Path) -> list[str]:
         self.logs = folder / "logs"
@@ -329,9 +375,12 @@ class _Mounts:
         size, files = _usage(folder)
         self.limits[folder] = (size + (self.settings.logs_mib << 20), files + MAX_LOG_FILES)
 
-    def _add_artifacts(self) -> list[str]:
-        kept = self._state.artifacts
-        return [] if kept is None else [f"{kept.path}:{ARTIFACTS}:ro"]
+    def _add_artifacts(self, folder: Path) -> list[str]:
+        if not self._task.config.is_separate(self._step):
+            return []
+        self.artifacts = folder / "artifacts"
+        self.artifacts.mkdir()
+        return [f"{self.artifacts}:{ARTIFACTS}:ro"]
 
     def _add_tools(self, folder: Path) -> list[str]:
         tools = self.settings.tools

@@ -21,6 +21,7 @@ OTHERS = pytest.mark.long("root plays them in the first tier; steps are graded a
     ("file", "chosen"),
     [
         ("test_steps", "both or links or strict or instruction"),
+        pytest.param("test_artifacts", "files_and or links or each_step", marks=OTHERS),
         pytest.param("test_cheats", "no_cheat and auto", marks=OTHERS),
         pytest.param(
             "test_harbor_server",

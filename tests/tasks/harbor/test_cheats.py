@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import LONG
 from tests.prorl_code.conftest import serving
 from tests.tasks.harbor.cheats import CHEATS, CHECK, TEST, make_tools
-from tests.tasks.harbor.folders import ANSWER, make_task, play, row_of, shown
+from tests.tasks.harbor.folders import ANSWER, PLAIN, make_task, play, row_of, shown
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
@@ -22,7 +22,8 @@ AT_ONCE = 3
 
 async def rewards(folder: Path, strict: object) -> dict[str, object]:
     """Play all cheats and return what they earn, by name; a rollout without a grade is its failure."""
-    task = row_of(make_task(folder / "t", test=TEST, files={"tests/check.py": CHECK}))
+    files = {"tests/check.py": CHECK, "tests/answer": "42\n"}
+    task = row_of(make_task(folder / "t", toml=PLAIN + "[verifier]\ntimeout_sec = 30\n", test=TEST, files=files))
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def earned(base_url: str, command: str) -> object:

@@ -7,11 +7,14 @@ import gc
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH, state_root
+from nemo_gym_prorl.tasks.harbor import grading, verification
+from nemo_gym_prorl.tasks.harbor.rewards import Outcome
 from tests.conftest import LONG, tiered
 from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks.harbor.folders import ANSWER, PLAIN, SOLVE, TEST, make_task, play, row_of, says, shown, snapshots
@@ -370,3 +373,19 @@ async def test_a_missing_verdict_is_put_down_to_the_agent_if_the_solution_gets_o
     assert reply[1]["verdict_detail"] == "the tests wrote no reward.txt"
     row = row_of(make_task(tmp_path / "u", test=test, solve=None))
     assert shown(await play(base_url, row, "touch ruin")) == (422, None, "verifier_error")
+
+
+async def test_tests_that_hang_are_not_repeated(
+    base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an agent could exceed EVAL's budget, which is a failure rather than the reward 0."""
+    problems = []
+
+    async def counted(*arguments: Any) -> Outcome:
+        problems.append((outcome := await verification.verify(*arguments)).problem)
+        return outcome
+
+    monkeypatch.setattr(grading, "verify", counted)
+    folder = make_task(tmp_path / "t", toml=PLAIN + "[verifier]\ntimeout_sec = 10\n")
+    assert shown(await play(base_url, row_of(folder), "mkfifo answer")) == (200, 0.0, "tampered")
+    assert [one for one in problems if one] == ["the tests did not end within 10 s"]

@@ -130,6 +130,7 @@ def test_an_archive_keeps_what_is_declared_and_nothing_through_links(tmp_path: P
         entry("app/out/hard", tarfile.LNKTYPE, "app/out/fine"),
         entry("app/out/near", tarfile.SYMTYPE, "fine"),
         entry("app/out/near/below"),
+        entry("app/out/over", tarfile.SYMTYPE, "near/../../out/x"),
         entry("app/out/far", tarfile.SYMTYPE, "/usr/bin"),
         entry("app/out/far/python3"),
         entry("app/out/up", tarfile.SYMTYPE, "../../usr"),
@@ -146,7 +147,7 @@ def test_an_archive_keeps_what_is_declared_and_nothing_through_links(tmp_path: P
             archive.addfile(member, io.BytesIO() if member.isreg() else None)
     damaged = tmp_path / "damaged"
     damaged.write_bytes(raw.read_bytes()[:700] + b"x" * 2000)
-    sanitize({"/app/out": raw, "/logs": damaged, "/gone": tmp_path / "gone"}, tmp_path / "clean")
+    sanitize({0: ("app/out", raw), 2: ("logs", damaged)}, tmp_path / "clean")
     with tarfile.open(tmp_path / "clean") as archive:
         found = [(member.name, member.mode, member.uid, member.linkname) for member in archive]
     assert found == [
@@ -154,6 +155,7 @@ def test_an_archive_keeps_what_is_declared_and_nothing_through_links(tmp_path: P
         ("app/out/fine", 0o755, 0, ""),
         ("app/out/hard", 0o644, 0, "app/out/fine"),
         ("app/out/near", 0o644, 0, "fine"),
+        ("app/out/over", 0o644, 0, "../out/x"),
         ("app/out/far/python3", 0o644, 0, ""),
     ]
 
@@ -209,7 +211,7 @@ def test_a_hostile_archive_takes_little(tmp_path: Path, name: str) -> None:
     write, found = HOSTILE[name]
     write(tmp_path / "raw")
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
-    sanitize({"/app": tmp_path / "raw"}, tmp_path / "clean")
+    sanitize({0: ("app", tmp_path / "raw")}, tmp_path / "clean")
     assert time.thread_time() - begin < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
     assert (tmp_path / "clean").stat().st_size < 1 << 20
@@ -220,6 +222,6 @@ def test_a_hostile_archive_takes_little(tmp_path: Path, name: str) -> None:
 def test_members_count_for_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_BYTES", 1 << 20)
     (tmp_path / "raw").write_bytes(FINE * 20_000)
-    sanitize({"/app": tmp_path / "raw"}, tmp_path / "clean")
+    sanitize({0: ("app", tmp_path / "raw")}, tmp_path / "clean")
     with tarfile.open(tmp_path / "clean") as archive:
         assert 0 < len(archive.getnames()) < 100

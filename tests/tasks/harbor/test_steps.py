@@ -158,7 +158,7 @@ async def test_a_set_up_that_always_fails_is_the_tasks_fault(base_url: str, tmp_
 
 
 SEPARATE = """\
-artifacts = ["/app/out", { source = "made", exclude = ["*.log"] }]
+artifacts = ["/app/out", { source = "made", exclude = ["*.log"] }, { source = "/logs/artifacts/", exclude = ["*.t"] }]
 [verifier]
 environment_mode = "separate"
 collect = [{ command = "cp hooked /logs/artifacts" }]
@@ -166,7 +166,8 @@ collect = [{ command = "cp hooked /logs/artifacts" }]
 
 SEEN = """\
 #!/bin/bash
-cd /; find app logs/artifacts -not -type d -o -empty | sort | tr '\\n' ' ' > /logs/verifier/seen
+cd /; (find app logs/artifacts -not -type d -o -empty; find -L app logs/artifacts -samefile /tests/test.sh) |
+sort | tr '\\n' ' ' > /logs/verifier/seen
 cat /logs/verifier/seen
 if [ "$(cat /logs/verifier/seen)" = "$EXPECTED" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
@@ -188,10 +189,15 @@ HANDED_IN = {
     ),
     "pipes and devices": ("mkdir made; mkfifo made/p; touch made/a", "app/made/a logs/artifacts "),
     "a tar of the agent's": (
-        "touch out; cd /usr/local/bin; printf '#!/bin/sh\\nhead -c 1M /dev/urandom > $2' > tar; chmod +x tar",
-        "app logs/artifacts ",
+        "touch out; cd /usr/local/bin; printf '#!/bin/sh\\nsleep 900' > tar; chmod +x tar",
+        "app/out logs/artifacts ",
     ),
-    "no tar": ("touch out; rm -f /bin/tar /usr/bin/tar", "app logs/artifacts "),
+    "no tar": ("touch out; rm -f /bin/tar /usr/bin/tar", "app/out logs/artifacts "),
+    "links that leave by another": (
+        "mkdir -p made/a; ln -s /logs/artifacts made/a/b; ln -s b/../../tests/test.sh made/a/c; ln -s made/a/c out",
+        "app/made/a/b app/made/a/c app/out logs/artifacts ",
+    ),
+    "a folder that leaves out files": ("touch /logs/artifacts/a.t /logs/artifacts/b", "app logs/artifacts/b "),
 }
 
 
