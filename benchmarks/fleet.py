@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import Row, parser, publish
-from nemo_gym_prorl.cli.scripted.humaneval import script_for
+from nemo_gym_prorl.cli.scripted.demo import script_for
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME

@@ -21,9 +21,9 @@ from nemo_gym.sandbox import SandboxSpec
 
 from benchmarks import processes
 from benchmarks.report import Row, median, parser, publish
-from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+from nemo_gym_prorl.servers.task_sandboxes import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.task import Grade

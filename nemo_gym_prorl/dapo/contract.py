@@ -44,7 +44,7 @@ class SamplerConfig:
         max_dropped: number of consecutive groups that cannot be run that ends the training.
         first_version: weight version of the first batch.
         prefix_tries: maximum number of groups that begin at a prefix after a zero-variance group. Prefix groups
-            **change the training distribution** (:mod:`nemo_gym_prorl.dapo.prefixes`).
+            **change the training distribution** (:mod:`nemo_gym_prorl.dapo.group`).
     """
 
     groups_per_batch: int

@@ -17,7 +17,7 @@ favour short rollouts. With ``max_staleness`` 0 all groups after the batch are t
 :mod:`~nemo_gym_prorl.dapo.bias` measures how trained rollouts differ from sampled ones.
 
 **Prefixes.** With ``prefix_tries`` a zero-variance group may be followed by a group that begins at a prefix
-(:mod:`~nemo_gym_prorl.dapo.prefixes`). The prefix group takes the place of the next prompt, so no batch waits for it.
+(:mod:`~nemo_gym_prorl.dapo.group`). The prefix group takes the place of the next prompt, so no batch waits for it.
 
 **Failures.** An infrastructure failure is never a reward: the member is tried again. A group that cannot be completed
 is dropped, never filled with a copy of a sibling. Agent failures are outcomes (``agent_failures``).
@@ -41,11 +41,11 @@ from nemo_gym_prorl.dapo.group import (
     Group,
     Member,
     OutcomeTotals,
+    PrefixSampling,
     PrefixSearch,
     RolloutOutcome,
     Usage,
 )
-from nemo_gym_prorl.dapo.prefixes import PrefixSampling
 from nemo_gym_prorl.dapo.prompts import Curriculum, Epochs
 from nemo_gym_prorl.dapo.queue import GroupAdmission, GroupQueue, InFlightRollouts, StopConditions, group_and_member_of
 from nemo_gym_prorl.failures import CallerError, Origin

@@ -30,8 +30,15 @@ from omegaconf import OmegaConf
 from yarl import URL
 
 from nemo_gym_prorl.deployment import orphans
-from nemo_gym_prorl.deployment.gym_cli import RAY_START_S, DeploymentError, GymCli, ray_auth_mode
-from nemo_gym_prorl.deployment.gym_log import GymLog, machine_load, start_error
+from nemo_gym_prorl.deployment.gym_cli import (
+    RAY_START_S,
+    DeploymentError,
+    GymCli,
+    GymLog,
+    machine_load,
+    ray_auth_mode,
+    start_error,
+)
 from nemo_gym_prorl.deployment.restarter import restarter_program
 from nemo_gym_prorl.deployment.venvs import python_path_error
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, is_port_taken_by_others, reaper_command

@@ -13,19 +13,93 @@ import asyncio
 import contextlib
 import os
 import random
+import re
+import shutil
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import orjson
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from nemo_gym_prorl.deployment import config_files, venvs
-from nemo_gym_prorl.deployment.config_files import ROOTS_VARIABLE
-from nemo_gym_prorl.deployment.venvs import Installation
+from nemo_gym_prorl.deployment import venvs
+from nemo_gym_prorl.deployment.venvs import SERVER_TYPES, Installation, running_installation
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark
+
+
+ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
+"""Environment variable with more folders in which Gym (0.5 or later) searches servers and files."""
+
+
+def load_merged(paths: Iterable[str]) -> DictConfig:
+    """Merge files and the files in their ``config_paths``; later files win. References are not resolved.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        OSError, YAMLError, OmegaConfBaseException: a file cannot be read.
+    """
+    files, names = [OmegaConf.create({})], [*map(str, paths)]
+    for name in names:  # grows while files name more files
+        content = OmegaConf.load(find_file(name))
+        if not isinstance(content, DictConfig):
+            raise OmegaConfBaseException(f"{name} must be a mapping")
+        files.append(content)
+        names += [other for other in content.get("config_paths") or () if other not in names]
+    merged = OmegaConf.merge(*files)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def environment_names() -> set[str]:
+    return {path.parent.name for root in _roots() for path in root.glob("environments/*/config.yaml")}
+
+
+def has_servers(folder: Path) -> bool:
+    """Return whether a folder has a user's own servers or environments; Gym's and this project's do not count."""
+    here = running_installation()
+    installed = (here.gym_root, here.our_root)
+    return folder not in installed and any((folder / kind).is_dir() for kind in (*SERVER_TYPES, "environments"))
+
+
+def link_roots(folder: Path, roots: Sequence[Path]) -> Path:
+    """Recreate ``folder`` with links to the servers and environments of all roots; the first root with a name wins.
+
+    Other entries are linked from the first root only. nemo-gym 0.4 searches a single root.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    kinds = (*SERVER_TYPES, "environments")
+    own = {entry for entry in roots[0].iterdir() if entry.name not in kinds and entry.name[0] != "."}
+    for entry in [*own, *(entry for root in roots for kind in kinds for entry in (root / kind).glob("*"))]:
+        link = folder / (entry.name if entry in own else f"{entry.parent.name}/{entry.name}")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(entry.absolute())
+    return folder
+
+
+def _roots() -> list[Path]:
+    here = running_installation()
+    extra = filter(None, os.environ.get(ROOTS_VARIABLE, "").split(os.pathsep))
+    return [*map(Path, extra), Path.cwd(), *filter(None, (here.gym_root, here.our_root))]
+
+
+def find_file(path: str) -> Path:
+    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder.
+
+    Raises:
+        FileNotFoundError: no such file; the error lists the folders searched.
+    """
+    roots = _roots()
+    for root in roots:
+        if (root / path).is_file():
+            return root / path
+    tried = ", ".join(str(root) for root in dict.fromkeys(roots))
+    raise FileNotFoundError(f"no file {path} in {tried}")
 
 
 MARK_NAME = "PRORL_GYM_DEPLOYMENT"
@@ -127,9 +201,9 @@ class GymCli:
         if self._installation is None:
             installation, versions = await self._probe()
             self.work_dir.mkdir(parents=True, exist_ok=True)
-            if self._cwd is None and config_files.has_servers(self._folder):
+            if self._cwd is None and has_servers(self._folder):
                 roots = [self._folder, *filter(None, [installation.checkout])]
-                self._cwd = await asyncio.to_thread(config_files.link_roots, self.work_dir / "servers", roots)
+                self._cwd = await asyncio.to_thread(link_roots, self.work_dir / "servers", roots)
             program = self._server_python(installation.bin / "python3") if self._server_python else None
             await asyncio.to_thread(
                 venvs.link_environments,
@@ -217,3 +291,97 @@ def _free_port() -> int:
 
 def _join_paths(first: Path, rest: str | None) -> str:
     return f"{first}{os.pathsep}{rest}" if rest else str(first)
+
+
+TAIL_LINES = 80  # log lines in an error message: enough for the traceback of one server
+
+_TRACEBACK = "Traceback (most recent call last):"
+_SERVER_LINE = re.compile(r"\((\S+)\) ")
+_SERVER_ENDED = re.compile(r"RuntimeError: Process `(.+)` finished unexpectedly!")
+_CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
+
+
+class GymLog:
+    """Log file with the output of Gym and its servers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def lines(self) -> list[str]:
+        """Return the lines so far; empty if the file does not exist."""
+        try:
+            return self.path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+
+    def tail(self) -> str:
+        """Return the last lines for an error message, with the load of the machine."""
+        lines = without_interrupts(self.lines())[-TAIL_LINES:]
+        if not any(map(str.strip, lines)):
+            return f"Gym is still importing and has not printed anything into {self.path}; {machine_load()}"
+        return f"{machine_load()}; log {self.path}, its last lines:\n" + "\n".join(lines)
+
+
+def machine_load() -> str:
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def without_interrupts(lines: list[str]) -> list[str]:
+    """Remove the tracebacks of servers that Gym interrupted because another server had died."""
+    kept: list[str] = []
+    traceback_start: int | None = None
+    for line in lines:
+        if line.endswith(_TRACEBACK):
+            traceback_start = len(kept)
+        elif traceback_start is not None and not line.startswith(" "):
+            if line.strip() == "KeyboardInterrupt":
+                del kept[traceback_start:]
+                traceback_start = None
+                continue
+            traceback_start = None
+        kept.append(line)
+    return kept
+
+
+def start_error(lines: Sequence[str]) -> str | None:
+    """Return the exception that ended a start, in one line; ``None`` if the log has none.
+
+    Gym's own exception comes last and only names the server that ended. The reason is that server's exception. Once a
+    server runs, its lines begin with its name, and lines of several servers alternate.
+    """
+    by_server: defaultdict[str, list[str]] = defaultdict(list)
+    for line in lines:
+        named = _SERVER_LINE.match(line)
+        by_server[named[1] if named else ""].append(line[named.end() :] if named else line)
+    errors = _exceptions(by_server[""])
+    for number, error in enumerate(errors):
+        if ended := _SERVER_ENDED.fullmatch(error):
+            own = [*_exceptions(by_server[ended[1]]), *errors[:number]]
+            return next((f"{ended[1]}: {error}" for error in own if not error.startswith("SystemExit")), None)
+    return errors[-1] if errors else None
+
+
+def _exceptions(lines: list[str]) -> list[str]:
+    """Return the last line of each traceback; of chained exceptions, only the last."""
+    found: list[str] = []
+    lines = without_interrupts(lines)
+    rest, chained = iter(enumerate(lines)), False
+    for _, line in rest:
+        chained = chained or line.endswith(_CHAIN)
+        if not line.endswith(_TRACEBACK):
+            continue
+        number, error = next(((n, text) for n, text in rest if not text.startswith(" ")), (0, ""))
+        if fields := re.match(r"[\w.]+: (\d+) validation errors? for ", error):
+            error = _invalid_fields(lines[number + 1 :], int(fields[1]))
+        else:
+            error = re.sub(r"^(?:nemo_gym_prorl\.failures\.\w+: |(?:\w+\.)+)", "", error)
+        found[len(found) - chained :] = [error]
+        chained = False
+    return found
+
+
+def _invalid_fields(lines: Sequence[str], count: int) -> str:
+    """Return pydantic's invalid fields with reasons: a line with the name, then an indented line with the reason."""
+    names = [number for number, line in enumerate(lines[:-1]) if not line.startswith(" ")][:count]
+    pairs = [(lines[number], lines[number + 1].strip().split(" [type=")[0]) for number in names]
+    return "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in pairs)

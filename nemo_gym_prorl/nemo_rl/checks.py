@@ -22,9 +22,9 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
-from nemo_gym_prorl.deployment.config_files import load_merged
+from nemo_gym_prorl.deployment.gym_cli import load_merged
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RolloutSource
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RolloutSource
 
 
 DEADLINE = "async_rl.rollout_failure.nemo_gym.rollout_timeout_s"

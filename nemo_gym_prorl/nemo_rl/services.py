@@ -31,7 +31,7 @@ from nemo_gym_prorl.dapo.runner import CLOSE_S
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.http.key_guard import is_loopback
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings
 from nemo_gym_prorl.policy.engines.engine import checked_url
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.nemo_rl.collector import CollectionPlan
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Validation, validation_of, with_sampling_params
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RewardShaping, RolloutSource, settings_of
 from nemo_gym_prorl.nemo_rl.controller_parts import (
     ClosingSynchronizer,
     GroupAdvantages,
@@ -34,8 +35,6 @@ from nemo_gym_prorl.nemo_rl.controller_parts import (
     saved_state,
 )
 from nemo_gym_prorl.nemo_rl.services import Servers, configured_servers, gym_servers, with_engines
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, RolloutSource, settings_of
-from nemo_gym_prorl.nemo_rl.validation import Validation, validation_of, with_sampling_params
 
 
 LOG = logging.getLogger(__name__)

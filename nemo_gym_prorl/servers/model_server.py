@@ -72,8 +72,7 @@ from nemo_gym_prorl.policy.text.renderer import off_loop
 from nemo_gym_prorl.policy.text.template import Message, parse_arguments
 from nemo_gym_prorl.policy.text.turn_scanner import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
-from nemo_gym_prorl.servers.server_base import ServerBase
-from nemo_gym_prorl.servers.server_config import ServerConfig
+from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
 
 
 _VLLM_MODEL_KEYS = frozenset(

@@ -55,12 +55,10 @@ from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
 from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
-from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
-from nemo_gym_prorl.servers.server_base import ServerBase
-from nemo_gym_prorl.servers.server_config import ServerConfig
-from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
+from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
+from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, StartedSandbox, TaskSandboxes
 from nemo_gym_prorl.tasks.programs import run_program
 from nemo_gym_prorl.tasks.sessions import Sessions
 from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, LimitsTime, SandboxNeeds, Task

@@ -18,8 +18,7 @@ from aiohttp import web
 from nemo_gym_prorl.deployment import deployment as deployment_module
 from nemo_gym_prorl.deployment import orphans
 from nemo_gym_prorl.deployment.deployment import GymDeployment
-from nemo_gym_prorl.deployment.gym_cli import MARK_NAME, DeploymentError, GymCli
-from nemo_gym_prorl.deployment.gym_log import start_error
+from nemo_gym_prorl.deployment.gym_cli import MARK_NAME, DeploymentError, GymCli, start_error
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.sandbox import launcher
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.elf import executable
 from tests.sandbox.without import Off, Without
@@ -87,12 +87,12 @@ def test_the_hosts_python_stays_as_it_is(image: Path, runtime: Runtime, tmp_path
 
 
 def test_the_copy_is_sealed_and_closed(tmp_path: Path) -> None:
-    copy = binary.load_launcher(tmp_path)
+    copy = launcher.load_launcher(tmp_path)
     with pytest.raises(PermissionError):
         os.pwrite(copy, b"x", 0)
     with pytest.raises(PermissionError):
         os.truncate(copy, 0)
-    assert os.pread(copy, 1 << 20, 0) == binary.launcher_path().read_bytes()
+    assert os.pread(copy, 1 << 20, 0) == launcher.launcher_path().read_bytes()
     assert stat.S_IMODE(os.fstat(copy).st_mode) == 0o111
     os.close(copy)
 

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import SIGKILL_EXIT_CODE, Container
+from nemo_gym_prorl.sandbox.sessions import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     PROMPT,
     BashChannel,
@@ -31,7 +32,6 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     Outcome,
     TerminalOutput,
 )
-from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost

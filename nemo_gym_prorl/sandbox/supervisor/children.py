@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.launcher import binary
+from nemo_gym_prorl.sandbox.launcher import LAUNCHER, load_launcher
 from nemo_gym_prorl.sandbox.launcher.requests import GO, Request
 from nemo_gym_prorl.sandbox.launcher.requests import receive_reply as receive_answer
 from nemo_gym_prorl.sandbox.limits import rlimits
@@ -357,7 +357,7 @@ class Launcher:
             OSError: there is no launcher for this machine's architecture.
         """
         if self._program is None:
-            made = binary.load_launcher(self._folder)
+            made = load_launcher(self._folder)
             self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _MIN_PROGRAM_FD)
             os.close(made)
         return self._program
@@ -397,7 +397,7 @@ class Launcher:
             try:
                 pid = os.posix_spawn(
                     f"/proc/self/fd/{executable}",
-                    [binary.LAUNCHER],
+                    [LAUNCHER],
                     {},
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL)],
                 )

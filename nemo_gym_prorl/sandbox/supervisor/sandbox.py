@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from nemo_gym_prorl.sandbox.isolation import namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
+from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.supervisor import state_dir
@@ -135,7 +135,7 @@ class Sandbox:
     channel: socket.socket | None = None
     starter: Child | None = None
     group: cgroups.Group | None = None
-    place: namespaces.SandboxNamespaces | None = None
+    place: SandboxNamespaces | None = None
     pid_namespace: state_dir.PidNamespace | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class Sandbox:
                 else:
                     end.set_result(None)
 
-    def place_to_join(self) -> namespaces.SandboxNamespaces:
+    def place_to_join(self) -> SandboxNamespaces:
         """Return the namespaces to join of a sandbox that is up.
 
         Raises:

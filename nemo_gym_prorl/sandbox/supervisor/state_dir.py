@@ -35,11 +35,10 @@ from pathlib import Path
 
 from nemo_gym_prorl.filesystems import is_shared
 from nemo_gym_prorl.processes import process_variables
-from nemo_gym_prorl.sandbox import signals
+from nemo_gym_prorl.sandbox import launcher, signals
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, outer_uid
 from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
-from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.signals import start_time
 
@@ -390,8 +389,8 @@ def remove_tree(folder: Path) -> None:
 
 def _erase(folder: Path, *parent: int) -> int:
     """Return the errno of the failure, or 0."""
-    arguments = [binary.ERASER, os.fspath(folder), *map(str, parent)]
+    arguments = [launcher.ERASER, os.fspath(folder), *map(str, parent)]
     ended = subprocess.run(
-        arguments, executable=binary.launcher_path(), pass_fds=parent, env={}, check=False
+        arguments, executable=launcher.launcher_path(), pass_fds=parent, env={}, check=False
     ).returncode
     return ended if ended >= 0 else errno.EINTR

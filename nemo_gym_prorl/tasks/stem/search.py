@@ -26,10 +26,15 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, is_text
-from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.observations import ToolCallStats
+from nemo_gym_prorl.tasks.workbench.observations import (
+    Arguments,
+    BadArguments,
+    ToolCallStats,
+    parse_arguments,
+    tool_schema,
+)
 
 
 MAX_QUERY_CHARS = 400

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.arguments import tool_schema
 from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.observations import TOOLS
+from nemo_gym_prorl.tasks.workbench.observations import TOOLS, tool_schema
 from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, InstalledPrograms, ToolLimits, Workspace, probe_image
 
 

@@ -33,7 +33,6 @@ from importlib.resources import files
 from typing import Any
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import ExecResult, HasFiles, HasHealthCheck, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.task import ExtractedFile
 from nemo_gym_prorl.tasks.workbench.editor import Editor
@@ -47,6 +46,7 @@ from nemo_gym_prorl.tasks.workbench.interactive_tools import (
 )
 from nemo_gym_prorl.tasks.workbench.observations import (
     TOOLS,
+    BadArguments,
     BashArguments,
     EditorArguments,
     Output,
@@ -54,6 +54,7 @@ from nemo_gym_prorl.tasks.workbench.observations import (
     SubmitArguments,
     ToolCallStats,
     error_text,
+    parse_arguments,
 )
 
 
