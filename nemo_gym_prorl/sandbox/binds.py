@@ -82,10 +82,6 @@ def _refusal(text: str, reason: str) -> CallerError:
 def check_image_folder(image: str, state: Path) -> None:
     """Refuse the host's own root folder as an image, by whatever path: root's sandboxes would read root's files.
 
-    Args:
-        image: path of the image.
-        state: the folder of all supervisors' folders.
-
     Raises:
         CallerError: the image contains the supervisors' folder, ``/proc`` or ``/sys``; for the field ``image``.
     """
@@ -115,7 +111,6 @@ def _exposed(source: Path, state: Path) -> str:
 
 
 def _source(text: str, path: str) -> Path:
-    """Return the host path of a bind without links."""
     try:
         source = Path(os.path.realpath(path, strict=True))
         source.stat()

@@ -77,18 +77,13 @@ class Container:
     """A live sandbox, made by :meth:`start`. The caller must :meth:`close` the sandbox, or use ``async with``.
 
     Attributes:
-        name: name of the sandbox in the supervisor.
-        spec: the specification.
         image: path of the image as the caller named it; ``spec.image`` may be its unpacked copy.
-        files: copies files into and out of the sandbox.
         notes: limits that the sandbox has reached.
         start_method: method that started the sandbox.
         fallback_reason: reason that a direct start was not possible; empty otherwise.
         alive: whether no end of the sandbox has been reported.
         paused: whether all programs are stopped.
         sessions_started: programs that have served as sessions in the sandbox.
-        environment: variables of all commands.
-        workdir: working directory of commands.
         published: working folder and user that the image was published with; empty if it has none.
     """
 
@@ -124,7 +119,6 @@ class Container:
         """Start a sandbox.
 
         Args:
-            spec: the specification.
             runtime: the container runtime; looked up if not given.
             held_files: files that the supervisor keeps open until the sandbox is gone.
             snapshot: archive of another sandbox of the same image, from which the writable layer is restored.
@@ -162,11 +156,7 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Add variables and set the working directory of all commands; the directory is made.
-
-        Raises:
-            CallerError: the directory cannot be made.
-        """
+        """Add variables and set the working directory of all commands; the directory is made."""
         self.environment = {**self.environment, **env}
         if workdir:
             checked(workdir, SandboxPath, "workdir")
@@ -395,11 +385,7 @@ class Container:
         await self.ask(CheckRequest(self.name))
 
     async def pause(self) -> None:
-        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs.
-
-        Raises:
-            SandboxRefused: a program does not stop.
-        """
+        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs."""
         try:
             await self.ask(PauseRequest(self.name))
         except asyncio.CancelledError:
@@ -409,7 +395,6 @@ class Container:
         self.paused = True
 
     async def resume(self) -> None:
-        """Let all programs continue."""
         await self.ask(ResumeRequest(self.name))
         self.paused = False
 
@@ -470,11 +455,7 @@ class Container:
 
 
 def container_of(handle: SandboxHandle) -> Container:
-    """Return the :class:`Container` of a handle of Gym's.
-
-    Raises:
-        CallerError: the handle is another provider's.
-    """
+    """Return the :class:`Container` of a handle of Gym's."""
     if not isinstance(handle.raw, Container):
         raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
     return handle.raw

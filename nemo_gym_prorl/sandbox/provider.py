@@ -60,12 +60,7 @@ _job_limit = threading.Semaphore(4)
 
 
 class AsyncImageStore:
-    """Pull, unpack and open images without blocking the event loop.
-
-    Args:
-        store: images on disk.
-        pull: whether to pull missing images.
-    """
+    """Pull, unpack and open images without blocking the event loop."""
 
     def __init__(self, store: ImageStore, *, pull: bool = True) -> None:
         self._store = store
@@ -91,11 +86,7 @@ class AsyncImageStore:
         return await self.locate(wanted, runtime)
 
     async def fetch(self, wanted: Reference | None, runtime: Runtime) -> None:
-        """Pull and unpack an image, so that a later start need not wait for either.
-
-        Raises:
-            CallerError, InfrastructureError: as :meth:`locate` and :meth:`.store.ImageStore.open`.
-        """
+        """Pull and unpack an image, so that a later start need not wait for either."""
         await self._unpack_once(await self.locate(wanted, runtime), runtime)
 
     async def _unpack_once(self, image: Path, runtime: Runtime) -> None:
@@ -114,9 +105,6 @@ class AsyncImageStore:
     async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[OpenImage]:
         """Open the root folder that a sandbox of ``image`` starts from, and keep it from removal during the
         block. A copy of the image's lock, held by another process, keeps it longer.
-
-        Raises:
-            CallerError, InfrastructureError: as :meth:`.store.ImageStore.open`.
         """
         await self._unpack_once(image, runtime)
         opening = asyncio.ensure_future(asyncio.to_thread(self._store.open, image, runtime))
@@ -258,11 +246,9 @@ class SingularityProvider(SnapshotSupport):
         return SandboxExecResult(done.stdout, done.stderr, done.exit_code)
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
-        """Copy one file with its permissions into the sandbox."""
         await container_of(handle).upload(Path(source_path), target_path)
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
-        """Copy one file out of the sandbox."""
         await container_of(handle).download(source_path, Path(target_path))
 
     async def read_file(self, handle: SandboxHandle, path: str, *, limit: int) -> bytes:
@@ -328,7 +314,6 @@ class SingularityProvider(SnapshotSupport):
         await container_of(handle).pause()
 
     async def resume(self, handle: SandboxHandle) -> None:
-        """Let all programs of the sandbox continue."""
         await container_of(handle).resume()
 
     async def close(self, handle: SandboxHandle) -> None:
@@ -420,7 +405,6 @@ class SingularityProvider(SnapshotSupport):
 
 @contextlib.contextmanager
 def _start_errors() -> Iterator[None]:
-    """Convert errors of the block to :class:`SandboxStartError`."""
     try:
         yield
     except RolloutError as error:

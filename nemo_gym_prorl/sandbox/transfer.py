@@ -36,9 +36,7 @@ class FileTransfer:
     """File copies between the host and one sandbox.
 
     Args:
-        sandbox: name of the sandbox.
         disk_mib: disk limit of the sandbox; 0 for none.
-        ask: sends a request to the sandbox's supervisor.
     """
 
     def __init__(self, sandbox: str, disk_mib: int, ask: Ask) -> None:

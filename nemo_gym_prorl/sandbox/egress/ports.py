@@ -104,7 +104,6 @@ class Head:
     size: float | None
 
     def values(self, name: str) -> list[str]:
-        """Return the values of a field, in lower case."""
         return [value.lower() for key, value in self.fields if key.lower() == name]
 
     @property
@@ -135,11 +134,7 @@ def parse_head(data: bytes) -> Head:
 
 
 def parse_request_head(data: bytes) -> Head:
-    """Return the head of a request; it has no body if it does not say so.
-
-    Raises:
-        Refusal: the bytes are no such head.
-    """
+    """Return the head of a request; it has no body if it does not say so."""
     head = parse_head(data)
     method, version, chunked = head.first[0], head.first[-1], head.size is None
     if len(head.first) != 3 or version not in _VERSIONS or not method.isalpha() or (chunked and version < "HTTP/1.1"):
@@ -163,11 +158,7 @@ class ProgramReader(asyncio.StreamReader):
 
 
 class SandboxPort(ABC):
-    """Server of one port of one sandbox.
-
-    Args:
-        listener: listening socket in the sandbox's network namespace.
-    """
+    """Server of one port of one sandbox."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -182,7 +173,6 @@ class SandboxPort(ABC):
         """Answer the requests of a connection; a :class:`Refusal` is sent as the last response."""
 
     def stop_accepting(self) -> None:
-        """Accept no more connections."""
         if self._listener.fileno() >= 0:
             # The supervisor's shutdown of the socket would wake a cancelled accept, which asyncio reports as a defect.
             asyncio.get_running_loop().remove_reader(self._listener)
@@ -232,11 +222,7 @@ class SandboxPort(ABC):
 
 
 async def read_head(reader: ProgramReader, timeout_s: float) -> bytes:
-    """Read the head of the next request.
-
-    Raises:
-        Refusal: the head is too long.
-    """
+    """Read the head of the next request."""
     try:
         async with asyncio.timeout(timeout_s):
             return await reader.readuntil(b"\r\n\r\n")
@@ -279,7 +265,6 @@ class PolicyAccess(SandboxPort):
     """Route from a sandbox to one policy.
 
     Args:
-        listener: listening socket in the sandbox's network namespace.
         url: origin of the policy.
         key: bearer token of the rollout.
     """
@@ -338,11 +323,7 @@ class PolicyAccess(SandboxPort):
             await asyncio.wait({sending})
 
     def _request_head(self, request: Head) -> bytes:
-        """Return the head of a request to the policy.
-
-        Raises:
-            Refusal: the request is for another server or path.
-        """
+        """Return the head of a request to the policy."""
         method, target, _version = request.first
         segments = unquote(target.partition("?")[0]).replace("\\", "/").split("/")
         if not target.startswith("/v1/") or not target.isascii() or "#" in target or {".", ".."} & {*segments}:
@@ -386,11 +367,7 @@ async def _send_body(reader: asyncio.StreamReader, size: float | None, writer: a
 
 
 async def _read_response(reader: asyncio.StreamReader, method: str) -> tuple[str, list[str], float | None]:
-    """Return status, fields to pass on, and size of the body as in :class:`.Head`.
-
-    Raises:
-        Refusal: the message is no response.
-    """
+    """Return status, fields to pass on, and size of the body as in :class:`.Head`."""
     head = parse_head(await reader.readuntil(b"\r\n\r\n"))
     while "".join(head.first[1:2]).startswith("1"):
         head = parse_head(await reader.readuntil(b"\r\n\r\n"))
@@ -417,13 +394,7 @@ async def _copy(
 
 
 async def _pieces(reader: asyncio.StreamReader, size: float | None, limit: float = math.inf) -> AsyncIterator[bytes]:
-    """Yield a body as it arrives: ``size`` bytes, all up to the connection's end if infinite, chunks if ``None``.
-
-    Raises:
-        Refusal: the chunks have more bytes than the limit.
-        BadBody: a chunk has no clear size or end, or trailers follow.
-        asyncio.IncompleteReadError: the connection ended before the body.
-    """
+    """Yield a body as it arrives: ``size`` bytes, all up to the connection's end if infinite, chunks if ``None``."""
     while size is None:
         try:
             found = _CHUNK.fullmatch(await reader.readuntil(b"\r\n"))

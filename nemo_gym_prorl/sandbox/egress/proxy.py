@@ -132,10 +132,7 @@ class Request:
     """A program's request to the proxy.
 
     Attributes:
-        message: head of the request.
-        tunnel: whether the request is ``CONNECT``.
         host: name or address of the target, in lower case without brackets.
-        port: port of the target.
         path: path and query of a plain request.
     """
 
@@ -147,7 +144,6 @@ class Request:
 
     @property
     def authority(self) -> str:
-        """Host and port as in a URL."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def head(self, *, to_proxy: bool, authorization: str = "") -> bytes:
@@ -159,11 +155,7 @@ class Request:
 
 
 def parse_request(head: bytes) -> Request:
-    """Return the request of a head.
-
-    Raises:
-        Refusal: the head is not one of a request to a proxy.
-    """
+    """Return the request of a head."""
     message = parse_request_head(head)
     method, target, _version = message.first
     tunnel = method == "CONNECT"
@@ -182,10 +174,6 @@ class HostUse:
     Attributes:
         host: name or address as requested; ``*`` for all hosts beyond :data:`MAX_LOGGED_HOSTS`.
         port: the port; 0 for several.
-        allowed: whether the rules allow the host.
-        connections: number of requests.
-        bytes_out: bytes from the sandbox.
-        bytes_in: bytes to the sandbox.
         seconds: duration of the connections that have ended.
     """
 
@@ -199,12 +187,7 @@ class HostUse:
 
 
 class SandboxEgress(SandboxPort):
-    """The proxy of one sandbox.
-
-    Args:
-        listener: listening socket in the sandbox's network namespace.
-        rules: destinations that the sandbox may reach.
-    """
+    """The proxy of one sandbox."""
 
     def __init__(self, listener: socket.socket, rules: EgressRules) -> None:
         super().__init__(listener)
@@ -235,11 +218,7 @@ class SandboxEgress(SandboxPort):
             use.seconds += asyncio.get_running_loop().time() - begin
 
     def _check_first(self, request: Request, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Check the first bytes that a program sends in a tunnel.
-
-        Raises:
-            ConnectionAbortedError: TLS that asks for a host that is not allowed.
-        """
+        """Check the first bytes that a program sends in a tunnel."""
         named = not self._rules.public and literal_address(request.host) is None
         if not request.tunnel or data[0] != HANDSHAKE or not named:
             return
@@ -261,11 +240,7 @@ class SandboxEgress(SandboxPort):
         return use
 
     async def _connect(self, request: Request) -> tuple[Streams, bytes]:
-        """Return a connection to the target, and the bytes to send first.
-
-        Raises:
-            Refusal: the target has no address that is allowed, or cannot be reached.
-        """
+        """Return a connection to the target, and the bytes to send first."""
         try:
             if proxy := _proxy_of_host(request):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):

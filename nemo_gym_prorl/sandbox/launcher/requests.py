@@ -159,11 +159,7 @@ class Request:
             self._body += _WORD.pack(number & 0xFFFFFFFFFFFFFFFF)
 
     def text(self, *texts: str | bytes) -> None:
-        """Add texts.
-
-        Raises:
-            OSError: a text contains a NUL.
-        """
+        """Add texts."""
         for each in texts:
             encoded = os.fsencode(each)
             if b"\0" in encoded:
@@ -171,12 +167,10 @@ class Request:
             self._body += encoded + b"\0"
 
     def texts(self, texts: Sequence[str | bytes]) -> None:
-        """Add the count of texts, and the texts."""
         self.words(len(texts))
         self.text(*texts)
 
     def content(self, content: bytes) -> None:
-        """Add the count of bytes, and the bytes."""
         self.words(len(content))
         self._body += content
 
@@ -188,11 +182,7 @@ class Request:
             self.words(*limit)
 
     def rules(self) -> None:
-        """Add the system call filter.
-
-        Raises:
-            OSError: this machine has no filter.
-        """
+        """Add the system call filter."""
         if not seccomp.FILTER:
             raise OSError(errno.ENOSYS, f"sandboxes have no system call filter for {os.uname().machine}")
         self.content(seccomp.FILTER)

@@ -26,13 +26,8 @@ async def blame_agent(container: Container, program: str, process: SandboxProces
     """Raise if the agent is the cause of a session's program not starting.
 
     Args:
-        container: the sandbox.
-        program: name of the program.
         process: the program's process; ``None`` if it could not be started.
         trouble: observed failure, for the message.
-
-    Raises:
-        SandboxBroken: the agent broke the program.
     """
     if process is not None and (not process.ended.done() or process.ended.result() == -signal.SIGKILL):
         return
@@ -46,7 +41,6 @@ def session_end_error(
     """Return the error for a request to a session that has ended.
 
     Args:
-        container: the sandbox.
         session: name of the session in messages.
         process: the session's program, which has ended; ``None`` if the session was closed.
         ours: whether this process killed the program, at a time limit.

@@ -108,9 +108,7 @@ class Kernel:
         """Run one cell. A cancelled call interrupts the cell.
 
         Args:
-            code: Python source.
             timeout_s: time limit. The cell is then interrupted, and the kernel is killed if the cell does not end.
-            output_limit: bytes of text to keep.
 
         Raises:
             SandboxBroken: programs in the kernel have ended the kernel; :meth:`restart` starts another.
@@ -139,7 +137,6 @@ class Kernel:
             return _cell(output, output_limit, timed_out=timed_out, died=died, broken=self._broken)
 
     async def interrupt(self) -> None:
-        """Interrupt the running cell, as Ctrl-C does."""
         if self._process is not None:
             await self._container.signal(self._process, signal.SIGINT)
 

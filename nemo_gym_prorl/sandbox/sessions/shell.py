@@ -114,7 +114,6 @@ class Shell:
 
     @property
     def exited(self) -> bool:
-        """Return whether bash has ended."""
         return self._bash is None or self._bash.ended.done()
 
     async def restart(self) -> None:
@@ -258,11 +257,7 @@ class Shell:
 
     @property
     def terminal(self) -> ContainerTerminal:
-        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on.
-
-        Raises:
-            CallerError: the shell is closed.
-        """
+        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on."""
         if self._terminal is None:
             raise self._ended_error()
         return self._terminal

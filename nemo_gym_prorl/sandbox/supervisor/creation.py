@@ -95,11 +95,7 @@ class Creation:
     """Creation of the sandboxes of one supervisor.
 
     Args:
-        folder: the supervisor's state folder.
-        children: the supervisor's children.
         groups: parent of the sandboxes' control groups; ``None`` without control groups.
-        launcher: starts first processes.
-        egress: opens the proxies of sandboxes.
         in_use: returns the prepared images of all sandboxes that are not gone yet.
     """
 
@@ -345,9 +341,6 @@ class PreparedImages:
     """LRU cache of prepared images.
 
     Args:
-        folder: the supervisor's state folder.
-        children: the supervisor's children.
-        launcher: erases folders.
         in_use: returns the prepared images of sandboxes that are not gone yet.
     """
 
@@ -448,7 +441,6 @@ def make_folder(path: Path, request: CreateRequest) -> None:
 
 
 def make_overlay(sandbox: Sandbox) -> None:
-    """Make the folders of the writable layer."""
     overlay = sandbox.folder / "overlay"
     for path in (overlay, overlay / "upper", overlay / "work"):
         make_folder(path, sandbox.request)

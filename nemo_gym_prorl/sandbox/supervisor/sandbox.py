@@ -97,13 +97,9 @@ class Sandbox:
         stage: see :mod:`.lifecycle`.
         start_timeout: bounds the creation; closing the sandbox expires it.
         created: set when the creation has succeeded or failed.
-        step_seconds: duration of each step of the creation.
-        start_method: method that starts the sandbox.
-        prepared: the prepared image of a direct start.
         fallback_reason: reason that a direct start was not possible.
         channel: socket to the first process.
         starter: the supervisor's child for the sandbox: the runtime's process outside, or the first process itself.
-        group: the control group, if there is one.
         place: namespaces to join; set once the first process has reported.
         pid_namespace: identity of the first process, by which the sandbox is ended.
         log: output of the runtime until the sandbox is up.
@@ -160,7 +156,6 @@ class Sandbox:
             self.step_seconds[name] = self.step_seconds.get(name, 0.0) + time.monotonic() - begin
 
     def steps(self) -> str:
-        """Return the duration of each step, for logs."""
         return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.step_seconds.items())
 
     async def wait_gone(self) -> None:
@@ -184,11 +179,7 @@ class Sandbox:
                     end.set_result(None)
 
     def place_to_join(self) -> SandboxNamespaces:
-        """Return the namespaces to join of a sandbox that is up.
-
-        Raises:
-            Refused: the sandbox is paused.
-        """
+        """Return the namespaces to join of a sandbox that is up."""
         if self.paused:
             raise Refused({"error": "the sandbox is paused; resume it first"})
         assert self.place
@@ -205,7 +196,6 @@ class Sandbox:
             os.close(log)
 
     def apply_limits(self) -> None:
-        """Set the limits of the control group, if there is one."""
         memory, processes, cpus = (self.request.memory_mib, self.request.processes, self.request.cpus)
         if self.group:
             self.group.set_limits(memory=memory << 20, processes=processes, cpus=cpus)

@@ -182,7 +182,6 @@ class PidNamespace:
         return None
 
     def record(self, folder: Path) -> None:
-        """Record the namespace in a sandbox's folder."""
         _record(folder / PID_NAMESPACE_FILE, self.init, self.started, self.number)
 
     @property
@@ -273,7 +272,6 @@ def _holds(test: Callable[[int], bool], pid: int) -> bool:
 
 
 def process_ids() -> Iterator[int]:
-    """Return the pids of all visible processes."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
@@ -371,11 +369,7 @@ OTHER_USERS_ERRORS = frozenset({errno.EPERM, errno.EACCES})
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, as ``rm -rf``. Blocks.
-
-    Raises:
-        OSError: a file cannot be removed.
-    """
+    """Remove a folder, as ``rm -rf``. Blocks."""
     number = _erase(folder)
     if number in OTHER_USERS_ERRORS and not is_machine_root():
         parent, one_user = user_ids.make_parent_namespace()
