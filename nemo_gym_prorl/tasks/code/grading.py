@@ -96,7 +96,6 @@ class NoVerdict:
     """A grading run without a verdict.
 
     Attributes:
-        why: known details.
         by_machine: whether the candidate cannot have caused the failure.
     """
 
@@ -106,11 +105,7 @@ class NoVerdict:
 
 @dataclass(frozen=True, slots=True)
 class GraderKilled:
-    """The candidate terminated its grader repeatedly.
-
-    Attributes:
-        why: known details.
-    """
+    """The candidate terminated its grader repeatedly."""
 
     why: str
 
@@ -295,9 +290,6 @@ async def grade(
 
     Args:
         open_sandbox: starts a fresh sandbox with ``sh`` and ``python3`` (3.8 or later).
-        problem: the problem with its tests.
-        source: the submitted source.
-        limits: limits of the candidate.
         root: folder of the sandbox for uploads.
         rule: ``all`` gives 1 if all tests pass and stops at the first failure; ``fraction`` gives the share of passed
             tests.
@@ -321,11 +313,7 @@ async def grade(
 async def grade_in(
     sandbox: Sandbox, problem: CodeProblem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
 ) -> Grade | NoVerdict:
-    """Grade a candidate once in the given sandbox.
-
-    Raises:
-        TaskError: the row's checker program does not work.
-    """
+    """Grade a candidate once in the given sandbox."""
     job = {"source": source.removeprefix(BYTE_ORDER_MARK), "stop_at_failure": rule == "all"}
     job |= _tests(problem, limits)
     try:
@@ -348,7 +336,6 @@ async def grade_in(
 
 
 def _tests(problem: CodeProblem, limits: CodeLimits) -> dict[str, Any]:
-    """Return the grader's input for a problem."""
     bounds = {**asdict(limits), "filters": filters()}
     for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
         bounds[name] = min(bounds[name], own or bounds[name])

@@ -189,11 +189,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def test_files(test_patch: str) -> list[str]:
-    """Return the test files that a patch changes, without data files.
-
-    Raises:
-        CallerError: the patch changes no test file.
-    """
+    """Return the test files that a patch changes, without data files."""
     files = [file for file in _CHANGED.findall(test_patch) if not file.endswith(_DATA)]
     if not files:
         raise CallerError("changes no test file", field="test_patch")
@@ -321,11 +317,7 @@ class SweRebenchRecord(SweBenchRecord):
 
 
 def _r2e_fix(commit: Mapping[str, Any]) -> str:
-    """Return a commit's patch without tests; empty if it only changes tests.
-
-    Raises:
-        ValueError: the commit is malformed.
-    """
+    """Return a commit's patch without tests; empty if it only changes tests."""
     try:
         lines = [line for part in commit["file_diffs"] if _belongs_to_fix(part) for line in _diff_lines(part)]
         return "".join(line + "\n" for line in lines)
@@ -378,7 +370,6 @@ def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
     """Convert a SWE-bench record to a row.
 
     Args:
-        record: fields of the record.
         prefix: registry and folder of the images; ``None`` for the dataset's own.
 
     Raises:
@@ -397,7 +388,6 @@ def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
 
 
 def swe_gym(record: Record, prefix: str | None) -> dict[str, Any]:
-    """Convert a SWE-Gym record; see :func:`swe_bench`."""
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_s_')}:latest".lower()
     spec = of_swe_gym(read.repo, read.version, read.test_patch)
@@ -426,7 +416,6 @@ def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
 
 
 def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
-    """Convert an R2E-Gym record; see :func:`swe_bench`."""
     read = _read(R2eGymRecord, record)
     issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", read.problem_statement, re.DOTALL)
     instance = _instance(

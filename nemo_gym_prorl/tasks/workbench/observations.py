@@ -47,8 +47,6 @@ def tool_schema(name: str, model: type[Arguments], description: str | None = Non
     """Return a tool's function schema of the Responses API.
 
     Args:
-        name: the tool's name.
-        model: model of the arguments.
         description: replaces the model's docstring.
     """
     return {
@@ -135,22 +133,18 @@ _MAX_OMITTED = 10**18
 
 
 def exit_code(code: int) -> str:
-    """Status of a command that exited."""
     return f"exit code: {code}"
 
 
 def timed_out(limit_s: float) -> str:
-    """Status of a command that exceeded its time limit."""
     return f"timed out after {limit_s:g} s"
 
 
 def waiting(silence_s: float) -> str:
-    """Status of a command that still runs."""
     return f"still running, no output for {silence_s:g} s: it may wait for input"
 
 
 def restarted(what: str) -> str:
-    """Status of a requested restart."""
     return f"a new {what} was started"
 
 
@@ -233,7 +227,6 @@ def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit
     """Format an observation of at most ``limit`` bytes.
 
     Args:
-        output: the command's output.
         status: a status of this module.
         notes: notes of this module.
         limit: maximum bytes; at least 1000.
@@ -385,7 +378,6 @@ class ToolCallCounts:
     """Call counts of one tool.
 
     Attributes:
-        calls: all calls.
         errors: failed calls: invalid arguments, a non-zero exit code or an exception.
         timeouts: calls that exceeded their time limit; counted as errors too.
         cut: truncated observations of ``bash`` and ``python``.
@@ -415,7 +407,6 @@ class ToolCallStats:
         counts.errors += failed or (not status and observation.startswith(_TROUBLE))
 
     def resume(self, counted: Mapping[str, Mapping[str, int]]) -> None:
-        """Restore counts of :meth:`as_json`."""
         self._tools = {tool: ToolCallCounts(**counts) for tool, counts in counted.items()}
 
     def as_json(self) -> Mapping[str, Mapping[str, int]]:

@@ -26,8 +26,6 @@ class Workbench:
 
     Args:
         tools: names from :data:`.observations.TOOLS`.
-        folder: working folder inside.
-        limits: limits of tool calls.
         submit_description: description of ``submit`` for this task; a general one by default.
         submit_reply: observation of ``submit``.
     """
@@ -50,15 +48,10 @@ class Workbench:
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Function schemas of the Responses API."""
         return self._schemas
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Workspace:
         """Open the tools in a sandbox.
-
-        Args:
-            sandbox: the session's sandbox.
-            needs: the requirements that the sandbox was started with.
 
         Raises:
             CallerError: the row's image lacks a program that a tool needs; names the row's field.
@@ -87,5 +80,4 @@ class Workbench:
 
 
 def workbench_schemas(tools: Sequence[str], submit_description: str | None = None) -> list[dict[str, Any]]:
-    """Return the function schemas of tools; see :class:`Workbench`."""
     return [tool_schema(name, TOOLS[name], submit_description if name == "submit" else None) for name in tools]

@@ -171,8 +171,6 @@ class InstalledPrograms:
     """Programs of an image that tools need.
 
     Attributes:
-        bash: whether bash is installed.
-        python: whether Python is installed.
         kernel: whether IPython is installed and supports kernels.
     """
 
@@ -189,11 +187,7 @@ _PROBE_IMAGE = (
 
 
 async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
-    """Return the programs of a fresh sandbox's image.
-
-    Raises:
-        InfrastructureError: the probe failed.
-    """
+    """Return the programs of a fresh sandbox's image."""
     result = await sandbox.exec(_PROBE_IMAGE, cwd="/", timeout_s=ANSWER_MARGIN_S)
     if result.error_type is not None:
         raise InfrastructureError(f"could not probe the image: {(result.stderr or '')[:MAX_REASON_CHARS]}")
@@ -207,7 +201,6 @@ class Workspace:
     Args:
         sandbox: a started sandbox with ``sh``.
         folder: absolute path of the working folder inside; created on first use.
-        limits: limits of tool calls.
         installed: programs of the image.
         submitted: observation of ``submit``.
     """
@@ -250,11 +243,7 @@ class Workspace:
                 self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
     async def write(self, contents: Mapping[str, str | bytes]) -> None:
-        """Write files into the working folder: path (relative to it, or absolute) to content.
-
-        Raises:
-            InfrastructureError: the sandbox failed.
-        """
+        """Write files into the working folder: path (relative to it, or absolute) to content."""
         try:
             for name, content in contents.items():
                 data = content if isinstance(content, bytes) else content.encode()
