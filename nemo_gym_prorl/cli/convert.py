@@ -421,11 +421,7 @@ def _atomic_output(output: Path | None) -> Iterator[IO[bytes]]:
 
 
 def _lock(file: IO[bytes], part: Path, output: Path) -> None:
-    """Lock the partial file, so that two processes do not write one output.
-
-    Raises:
-        CallerError: another process holds the lock, or has just renamed the file.
-    """
+    """Lock the partial file, so that two processes do not write one output."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):

@@ -92,11 +92,7 @@ _SET_BEFORE = ("head_server", "hydra", "skip_venv_if_present", "uv_venv_dir")  #
 
 
 def _check_settings(owner: tuple[str, ...], given: Any) -> None:
-    """Check settings of a server or of sandboxes by their models, whose imports take seconds.
-
-    Raises:
-        CallerError: settings are unknown or have wrong values.
-    """
+    """Check settings of a server or of sandboxes by their models, whose imports take seconds."""
     where = ".".join(owner)
     if owner[1] == _SANDBOXES:
         try:

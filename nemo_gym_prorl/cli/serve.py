@@ -197,14 +197,7 @@ _RAY_CONNECT_TIMEOUT_S = 10.0  # for a TCP connection to Ray's head, also on a b
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Options of a gateway.
-
-    Attributes:
-        host, port: address on which the gateway listens.
-        token: key of the gateway and of the nodes.
-        keys_file: file with the keys of clients.
-        journal: folder in which rollouts survive a restart.
-    """
+    """Options of a gateway."""
 
     host: str
     port: int
@@ -327,11 +320,7 @@ async def report_waiting(awaited: Callable[[], str], say: Callable[[str], None])
 
 
 async def _check_ray_listens(address: str) -> None:
-    """Check for a listener first: ``ray.init`` tries an unreachable address for minutes and cannot be interrupted.
-
-    Raises:
-        InfrastructureError: no process listens at the address.
-    """
+    """Check for a listener first: ``ray.init`` tries an unreachable address for minutes and cannot be interrupted."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
         return  # an address such as "auto"

@@ -210,7 +210,6 @@ class _Transcript:
 
     @property
     def now(self) -> datetime:
-        """End of the latest event."""
         return _datetime(self._clock)
 
     def _add_turn(self, turn: ParsedTurn, name: str) -> None:

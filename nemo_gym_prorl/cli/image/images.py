@@ -44,7 +44,6 @@ class ImageJob:
     """An image to make.
 
     Attributes:
-        name: registry address or name of the image.
         find: returns the image's path; ``None`` if it has to be made.
         make: makes the image and returns its path; raises :class:`RolloutError`.
     """
@@ -68,10 +67,7 @@ class ImageOutcome:
     """Result of a job.
 
     Attributes:
-        name: registry address or name of the image.
-        state: how the job ended.
         reason: why there is no image; empty if there is one.
-        seconds: duration.
         bytes: size of the image on disk; 0 if another job has made the same image.
     """
 
@@ -93,9 +89,6 @@ def make_images(
     ends all pulls and builds.
 
     Args:
-        jobs: images, each once.
-        store: where the images are stored.
-        parallel: number of images that are made at a time.
         max_bytes: limit for all images of the store. No further image is begun where the running ones may reach it, or
             where the disk is nearly full.
     """
@@ -163,7 +156,6 @@ class _Room:
         return size
 
     def leave(self) -> None:
-        """Count one image less as running."""
         with self.lock:
             self.running -= 1
 
@@ -249,7 +241,6 @@ class _HarborBuild:
     """An image that is built from a Dockerfile of a Harbor task.
 
     Attributes:
-        name: name of the image.
         task: the task of the first row that has the image.
         replaced: bases that replace those of this Dockerfile.
         bases: images of registries that the Dockerfile needs.
@@ -342,11 +333,7 @@ def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
 
 
 def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
-    """Write outcomes as JSON lines, with the line of the Dockerfile that failed.
-
-    Raises:
-        CallerError: the file cannot be written.
-    """
+    """Write outcomes as JSON lines, with the line of the Dockerfile that failed."""
     lines = []
     for one in outcomes:
         line = re.search(r"\bDockerfile: line (\d+)\b", one.reason)
@@ -360,7 +347,6 @@ def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
 
 
 def show(store: ImageStore, console: Console) -> None:
-    """Print all images, and the unpacked copies on this machine."""
     now = time.time()
     table = Table("name", "kind", "format", box=None, pad_edge=False)
     for column in ("MiB", "last use"):

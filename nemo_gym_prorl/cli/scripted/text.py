@@ -49,12 +49,7 @@ NO_SCRIPT_TEXT = (
 
 
 class ScriptError(ValueError):
-    """Invalid field of a request.
-
-    Args:
-        field: path of the field.
-        reason: error of the field.
-    """
+    """Invalid field of a request."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -82,7 +77,6 @@ class ScriptTurn:
 
     Attributes:
         content: the text, possibly with a leading ``<think>…</think>`` block.
-        tool_calls: parallel tool calls of this turn.
         latency_s: seconds before the answer, in addition to the server's latency.
     """
 
@@ -209,11 +203,7 @@ def encode_ids(rendered: bytes) -> list[int]:
 
 
 def decode_ids(ids: Sequence[int]) -> bytes:
-    """Decode token ids into rendered bytes.
-
-    Raises:
-        ScriptError: an id is outside the vocabulary.
-    """
+    """Decode token ids into rendered bytes."""
     try:
         return bytes(ids)
     except (ValueError, TypeError) as error:

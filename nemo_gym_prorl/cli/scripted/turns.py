@@ -21,7 +21,6 @@ Script = dict[str, list[Turn]]
 
 
 def turn(content: str | None, *calls: dict[str, Any]) -> Turn:
-    """Return a turn with a text and tool calls."""
     return {"content": content, "tool_calls": list(calls)}
 
 
@@ -32,16 +31,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 def script_of[Problem](
     variants: Mapping[str, Callable[[Problem], list[Turn]]], problem: Problem, variant: str
 ) -> Script:
-    """Return the script of one variant for a problem.
-
-    Args:
-        variants: functions that return turns, by name of the variant.
-        problem: the problem.
-        variant: name of the variant.
-
-    Raises:
-        CallerError: unknown variant.
-    """
+    """Return the script of one variant for a problem."""
     if variant not in variants:
         raise CallerError(f"no script {variant!r}; scripts: {', '.join(variants)}", field="variant")
     return {"turns": variants[variant](problem)}
