@@ -61,7 +61,6 @@ class UsageTotal:
     length: float = 0.0
 
     def add(self, usage: Usage) -> None:
-        """Add the cost of one rollout."""
         self.rollouts += 1
         self.seconds += usage.seconds
         self.length += usage.length
@@ -81,7 +80,6 @@ class OutcomeTotals:
         return self._totals[outcome]
 
     def add(self, outcome: RolloutOutcome, usage: Usage) -> None:
-        """Count one rollout under its outcome."""
         self._totals[outcome].add(usage)
 
     @property
@@ -174,7 +172,6 @@ class PrefixSearch:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether no untried turn is left."""
         return self._middle == self.early
 
     @property
@@ -208,8 +205,6 @@ class Member:
         reward: raw reward of the environment; ``None`` until the rollout is scored.
         accuracy: value that the variance filter compares.
         masked: whether the rollout gets no loss.
-        usage: cost of the scored rollout.
-        checkpoints: checkpoints of the scored rollout.
         failures: tries that ended without a reward.
     """
 
@@ -233,7 +228,6 @@ class Member:
 
     @property
     def waits(self) -> bool:
-        """Return whether the member is still to be submitted."""
         return self.rollout is None
 
     @property
@@ -242,7 +236,6 @@ class Member:
         return self.rollout is not None and self.reward is None
 
     def begin(self, rollout: str, version: int) -> None:
-        """Start another try."""
         self.tries += 1
         self.rollout = rollout
         self.version = version
@@ -268,8 +261,6 @@ class Group:
 
     Attributes:
         number: position in the order of groups; older groups have lower numbers.
-        prompt: number of the prompt in the stream of prompts.
-        key: name of the prompt.
         members: one for each rollout that a batch needs of a prompt.
         search: search for the prefix from which the members begin; ``None`` if they begin at the prompt.
     """
@@ -289,7 +280,6 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Return whether every member has its reward."""
         return all(member.reward is not None for member in self.members)
 
     @property
@@ -361,12 +351,7 @@ class PrefixSampling:
         """Prompt number, prompt name and search of prefix groups that are still to be opened."""
 
     def plan(self, group: Group, usable: Sequence[Group]) -> None:
-        """Add the prefix group that follows a complete group to the backlog, if one follows.
-
-        Args:
-            group: complete group.
-            usable: groups that are open or ready.
-        """
+        """Add the prefix group that follows a complete group to the backlog, if one follows."""
         planned = [it.prompt for it in usable if it.search is not None and it is not group]
         planned += [prompt for prompt, *_ in self.backlog]
         if group.search is None and group.prompt in planned:

@@ -55,8 +55,6 @@ class DynamicSampler:
     """State machine of dynamic sampling; see the module.
 
     Args:
-        config: settings of the sampler.
-        prompts: stream of prompts.
         curriculum: selection of prompts to skip.
         run: prefix of all rollout ids, which each training needs its own of, since services remember ids; random by
             default.
@@ -116,9 +114,7 @@ class DynamicSampler:
         """Note the score of a rollout.
 
         Args:
-            rollout: rollout id.
             reward: raw reward of the environment.
-            usage: cost of the rollout.
             accuracy: value that the variance filter compares; the reward by default.
             masked: whether the rollout gets no loss and does not enter the baseline of its group.
             checkpoints: checkpoints from which other rollouts can be forked.
@@ -208,11 +204,7 @@ class DynamicSampler:
     # Decisions
 
     def decide(self) -> Decision:
-        """Return the actions that follow from the events since the last call.
-
-        Raises:
-            NothingToLearn: training cannot make progress.
-        """
+        """Return the actions that follow from the events since the last call."""
         while (batch := self._batch()) is not None:
             self._decision.batches.append(batch)
         self._settle_zero_variance(self._certainly_passed())

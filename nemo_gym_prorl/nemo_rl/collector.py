@@ -62,7 +62,6 @@ class Validation:
     Attributes:
         rows: rows with sampling parameters.
         period: weight versions between two validations.
-        at_start: whether version 0 is validated.
         last: final weight version, which is not validated because its metrics would not be logged.
     """
 
@@ -72,7 +71,6 @@ class Validation:
     last: int
 
     def is_due(self, version: int) -> bool:
-        """Return whether a weight version is to be validated."""
         if not version:
             return self.at_start
         return bool(self.period) and version % self.period == 0 and version < self.last
@@ -111,8 +109,6 @@ async def validate(
     """Run one rollout of each row and return the metrics.
 
     Args:
-        version: weight version of the policy.
-        rows: validation rows.
         services: clients of rollout services, not yet open.
         client: client name of the submissions.
         options: further fields of each submission.
@@ -164,13 +160,9 @@ class CollectionPlan:
 
     Attributes:
         rows: dataset rows with sampling parameters.
-        sampler: settings of the sampler, without the first version.
-        servers: rollout services and model servers.
-        reward_of: scaling and shaping of rewards.
         seed: seed of the shuffles of prompts; ``None`` keeps the dataset's order.
         skip_solved: number of consecutive solved groups after which a prompt is skipped; ``None`` for never.
         client: client name of the submissions, unique to the training, by which its rollouts can be cancelled.
-        validation: rows and schedule of validations.
         state: return value of :meth:`Collector.state` of an earlier training.
     """
 

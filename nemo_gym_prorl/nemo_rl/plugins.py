@@ -46,5 +46,4 @@ class NoEnvironment:
         del config
 
     def shutdown(self) -> bool:
-        """Return that the environment has shut down."""
         return True

@@ -161,12 +161,7 @@ def rollout_error_in(error: BaseException | None) -> RolloutError | None:
 
 
 def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
-    """Shut down environments, then the engines that they call, as NeMo RL's own launcher does.
-
-    Args:
-        environments: actor handles by name.
-        engines: handles of generation and of training.
-    """
+    """Shut down environments, then the engines that they call, as NeMo RL's own launcher does."""
     import ray
 
     for name, actor in environments.items():
@@ -202,7 +197,6 @@ def replace_parts(
     client: str,
     validation: Validation | None = None,
 ) -> None:
-    """Replace and wrap parts among the controller's arguments."""
     grpo = master.grpo
     size = grpo.num_generations_per_prompt
     lines = [json.loads(line) for line in arguments.dataloader.dataset.dataset["extra_env_info"]]

@@ -45,7 +45,6 @@ REFUSED = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     config: dict[str, Any] = {}
     findings = [*_check_nemo_rl()]
