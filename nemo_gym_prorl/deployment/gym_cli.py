@@ -89,11 +89,7 @@ def _roots() -> list[Path]:
 
 
 def find_file(path: str) -> Path:
-    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder.
-
-    Raises:
-        FileNotFoundError: no such file; the error lists the folders searched.
-    """
+    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder."""
     roots = _roots()
     for root in roots:
         if (root / path).is_file():
@@ -179,7 +175,6 @@ class GymCli:
 
     @property
     def head_url(self) -> str:
-        """URL of Gym's head server."""
         return f"http://127.0.0.1:{self.head_port}"
 
     @property

@@ -33,7 +33,6 @@ def lock(folder: Path, mark: ProcessMark, temporary: Path | None) -> int:
 
     Args:
         folder: the deployment's Ray folder, below :data:`FOLDERS`.
-        mark: mark of the deployment's processes.
         temporary: another folder to remove with an orphan.
     """
     new_file = folder / f".{_LOCK}"

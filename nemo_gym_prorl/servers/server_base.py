@@ -45,7 +45,6 @@ class ServerBase(SimpleServer):
         return SessionMiddleware(_SessionId(app), secret_key=key, session_cookie=key)
 
     def setup_session_middleware(self, app: FastAPI) -> None:
-        """Add Gym's session cookie."""
         app.add_middleware(self.in_session)
 
     def setup_exception_middleware(self, app: FastAPI) -> None:

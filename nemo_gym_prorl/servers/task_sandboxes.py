@@ -86,7 +86,6 @@ class SandboxWithSessions(StartedSandbox):
         return shell
 
     async def download(self, remote_path: str, local_path: Path) -> None:
-        """Copy a regular file out of the sandbox."""
         await self._provider.download_file(self._handle, remote_path, local_path)
 
     async def kernel(self) -> Kernel:
@@ -169,7 +168,6 @@ class SandboxFactory:
         return self._kind(self._provider, await self._provider.create(spec))
 
     async def delete_snapshot(self, name: str) -> None:
-        """Delete a snapshot of :meth:`SandboxWithSessions.checkpoint`."""
         await self._provider.delete_snapshot(name)
 
     async def renew_snapshot(self, name: str) -> None:

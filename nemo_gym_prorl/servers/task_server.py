@@ -135,7 +135,6 @@ class ProgramRequest(BaseModel):
     timeout_s: float = Field(gt=0)
 
     def launch(self, *, origin: str, home: str, libc: Libc) -> Launch:
-        """Return the program; see :meth:`.Harness.launch`."""
         find_bundles(self.harness, libc=libc)
         told = {"prompt": self.prompt, "model": self.model}
         return self.harness.launch(**told, context=self.context, origin=origin, home=home, libc=libc)
@@ -291,11 +290,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"renewed": len(body.snapshots)}
 
     def _check_tools(self, row: Mapping[str, Any]) -> None:
-        """Check that a row offers only tools of this environment.
-
-        Raises:
-            CallerError: names the unknown tool and suggests a known one.
-        """
+        """Check that a row offers only tools of this environment."""
         params = row.get("responses_create_params")
         offered = params.get("tools") if isinstance(params, dict) else None
         known = [str(schema["name"]) for schema in self._schemas]
@@ -342,7 +337,6 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"resources_session_id": named} if named else {}
 
     async def verify(self, request: Request, body: TaskVerifyRequest) -> TaskVerifyResponse:
-        """Grade the session, in fresh sandboxes if needed."""
         row = body.model_dump()
         grade = await self._sessions.verify(_key(request), row["response"])
         why = {"passed": grade.passed, "verdict": grade.verdict, "verdict_detail": grade.detail}
