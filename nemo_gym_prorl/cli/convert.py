@@ -25,7 +25,7 @@ from rich.console import Console
 
 from nemo_gym_prorl.cli.show import json_lines, json_value, visible
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
 
 

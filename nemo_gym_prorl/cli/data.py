@@ -47,7 +47,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
     """
-    from nemo_gym_prorl.tasks.extras import require_extras
+    from nemo_gym_prorl.tasks import require_extras
 
     require_extras("math")  # before the next import, which needs the extra
     from nemo_gym_prorl.tasks.math.task import require_readable_answers, row_of

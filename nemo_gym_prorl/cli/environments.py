@@ -31,7 +31,7 @@ from nemo_gym_prorl.deployment.venvs import SERVER_TYPES
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
 from nemo_gym_prorl.sandbox.spec import provider_options
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 
 
 def check_extras(environments: Sequence[str]) -> None:

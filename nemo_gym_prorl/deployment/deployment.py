@@ -29,14 +29,17 @@ import orjson
 from omegaconf import OmegaConf
 from yarl import URL
 
-from nemo_gym_prorl.deployment import orphans
 from nemo_gym_prorl.deployment.gym_cli import (
+    RAY_FOLDER_PREFIX,
+    RAY_FOLDERS,
     RAY_START_S,
     DeploymentError,
     GymCli,
     GymLog,
+    lock_deployment,
     machine_load,
     ray_auth_mode,
+    remove_orphans,
     start_error,
 )
 from nemo_gym_prorl.deployment.restarter import restarter_program
@@ -123,7 +126,7 @@ class GymDeployment:
         self._keeps_work_dir = work_dir is not None
         unique = uuid.uuid4().hex[:12]
         self.work_dir = work_dir or Path(tempfile.gettempdir()) / f"prorl-gym-{unique}"
-        self._ray_dir = orphans.FOLDERS / f"{orphans.PREFIX}{unique}"
+        self._ray_dir = RAY_FOLDERS / f"{RAY_FOLDER_PREFIX}{unique}"
         self._lock: int | None = None
         self._supervised = supervised
         self._joins_ray = any("ray_head_node_address=" in override for override in overrides)
@@ -286,13 +289,13 @@ class GymDeployment:
     async def _launch(self, ray_start_s: int) -> None:
         if problem := python_path_error(self._python):
             raise DeploymentError(f"{problem}; install into a path without spaces")
-        await orphans.remove_orphans()
+        await remove_orphans()
         for folder in (self.work_dir, self._ray_dir):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
                 raise DeploymentError(f"cannot create {folder}: {error.strerror}; choose another folder") from error
-        self._lock = orphans.lock(self._ray_dir, self.cli.mark, self._temporary)
+        self._lock = lock_deployment(self._ray_dir, self.cli.mark, self._temporary)
         for file in (self._up, self._events):
             file.unlink(missing_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]

@@ -5,12 +5,17 @@
 ``gym`` expects a terminal in Gym's checkout: it builds a virtual environment per server, finds servers by the working
 directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, shares one Python
 environment among all servers, and marks the processes of a command so that none is left behind.
+
+A batch system kills all processes of a job, including a deployment's reaper, so its Ray folder with the policy's key
+would remain. Each deployment therefore holds a lock on its folder. The kernel frees the lock when both the owner and
+the reaper are gone; the user's next deployment then removes the orphan.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import random
 import re
@@ -19,7 +24,8 @@ import socket
 import sys
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
@@ -380,3 +386,64 @@ def _invalid_fields(lines: Sequence[str], count: int) -> str:
     names = [number for number, line in enumerate(lines[:-1]) if not line.startswith(" ")][:count]
     pairs = [(lines[number], lines[number + 1].strip().split(" [type=")[0]) for number in names]
     return "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in pairs)
+
+
+RAY_FOLDERS = Path("/tmp")
+"""Parent of the deployments' Ray folders: short, because paths of Ray's sockets must not exceed 107 bytes."""
+RAY_FOLDER_PREFIX = "prorl-ray-"
+_LOCK_FILE = "lock"
+
+
+def lock_deployment(folder: Path, mark: ProcessMark, temporary: Path | None) -> int:
+    """Lock a deployment's folder; return the descriptor, which holds the lock until all its copies are closed.
+
+    Args:
+        folder: the deployment's Ray folder, below :data:`RAY_FOLDERS`.
+        temporary: another folder to remove with an orphan.
+    """
+    new_file = folder / f".{_LOCK_FILE}"
+    descriptor = os.open(new_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.write(descriptor, orjson.dumps({"mark": [mark.name, mark.value], "temporary": str(temporary or "")}))
+    new_file.rename(folder / _LOCK_FILE)  # the lock file becomes visible only once it is locked
+    return descriptor
+
+
+async def remove_orphans() -> None:
+    """Remove the processes and folders of orphaned deployments; running deployments are not touched."""
+    for folder, held in _orphans():
+        try:
+            # The file is empty after a power failure, and missing if another start removed the orphan.
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                owner = orjson.loads((folder / _LOCK_FILE).read_bytes())
+                await ProcessMark(*owner["mark"]).kill(settle_s=0)
+                if owner["temporary"]:
+                    await asyncio.to_thread(shutil.rmtree, owner["temporary"], ignore_errors=True)
+            await asyncio.to_thread(_remove_folder, folder)
+        finally:
+            os.close(held)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder, its lock file last, so that an interrupted removal is found again."""
+    with suppress(FileNotFoundError):
+        for path in [path for path in folder.iterdir() if path.name != _LOCK_FILE]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _orphans() -> Iterator[tuple[Path, int]]:
+    for folder in RAY_FOLDERS.glob(f"{RAY_FOLDER_PREFIX}*"):
+        with suppress(OSError):  # no lock file, a lock in use, or a folder that was just removed
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                raise
+            yield folder, descriptor

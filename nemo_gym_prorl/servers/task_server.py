@@ -58,8 +58,7 @@ from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
-from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, StartedSandbox, TaskSandboxes
-from nemo_gym_prorl.tasks.programs import run_program
+from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, StartedSandbox, TaskSandboxes, run_program
 from nemo_gym_prorl.tasks.sessions import Sessions
 from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, LimitsTime, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits

@@ -253,7 +253,7 @@ def create_params(
 
     Args:
         parallel: whether the policy may call several tools in one turn.
-        script: turns for the scripted model server (``scripted/turns.py``); ``None`` for a real model.
+        script: turns for the scripted model server (``cli/scripted/text.py``); ``None`` for a real model.
     """
     params: dict[str, Any] = {
         "input": [{"role": "system", "content": system}, {"role": "user", "content": question}],

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gym resources server of science questions with search and Python: settings and task."""
 
-from nemo_gym_prorl.tasks.extras import exit_unless_installed, require_extras
+from nemo_gym_prorl.tasks import exit_unless_installed, require_extras
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 from nemo_gym_prorl.cli.scripted import demo
 from nemo_gym_prorl.cli.scripted.demo import create
-from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.text import Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.code.code_rows import HumanEvalProblem
 
 
-def script_for(problem: HumanEvalProblem, variant: str) -> Script:
+def script_for(problem: HumanEvalProblem, variant: str) -> dict[str, list[Turn]]:
     """Return the script of a variant.
 
     Raises:

@@ -23,8 +23,7 @@ from rich.console import Console
 
 from nemo_gym_prorl.cli.environments import check_overrides
 from nemo_gym_prorl.cli.scripted import server as scripted
-from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.text import MODEL_NAME, Turn, call, script_of, turn
 from nemo_gym_prorl.cli.show import file_table, read_rollouts
 from nemo_gym_prorl.cli.submit import SubmitOptions, submit
 from nemo_gym_prorl.deployment.deployment import GymDeployment
@@ -193,7 +192,7 @@ async def _only_model(url: str, api_key: str) -> str:
     return names[0]
 
 
-def script_for(problem: HumanEvalProblem, variant: str) -> Script:
+def script_for(problem: HumanEvalProblem, variant: str) -> dict[str, list[Turn]]:
     """Return a script of one of :data:`VARIANTS`."""
     return script_of(VARIANTS, problem, variant)
 

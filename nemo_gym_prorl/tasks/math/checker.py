@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, extract_final_answer
 from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.workers import JobLost, WorkerPool

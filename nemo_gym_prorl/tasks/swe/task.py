@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nemo_gym_prorl.network_access import HOST
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.swe.changes import Protection, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, parse_row
