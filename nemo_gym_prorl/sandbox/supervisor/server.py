@@ -270,14 +270,10 @@ def trusted(connection: socket.socket, owner: int) -> bool:
     if uid not in (os.geteuid(), 0) or pid <= 0:
         return False
     try:
-        same = all(os.stat(f"/proc/{pid}/ns/{name}") == _own(name) for name in NAMESPACES)
+        same = all(os.stat(f"/proc/{pid}/ns/{name}") == os.stat(f"/proc/self/ns/{name}") for name in NAMESPACES)
     except OSError:
         return False
     return same
-
-
-def _own(name: str) -> os.stat_result:
-    return os.stat(f"/proc/self/ns/{name}")
 
 
 def main() -> None:
