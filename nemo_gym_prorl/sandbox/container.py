@@ -54,7 +54,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
     SpawnRequest,
     StartReply,
 )
-from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT, FileTransfer
+from nemo_gym_prorl.sandbox.transfer import FileTransfer
 
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Container:
 
     Attributes:
         image: path of the image as the caller named it; ``spec.image`` may be its unpacked copy.
+        files: copies files into and out of the sandbox.
         notes: limits that the sandbox has reached.
         start_method: method that started the sandbox.
         fallback_reason: reason that a direct start was not possible; empty otherwise.
@@ -331,14 +332,6 @@ class Container:
         if self.alive and not process.ended.done():
             await self.signal(process, signal.SIGKILL)
             await asyncio.wait([process.ended], timeout=DEATH_S)
-
-    async def upload(self, source: Path, target: str, *, limit: int = FILE_LIMIT) -> None:
-        """Copy a file of the host into the sandbox; see :meth:`.FileTransfer.upload`."""
-        await self.files.upload(source, target, limit)
-
-    async def download(self, source: str, target: Path, *, limit: int = FILE_LIMIT) -> None:
-        """Copy a file of the sandbox to the host; see :meth:`.FileTransfer.download`."""
-        await self.files.download(source, target, limit)
 
     async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
         """Send a request about this sandbox to the supervisor; the caller closes the files of the reply.

@@ -246,10 +246,10 @@ class SingularityProvider(SnapshotSupport):
         return SandboxExecResult(done.stdout, done.stderr, done.exit_code)
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
-        await container_of(handle).upload(Path(source_path), target_path)
+        await container_of(handle).files.upload(Path(source_path), target_path)
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
-        await container_of(handle).download(source_path, Path(target_path))
+        await container_of(handle).files.download(source_path, Path(target_path))
 
     async def read_file(self, handle: SandboxHandle, path: str, *, limit: int) -> bytes:
         """Read a regular file of the sandbox into memory; see :meth:`.FileTransfer.read_file`."""

@@ -54,8 +54,8 @@ async def attack(image: Path, loader: Path, script: Path) -> None:
     """Start the attack in sandboxes of both ways; runs in a process whose Python is the victim."""
     for start in ("direct", "runtime"):
         async with await Container.start(ContainerSpec(image=image, start=start)) as container:  # type: ignore[arg-type]
-            await container.upload(loader, LOADER)
-            await container.upload(script, "/bin/sh")
+            await container.files.upload(loader, LOADER)
+            await container.files.upload(script, "/bin/sh")
             # The launcher starts commands there; without its socket it exits with 127.
             assert (await container.run("true")).exit_code == 127
     print("attacked")
