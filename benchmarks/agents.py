@@ -73,17 +73,14 @@ class Crowd:
     memory_mib: float = 0.0
 
     def quantile(self, share: float, turns: int) -> float:
-        """Return a percentile of the added latency in the first turns."""
         return quantile([one for turn in range(turns) for one in self.added[turn]], share)
 
     @property
     def turns(self) -> int:
-        """Number of turns with an answer."""
         return sum(map(len, self.added.values()))
 
 
 async def play(scale: Scale, turns: int, servers: list[Process], make: Callable[[int], Agent]) -> Crowd:
-    """Play all agents, each from a random time within the first cycle."""
     crowd, draw = Crowd(), random.Random(0)
 
     async def live(number: int, begin: float) -> None:
@@ -116,7 +113,6 @@ async def play(scale: Scale, turns: int, servers: list[Process], make: Callable[
 
 
 async def measure(scale: Scale) -> list[Row]:
-    """Play with the peer, then with our servers, each over a new engine."""
     raise_open_file_limit()
     crowds: dict[str, Crowd] = {}
     for kind, turns, count in (
@@ -156,7 +152,6 @@ async def measure(scale: Scale) -> list[Row]:
 
 
 def rows_of(scale: Scale, ours: Crowd, peer: Crowd) -> list[Row]:
-    """Return latency, CPU and errors."""
     first, name = scale.peer_turns, PEER_MODEL_SERVER
     rows = [
         Row(
@@ -181,7 +176,6 @@ def rows_of(scale: Scale, ours: Crowd, peer: Crowd) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     publish("agents", asyncio.run(measure(QUICK if quick else FULL)), quick=quick)
 

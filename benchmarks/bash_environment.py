@@ -47,7 +47,6 @@ class BashEnvironment(SimpleResourcesServer):
     _stops: set[asyncio.Task[None]] = PrivateAttr(default_factory=set)
 
     def setup_webserver(self) -> FastAPI:
-        """Add the tool to Gym's routes."""
         self._provider = ApptainerProvider(
             create={"extra_start_args": ["--writable-tmpfs"]}, exec={"concurrency": self.config.concurrency}
         )
@@ -56,13 +55,11 @@ class BashEnvironment(SimpleResourcesServer):
         return app
 
     async def seed_session(self, request: Request, body: BaseSeedSessionRequest) -> BaseSeedSessionResponse:
-        """Start the session's container."""
         handle = await self._provider.create(SandboxSpec(image=self.config.image))
         self._handles[request.session[SESSION_ID_KEY]] = handle
         return BaseSeedSessionResponse()
 
     async def bash(self, request: Request, body: Command) -> str:
-        """Run a command."""
         done = await self._provider.exec(self._handles[request.session[SESSION_ID_KEY]], body.command)
         return f"{done.stdout}{done.stderr or ''}[exit code: {done.return_code}]"
 

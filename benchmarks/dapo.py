@@ -47,18 +47,15 @@ EASE = 1.88
 
 
 def sampler(world: World, staleness: int, *, prompts: int = PROMPTS) -> DynamicSampler:
-    """Return the sampler of this package."""
     config = SamplerConfig(prompts, world.group_size, SLOTS, staleness, max_fruitless=10**9)
     return DynamicSampler(config, Epochs([{}] * 100_000, seed=None), run=RUN)
 
 
 def mean_step_s(runs: Sequence[Run]) -> float:
-    """Return mean seconds per step."""
     return statistics.fmean(run.step_s for run in runs)
 
 
 def distance(runs: Sequence[Run], worlds: Sequence[World]) -> float:
-    """Return the distance of the mean bias in length from 1."""
     return abs(statistics.fmean(run.bias(world)[0] for run, world in zip(runs, worlds, strict=True)) - 1)
 
 
@@ -108,7 +105,6 @@ class Walk(World):
         return seconds, float(ease + sum(self.luck(rollout)) > 0)
 
     def luck(self, rollout: str) -> list[float]:
-        """Return the luck of each turn."""
         prefix = self.begun.get(rollout)
         slowness = random.Random(f"{self.seed}:{_sample(rollout)}").gauss(0, 1)
         drawn = random.Random(f"{self.seed}:luck:{_sample(rollout)}")
@@ -139,7 +135,6 @@ class WithPrefixes(DynamicSampler):
 
 
 def compare_prefixes(label: str, variation: float, seeds: range, steps: int, staleness: int = 4) -> Row:
-    """Compare with and without prefix sampling."""
     with_s, without_s = (
         statistics.fmean(drive(world, steps, WithPrefixes(world, staleness, tries)).step_s for world in worlds)
         for tries, worlds in ((n, [Walk(seed, variation, 0.0, SIZE) for seed in seeds]) for n in (TRIES, 0))
@@ -153,7 +148,6 @@ def _sample(rollout: str) -> str:
 
 
 def main() -> None:
-    """Simulate and publish the results."""
     quick = parser(__doc__).parse_args().quick
     seeds, steps = (range(1), 10) if quick else (range(3), 24)
     rows = compare("heavy tail", [World(seed, 2.0, 0.5, SIZE) for seed in seeds], steps, (4,) if quick else STALENESS)

@@ -98,7 +98,6 @@ class Engine:
     """What each further request adds to a step."""
 
     def rates(self, prefilling: int) -> tuple[float, float]:
-        """Return tokens per second of each request in prefill and of each in decoding."""
         decoding = len(self.running) - prefilling
         share = 0.5 if prefilling and decoding else 1.0
         prefill = self.PREFILL * share / prefilling if prefilling else 0.0
@@ -106,7 +105,6 @@ class Engine:
         return prefill, decode
 
     def advance(self, now: float) -> None:
-        """Do the work since the last call."""
         passed = now - self.updated_s
         self.updated_s = now
         if not self.running or not passed:
@@ -184,7 +182,6 @@ class Engine:
         self.evict()
 
     def cut_off(self) -> list[Request]:
-        """Return all requests and drop them."""
         lost = [*self.running, *self.waiting]
         self.running, self.waiting, self.pinned = [], deque(), 0
         self.used.clear()
@@ -210,7 +207,6 @@ class Engine:
 
     @property
     def kv_use(self) -> float:
-        """Share of the cache that running requests hold."""
         return self.pinned / self.capacity
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import Row, parser, publish
-from nemo_gym_prorl.cli.scripted.humaneval import script_for
+from nemo_gym_prorl.cli.scripted.demo import script_for
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
@@ -93,7 +93,6 @@ class _Fleet:
         self.cluster, self.url = cluster, url
 
     async def grow(self, size: int) -> None:
-        """Add nodes, and wait until all are up."""
         while len(self.cluster.nodes) < size:
             await self.cluster.add()
         async with asyncio.timeout(UP_S):
@@ -101,7 +100,6 @@ class _Fleet:
                 await asyncio.sleep(1)
 
     async def nodes(self) -> list[str]:
-        """Return URLs of the nodes that are up."""
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as http,
             http.get(f"{self.url}/v1/nodes") as answer,
@@ -122,7 +120,6 @@ class FrontProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start or restart; return when the front listens."""
         program = [sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()"]
         with self._log.open("ab") as stream:
             begin = stream.tell()
@@ -136,7 +133,6 @@ class FrontProcess:
                 await asyncio.sleep(0.2)
 
     async def end(self) -> None:
-        """End the process and wait for its end."""
         assert self._process is not None, "it was started"
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
@@ -145,7 +141,6 @@ class FrontProcess:
 
 @contextlib.asynccontextmanager
 async def front(ray: str, policy: str, log: Path, key: str, *words: str) -> AsyncIterator[FrontProcess]:
-    """Run a front."""
     process = FrontProcess(ray, policy, log, key, *words)
     try:
         await process.start()
@@ -203,7 +198,6 @@ async def _measure(scale: Scale, folder: Path) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     with tempfile.TemporaryDirectory(prefix="bench-fleet-") as folder:
         rows = asyncio.run(_measure(QUICK if quick else FULL, Path(folder)))

@@ -38,7 +38,6 @@ KEPT_OUTPUT = 4000  # characters of the tests' output in a line
 
 
 def packed(folder: Path) -> str:
-    """Return a folder as a compressed archive in Base64."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         archive.add(folder, ".")
@@ -46,7 +45,6 @@ def packed(folder: Path) -> str:
 
 
 def commands_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the commands that bring the solution of a row's task into the sandbox and run it."""
     task = row["harbor"]
     text = packed(Path(task["folder"], "solution"))
     for start in range(0, len(text), CHUNK):
@@ -59,7 +57,6 @@ def commands_of(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 async def play(base_url: str, row: Mapping[str, Any], player: str) -> dict[str, Any]:
-    """Play one rollout and return its line."""
     began = time.monotonic()
     said = ""
     async with Client(base_url, timeout_s=None) as client:
@@ -85,7 +82,6 @@ async def play(base_url: str, row: Mapping[str, Any], player: str) -> dict[str, 
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Play all rows, one after another."""
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
     lines: list[dict[str, Any]] = []
     strict = options.strict if options.strict == "auto" else options.strict == "true"
@@ -106,7 +102,6 @@ async def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--tools", type=Path, help="folder that prorl image tools made")

@@ -82,7 +82,6 @@ async def play_suite(folders: dict[str, Path], strict: Any) -> bool:
 
 
 def main() -> None:
-    """Parse the command line and write the suite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--base", default="python:3.13-slim-bookworm", help="image that the Dockerfiles start from")

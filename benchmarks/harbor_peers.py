@@ -34,7 +34,6 @@ COMMANDS_EACH = 5
 
 
 async def ours(image: Path) -> AsyncIterator[Run]:
-    """Start a sandbox of this package."""
     from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 
     async with await Container.start(ContainerSpec(image=image)) as container:
@@ -46,7 +45,6 @@ async def ours(image: Path) -> AsyncIterator[Run]:
 
 
 async def fresh_exec(image: Path) -> AsyncIterator[Run]:
-    """Start a container for each command."""
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
     runtime = require_runtime()
@@ -61,7 +59,6 @@ async def fresh_exec(image: Path) -> AsyncIterator[Run]:
 
 
 async def harbor(image: Path) -> AsyncIterator[Run]:
-    """Start Harbor's environment."""
     from harbor.environments.singularity.singularity import SingularityEnvironment
     from harbor.models.task.config import EnvironmentConfig
     from harbor.models.trial.paths import TrialPaths
@@ -121,7 +118,6 @@ async def measure(subject: str, image: Path, starts: int, commands: int, at_once
 
 
 def main() -> None:
-    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("image", type=Path)

@@ -102,7 +102,6 @@ class Player(ScriptedEngine):
 
 
 def cases(environment: str, folder: Path, count: int) -> list[tuple[dict[str, Any], str]]:
-    """Return rows with the commands that solve them."""
     if environment == "prorl_swe":
         return [(tally.row(), tally.APPLY_FIX)] * count
     if environment == "prorl_harbor":
@@ -115,7 +114,6 @@ def cases(environment: str, folder: Path, count: int) -> list[tuple[dict[str, An
 
 
 def marked(row: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a row whose last message names its mark."""
     row = json.loads(json.dumps(row))
     params = row["responses_create_params"]
     params["input"] = [*params["input"], {"role": "user", "content": f"[task {mark}]"}]
@@ -142,13 +140,11 @@ class Rollout:
 
     @property
     def works(self) -> bool:
-        """Return whether everything is as it should be."""
         ended = self.exit_code == 0 and self.turns == TURNS
         return self.reward == self.deserved and ended and self.exact and self.token_in_rate == 1.0
 
 
 def measured(deserved: float, answer: dict[str, Any], engine: Player) -> Rollout:
-    """Return the outcome of a rollout from its row."""
     about = answer.get("rollout") or {}
     ran = about.get("harness") or {}
     items = [item for item in answer.get("response", {}).get("output", []) if "generation_token_ids" in item]
@@ -169,7 +165,6 @@ def measured(deserved: float, answer: dict[str, Any], engine: Player) -> Rollout
 
 
 async def run_cell(harness: str, environment: str, count: int, folder: Path) -> list[Rollout]:
-    """Serve one environment with one harness, and run its rollouts."""
     engine = Player()
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(serve(engine.app()))
@@ -231,7 +226,6 @@ async def cell_of(name: str, environment: str, count: int) -> dict[str, Any]:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    """Run all cells, one after another, and publish each."""
     processes.subreaper()
     for name, environment in itertools.product(options.harnesses, options.environments):
         cell = await cell_of(name, environment, 2 if options.quick else options.tasks)
@@ -240,7 +234,6 @@ async def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and measure."""
     parser = report.parser(__doc__)
     parser.add_argument("--harnesses", nargs="+", default=shipped_harnesses())
     parser.add_argument("--environments", nargs="+", default=["prorl_code", "prorl_swe", "prorl_harbor"])

@@ -56,7 +56,6 @@ SECOND_TURN = orjson.dumps({**ENVELOPE, "output": [MESSAGE]})
 
 
 def answer(path: str, body: bytes) -> bytes:
-    """Return the answer of a route."""
     if path == "/v1/responses":
         return SECOND_TURN if b"function_call_output" in body else FIRST_TURN
     if path == "/lookup":
@@ -67,8 +66,6 @@ def answer(path: str, body: bytes) -> bytes:
 
 
 async def serve(port: int) -> None:
-    """Answer until the process ends."""
-
     class Instant:
         def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
             return 200, answer(path, body), 0.0

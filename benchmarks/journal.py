@@ -29,7 +29,6 @@ APIS = {"/run": post_runs, "the job API": submit_jobs}
 
 
 async def throughput(rollouts: int, rounds: int) -> list[Row]:
-    """Compare the rates of both services."""
     rates: dict[str, tuple[list[float], list[float]]] = {api: ([], []) for api in APIS}
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(instant_servers())
@@ -53,7 +52,6 @@ async def throughput(rollouts: int, rounds: int) -> list[Row]:
 
 
 async def start(ended: int, live: int) -> list[Row]:
-    """Fill a journal and start a pipeline from it."""
     with tempfile.TemporaryDirectory(dir=REPO) as folder:
         journal = Journal(folder, 1e9, 2**40)
         row = {"text": "x" * 2000} | {stage.value: 1e6 for stage in Stage}
@@ -88,13 +86,11 @@ async def start(ended: int, live: int) -> list[Row]:
 
 
 async def measure(*, quick: bool) -> list[Row]:
-    """Measure both parts."""
     rollouts, rounds, jobs = (100, 2, 2_000) if quick else (1_500, 9, 100_000)
     return [*await throughput(rollouts, rounds), *await start(jobs, jobs)]
 
 
 def main() -> None:
-    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     publish("journal", asyncio.run(measure(quick=quick)), packages=("nemo-gym", "aiohttp", "fastapi"), quick=quick)
 

@@ -92,7 +92,6 @@ class KeepAliveClient:
         return Answer(status, cookies, content)
 
     def close(self) -> None:
-        """Close the idle connections."""
         for _, _, writer in self._idle:
             writer.close()
         self._idle.clear()
@@ -107,7 +106,6 @@ class KeepAliveClient:
 
 
 def _read_head(head: str) -> tuple[int, int, str]:
-    """Return status, length of the body and cookies."""
     first, *lines = head.split("\r\n")
     fields = [(name.lower(), value) for name, _, value in (line.partition(": ") for line in lines)]
     length = next((int(value) for name, value in fields if name == "content-length"), None)

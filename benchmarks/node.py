@@ -73,7 +73,6 @@ class Bench:
     scale: Scale
 
     def opening(self, name: str) -> contextlib.AbstractAsyncContextManager[Action]:
-        """Open one sandbox of this package or of a peer."""
         return contextlib.asynccontextmanager(SUBJECTS[name])(self.image, self.runtime)
 
 
@@ -115,7 +114,6 @@ async def starts(bench: Bench) -> list[Row]:
 
 
 async def churn(bench: Bench) -> list[Row]:
-    """Measure create, use, destroy, some at a time."""
     rates = {}
     for name in (OURS, GYM):
         begin = time.perf_counter()
@@ -217,7 +215,6 @@ async def own(bench: Bench, count: int) -> None:
 
 
 async def main() -> None:
-    """Measure and publish the results."""
     options = parser(__doc__)
     options.add_argument("--own", type=int, help="for the benchmark itself: own so many sandboxes until killed")
     arguments = options.parse_args()

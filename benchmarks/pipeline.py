@@ -69,7 +69,6 @@ async def _sleep(row: dict[str, Any], stage: Stage) -> None:
 
 
 def new_pipeline(**settings: Any) -> Pipeline:
-    """Return a pipeline over :class:`SleepingHandler`."""
     return Pipeline(Environments.of(SleepingHandler()), PipelineSettings(stages=POOLS), **settings)
 
 
@@ -91,7 +90,6 @@ def bound(times: list[dict[Stage, float]]) -> float:
 
 
 async def staged(times: list[dict[Stage, float]]) -> float:
-    """Return the makespan of the pipeline."""
     pipeline, started = new_pipeline(), time.perf_counter()
     jobs = [pipeline.submit(JobRequest({stage.value: spent for stage, spent in row.items()})) for row in times]
     await pipeline.drain()
@@ -114,7 +112,6 @@ async def one_semaphore(times: list[dict[Stage, float]]) -> float:
 
 
 async def post_runs(url: str, rollouts: int) -> float:
-    """Return rollouts a second through ``/run``."""
     todo = iter(range(rollouts))
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -153,7 +150,6 @@ async def _rate(caller: Any, rollouts: int) -> float:
 
 
 async def compare_agents(rollouts: int, rounds: int) -> dict[str, float]:
-    """Return the median rate of each agent over rounds that alternate between them."""
     rates: dict[str, list[float]] = {AGENT: [], PEER_AGENT: []}
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(instant_servers())
@@ -170,7 +166,6 @@ async def compare_agents(rollouts: int, rounds: int) -> dict[str, float]:
 
 
 async def measure(*, quick: bool) -> list[Row]:
-    """Measure all parts."""
     times = draw(60 if quick else 500)
     least = bound(times)
     ours, semaphore = least / await staged(times), least / await one_semaphore(times)
@@ -182,7 +177,6 @@ async def measure(*, quick: bool) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     publish("pipeline", asyncio.run(measure(quick=quick)), packages=("nemo-gym", "aiohttp", "fastapi"), quick=quick)
 

@@ -22,7 +22,6 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def drawings() -> dict[str, str]:
-    """Return the plots by file name."""
     rows = {name: report.read(name)[1] for name in NAMES if (RESULTS / f"{name}.json").exists()}
     return {
         "ratios.svg": ratios([(name, row) for name, each in rows.items() for row in each if row.goal and row.ratio]),
@@ -32,7 +31,6 @@ def drawings() -> dict[str, str]:
 
 
 def turns(rows: Sequence[Row]) -> Curves:
-    """Return CPU per turn by length, ours and the peer's."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.name.startswith("server CPU") and row.peer is not None:
@@ -45,7 +43,6 @@ def turns(rows: Sequence[Row]) -> Curves:
 
 
 def steps(rows: Sequence[Row]) -> Curves:
-    """Return seconds per step by staleness, ours and the peers'."""
     found: dict[str, list[tuple[float, float]]] = {"ours": []}
     for row in rows:
         if row.name.startswith("seconds per step, heavy tail") and row.against != "bound" and row.peer:
@@ -88,7 +85,6 @@ def ratios(rows: Sequence[tuple[str, Row]]) -> str:
 
 
 def lines(title: str, below: str, unit: str, curves: Curves) -> str:
-    """Return curves on logarithmic axes."""
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return _svg(60, [_text(10, 20, f"{title}: not run", size=15)])

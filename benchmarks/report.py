@@ -56,7 +56,6 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the peer's."""
         return self.ours / self.peer if self.peer else None
 
     @property
@@ -70,7 +69,6 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """``met``, ``missed`` or ``no goal``."""
         return {None: "no goal", True: "met", False: "missed"}[self.is_met]
 
 
@@ -87,7 +85,6 @@ def median(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
 
@@ -113,7 +110,6 @@ def publish(name: str, rows: Sequence[Row], *, packages: Sequence[str] = ("nemo-
 
 
 def write(path: Path, setting: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Write a result file, one row a line."""
     told = [json.dumps({**{k: _short(v) for k, v in asdict(row).items()}, "ratio": _short(row.ratio)}) for row in rows]
     head = json.dumps(setting)[:-1]
     path.write_text(head + ', "rows": [\n ' + ",\n ".join(told) + "\n]}\n")
@@ -127,7 +123,6 @@ def read(name: str) -> tuple[dict[str, Any], list[Row]]:
 
 
 def table() -> str:
-    """Return the headline table, each row with a goal, and the table of agent programs."""
     lines = ["| bench | figure | ours | peer | ratio | goal | |", "|---|---|---|---|---|---|---|"]
     for name in NAMES:
         rows = [row for row in read(name)[1] if row.goal] if (RESULTS / f"{name}.json").exists() else []
@@ -156,7 +151,6 @@ def programs_table() -> str:
 
 
 def rebuild_table() -> None:
-    """Write the tables of the page from the results."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(head + BEGIN + table() + END + rest.partition(END)[2])
 
@@ -178,7 +172,6 @@ def _cells(path: Path) -> list[dict[str, Any]]:
 
 
 def number(value: float) -> str:
-    """Return a figure in three digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

@@ -91,7 +91,6 @@ def _replay(size: int, shape: Shape, trace: Trace) -> Run:
 
 
 def rows_of_shape(where: str, runs: list[Run]) -> dict[str, Row]:
-    """Return the three figures of a shape, by figure."""
     best = statistics.mean(best for best, _ in runs)
     hit_rate = statistics.mean(outcomes[Ours.name].hit_rate for _, outcomes in runs)
     rows = {"hit rate": Row(f"hit rate, {where}", "", hit_rate, best, "one boundless cache", HIT_RATE)}
@@ -107,7 +106,6 @@ def rows_of_shape(where: str, runs: list[Run]) -> dict[str, Row]:
 
 
 def measure(seeds: dict[int, tuple[int, ...]]) -> list[Row]:
-    """Replay every shape."""
     keys = [(size, label) for size in seeds for label, shape in SHAPES.items() if size in shape.sizes]
     jobs = [(size, label, seed) for size, label in keys for seed in seeds[size]]
     with ProcessPoolExecutor(max_workers=2) as processes:
@@ -122,7 +120,6 @@ def measure(seeds: dict[int, tuple[int, ...]]) -> list[Row]:
 
 
 def main() -> None:
-    """Replay and publish the results."""
     quick = parser(__doc__).parse_args().quick
     publish("routing", measure({8: TUNING_SEEDS} if quick else SEEDS), quick=quick)
 

@@ -54,7 +54,6 @@ class World:
 
     @functools.cached_property
     def budget_s(self) -> float:
-        """Seconds of RUN."""
         drawn = sorted(self._drawn(prompt, f"{prompt}:budget:0") for prompt in range(5_000))
         return drawn[int((1 - self.cut) * len(drawn))]
 
@@ -104,7 +103,6 @@ class World:
 
     @property
     def training_s(self) -> float:
-        """Seconds of training per step."""
         return self.bound_s / 2
 
 

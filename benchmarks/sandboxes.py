@@ -23,7 +23,6 @@ Action = Callable[[], Awaitable[str]]
 
 
 async def our_shell(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
-    """Open a shell session of this package."""
     container = await Container.start(ContainerSpec(image=image), runtime)
     async with container, await Shell.start(container) as shell:
 
@@ -34,7 +33,6 @@ async def our_shell(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
 
 
 async def our_exec(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
-    """Open a sandbox of this package without a shell session."""
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
 
         async def action() -> str:
@@ -44,7 +42,6 @@ async def our_exec(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
 
 
 async def gym_apptainer(image: Path, _runtime: Runtime | None = None) -> AsyncIterator[Action]:
-    """Open a container of NeMo Gym's own provider."""
     provider = ApptainerProvider(create={"extra_start_args": ["--writable-tmpfs"]})
     handle = await provider.create(SandboxSpec(image=str(image)))
 

@@ -26,15 +26,12 @@ class Replenished:
         self._decision = Decision()
 
     def ask(self) -> None:
-        """Ask for a batch."""
         self._asked += 1
 
     def weights(self, version: int) -> None:
-        """Set the version of the weights."""
         self._version = version
 
     def scored(self, rollout: str, reward: float, usage: Usage) -> None:
-        """Note the reward of a rollout."""
         number = int(rollout.split(":")[1])
         group = self._scores[number]
         group[rollout] = (reward, usage)
@@ -46,7 +43,6 @@ class Replenished:
             self._end(number, RolloutOutcome.NO_VARIANCE)
 
     def cancelled(self, rollout: str, usage: Usage) -> None:
-        """Note the end of a cancelled rollout."""
         self.outcomes.add(RolloutOutcome.CANCELLED, usage)
 
     def _begin(self, number: int) -> None:
@@ -91,7 +87,6 @@ class EarlyTermination(Replenished):
         self._first: deque[int] = deque()
 
     def decide(self) -> Decision:
-        """Return the next decision."""
         if (batch := self._batch()) is not None:
             self._decision.batches.append(batch)
             left = [number for number in self._begun if number not in self._ready]
@@ -123,7 +118,6 @@ class Rounds(Replenished):
         self._multiplier = multiplier
 
     def decide(self) -> Decision:
-        """Return the next decision."""
         if len(self._begun) == len(self._ready) and self._emitted < self._asked:
             self._ready.sort()
             if (batch := self._batch()) is not None:

@@ -47,7 +47,6 @@ class Process:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -136,7 +135,6 @@ class GymServer:
 
 
 def agent_of(kind: str, environment: str, model: str, **settings: Any) -> GymServer:
-    """Return an agent over an environment and a model, named."""
     named = {
         "resources_server": {"type": "resources_servers", "name": environment},
         "model_server": {"type": "responses_api_models", "name": model},

@@ -34,7 +34,6 @@ JUPYTER = "jupyter_client"
 
 
 async def actions(image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
-    """Measure one shell action."""
     subjects = {"ours": (our_shell, 300 if quick else 2000), GYM: (gym_apptainer, 30)}
     found: dict[str, list[float]] = {}
     for name, (subject, repeats) in subjects.items():
@@ -100,7 +99,6 @@ async def jupyter_cells() -> AsyncIterator[Callable[[], Awaitable[str]]]:
 
 
 async def main() -> None:
-    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     processes.subreaper()
     runtime = ensure_runtime(print)

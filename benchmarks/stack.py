@@ -160,7 +160,6 @@ def cpu_seconds(parts: Mapping[str, Process]) -> dict[str, float]:
 
 
 async def measure(scale: Scale, *, with_peer: bool) -> list[Row]:
-    """Play with our stack, the bare client and the peer, over one engine."""
     raise_open_file_limit()
     runtime = ensure_runtime(print)
     runtime.activate()
@@ -238,7 +237,6 @@ def rows_at_steps(rollouts: int, ours: Played, bare: Played, shell_ms: float, *,
 
 
 def main() -> None:
-    """Measure and publish the results."""
     options = parser(__doc__)
     options.add_argument("--ours", action="store_true", help="without the peer")
     arguments = options.parse_args()

@@ -64,7 +64,6 @@ class ScriptedEngine(Engine):
         self._log: list[tuple[int, int, float, float]] = []
 
     def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
-        """Return status, content and delay in seconds."""
         if path == "/script":
             self._script, self._log, self._rollouts = Script(**orjson.loads(body)), [], {}
             self._calls = [self._call(self._script.command)] if self._script.command else self._commands

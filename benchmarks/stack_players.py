@@ -44,7 +44,6 @@ _LIMITS = {"singularity": {"memory_mib": 1024, "processes": 64, "disk_mib": 256}
 
 
 def our_stack(engine: str, folder: Path, image: Path, at_once: int) -> Stack:
-    """Start ``prorl_agent``, ``prorl_model`` and ``prorl_code``."""
     settings = {"image": str(image), "domain": "coding", "max_sandbox_starts": 16}
     stages = {"init": 16, "ready": 16, "run": at_once, "eval": 16}
     servers = {
@@ -69,7 +68,6 @@ def peer_stack(engine: str, folder: Path, image: Path, at_once: int) -> Stack:
 
 @contextlib.asynccontextmanager
 async def our_player(url: str) -> AsyncIterator[Player]:
-    """Yield what plays a row through the job API."""
     async with RolloutClient(url) as client:
 
         async def one(row: dict[str, Any]) -> list[float]:
@@ -85,7 +83,6 @@ async def our_player(url: str) -> AsyncIterator[Player]:
 
 @contextlib.asynccontextmanager
 async def peer_player(url: str) -> AsyncIterator[Player]:
-    """Yield what plays a row through ``/run``."""
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 

@@ -135,7 +135,6 @@ class Engine:
         }
 
     def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
-        """Return status, content and delay in seconds."""
         if (write := {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}.get(path)) is not None:
             number = next(self._number)
             one, delay_s = self.sample(number, body)
@@ -238,7 +237,6 @@ async def serve(ports: list[int], engine: Any) -> None:
 
 
 def tokenizer_in(folder: str) -> Tokenizer:
-    """Return the tokenizer that :func:`make_model` wrote."""
     return Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
 
 

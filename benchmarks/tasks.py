@@ -21,9 +21,9 @@ from nemo_gym.sandbox import SandboxSpec
 
 from benchmarks import processes
 from benchmarks.report import Row, median, parser, publish
-from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+from nemo_gym_prorl.servers.task_sandboxes import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.task import Grade
@@ -67,14 +67,12 @@ def problem_of(source: str, tests: int) -> CodeProblem:
 
 
 async def by_us(sandbox: StartedSandbox, problem: CodeProblem, source: str) -> None:
-    """Grade a program as the server does."""
     grade = await grade_in(sandbox, problem, source, CodeLimits(), "/sandbox")
     if not isinstance(grade, Grade) or not grade.passed:
         raise RuntimeError(f"a right program was not rewarded: {grade}")
 
 
 async def by_loop(sandbox: StartedSandbox, problem: CodeProblem, source: str) -> None:
-    """Grade with an interpreter for each test."""
     job = json.dumps({"source": source, "tests": [[case.input, case.expected] for case in problem.tests]})
     command = f"exec python3 -I -c {shlex.quote(LOOP)} <<'END'\n{job}\nEND\n"
     result = await sandbox.exec(command, cwd="/", timeout_s=600)
@@ -97,7 +95,6 @@ async def tests_per_core_second(
 
 
 async def programs(starter: SandboxFactory, *, quick: bool) -> list[Row]:
-    """Compare both graders."""
     image, tests = str(await asyncio.to_thread(ensure_image, KERNEL, print)), 100 if quick else 500
     await tests_per_core_second(starter, image, 5, by_us)  # warm up
     rates: dict[Any, list[float]] = {by_us: [], by_loop: []}
@@ -109,7 +106,6 @@ async def programs(starter: SandboxFactory, *, quick: bool) -> list[Row]:
 
 
 async def main() -> None:
-    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()

@@ -60,7 +60,6 @@ class Way:
     shares: bool
 
     def agents(self, client: KeepAliveClient, observed: list[str]) -> list[Agent]:
-        """Return agents with new rollouts."""
         if not self.shares:
             return [EchoingAgent(client, observed) for _ in range(ECHOING)]
         names = [f"rollout-{next(_rollouts)}" for _ in range(SHARING)]
@@ -95,7 +94,6 @@ async def play(way: Way, process: Process, observed: list[str], tokens: int) -> 
 
 
 async def measure(lengths: dict[str, int], rounds: int) -> list[Row]:
-    """Play all ways, several times."""
     runs: dict[Way, list[Played]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -115,8 +113,6 @@ async def measure(lengths: dict[str, int], rounds: int) -> list[Row]:
 
 
 def rows_of(runs: dict[Way, list[Played]], lengths: dict[str, int]) -> list[Row]:
-    """Return CPU and bytes of both ways at each length."""
-
     def cpu(way: Way, tokens: int) -> float:
         return median([1000 * played.at(tokens, played.cpu) for played in runs[way]])
 
@@ -138,7 +134,6 @@ def rows_of(runs: dict[Way, list[Played]], lengths: dict[str, int]) -> list[Row]
 
 
 def main() -> None:
-    """Measure and publish the results."""
     quick = parser(__doc__).parse_args().quick
     lengths, rounds = (QUICK_LENGTHS, 1) if quick else (LENGTHS, ROUNDS)
     publish("tokens", asyncio.run(measure(lengths, rounds)), quick=quick)

@@ -122,11 +122,9 @@ class Fleet:
             self._at(rollout.start_s, Request(rollout, 0, trace.system + trace.prompt, rollout.start_s))
 
     def alive(self) -> list[Engine]:
-        """Return the engines in service."""
         return [engine for engine in self.engines if engine.alive]
 
     def run(self) -> Outcome:
-        """Replay until every rollout has ended."""
         while self._left:
             self.now, _, event = heapq.heappop(self._events)
             if isinstance(event, Request):

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from nemo_gym_prorl.agent.gym_environments import EnvironmentConfig, ServiceConfig
 from nemo_gym_prorl.cli.app import app
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings
 from nemo_gym_prorl.policy.runtime import PolicyConfig
 from nemo_gym_prorl.sandbox.spec import ProviderOptions
 

@@ -16,7 +16,7 @@ from nemo_gym_prorl.policy.runtime import PolicyConfig
 from nemo_gym_prorl.rollout.api.schemas import SubmitRequest
 from nemo_gym_prorl.servers.agent_server import ProRLAgentConfig
 from nemo_gym_prorl.servers.model_server import ProrlModelConfig
-from nemo_gym_prorl.servers.server_config import ServerConfig
+from nemo_gym_prorl.servers.server_base import ServerConfig
 from resources_servers.prorl_code.app import ProRLCodeConfig
 
 

@@ -19,12 +19,9 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from nemo_gym_prorl.cli.backends import backends_app
-from nemo_gym_prorl.cli.data.commands import data_app
-from nemo_gym_prorl.cli.image.commands import image_app
-from nemo_gym_prorl.cli.image.harness import harness_app
-from nemo_gym_prorl.cli.keys import key_app
-from nemo_gym_prorl.cli.options import Token, Url
+from nemo_gym_prorl.cli.admin import Token, Url, backends_app, key_app
+from nemo_gym_prorl.cli.data import data_app
+from nemo_gym_prorl.cli.image.commands import harness_app, image_app
 
 
 app = typer.Typer(
@@ -309,7 +306,7 @@ def submit(
     """
     from nemo_gym_prorl.cli.submit import SubmitOptions
     from nemo_gym_prorl.cli.submit import submit as submit_rows
-    from nemo_gym_prorl.deployment.config_files import find_file
+    from nemo_gym_prorl.deployment.gym_cli import find_file
     from nemo_gym_prorl.failures import CallerError
 
     try:

@@ -94,9 +94,6 @@ class Check:
     """Result of one check.
 
     Attributes:
-        name: subject of the check.
-        level: severity.
-        found: finding, in a few words.
         fix: how to fix the problem; empty if there is none.
     """
 
@@ -233,11 +230,7 @@ def _sandbox(runtime: Runtime, image: Path) -> Check:
 
 
 async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
-    """Start two sandboxes through a supervisor, as servers do; return the finding, and why the start was slow.
-
-    Raises:
-        InfrastructureError: a sandbox does not start, or is not as it should be.
-    """
+    """Start two sandboxes through a supervisor, as servers do; return the finding, and why the start was slow."""
     await SupervisorConnection.get()
     elapsed_ms = []
     # The second start reuses the image's properties that the first one found.

@@ -25,13 +25,13 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from nemo_gym_prorl.cli.new_environment import rows
-from nemo_gym_prorl.deployment import config_files
-from nemo_gym_prorl.deployment.config_files import load_merged
+from nemo_gym_prorl.deployment import gym_cli
+from nemo_gym_prorl.deployment.gym_cli import load_merged
 from nemo_gym_prorl.deployment.venvs import SERVER_TYPES
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
 from nemo_gym_prorl.sandbox.spec import provider_options
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 
 
 def check_extras(environments: Sequence[str]) -> None:
@@ -92,11 +92,7 @@ _SET_BEFORE = ("head_server", "hydra", "skip_venv_if_present", "uv_venv_dir")  #
 
 
 def _check_settings(owner: tuple[str, ...], given: Any) -> None:
-    """Check settings of a server or of sandboxes by their models, whose imports take seconds.
-
-    Raises:
-        CallerError: settings are unknown or have wrong values.
-    """
+    """Check settings of a server or of sandboxes by their models, whose imports take seconds."""
     where = ".".join(owner)
     if owner[1] == _SANDBOXES:
         try:
@@ -105,7 +101,7 @@ def _check_settings(owner: tuple[str, ...], given: Any) -> None:
             raise CallerError(error.complaint, field=f"{where}.{error.field}") from None
         return
     try:
-        file = config_files.find_file("/".join((*owner[1:], "app.py")))
+        file = gym_cli.find_file("/".join((*owner[1:], "app.py")))
         names = runpy.run_path(str(file)) if "nemo_gym_prorl" in file.read_text() else {}
     except Exception:
         return  # Gym and the server report the reason
@@ -169,7 +165,7 @@ def create(name: str, folder: Path) -> list[Path]:
     if name in sys.stdlib_module_names:
         raise CallerError(f"{name!r} is a module of Python; choose another name", field="NAME")
     server = Path("resources_servers", name)
-    taken = name in config_files.environment_names() or (folder / server).exists()
+    taken = name in gym_cli.environment_names() or (folder / server).exists()
     if taken or (folder / "environments" / name).exists():
         raise CallerError(f"an environment {name!r} exists already; choose another name", field="NAME")
     files = {Path("environments", name, "config.yaml"): (_TEMPLATE / "config.yaml").read_text()}

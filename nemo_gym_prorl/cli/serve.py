@@ -26,10 +26,9 @@ from rich.table import Table
 from nemo_gym_prorl.background import BackgroundLoops
 from nemo_gym_prorl.cli.environments import check_overrides, server_blocks
 from nemo_gym_prorl.cli.service import DEFAULT_HEAD
-from nemo_gym_prorl.deployment import config_files, deployment
+from nemo_gym_prorl.deployment import deployment, gym_cli
 from nemo_gym_prorl.deployment.deployment import GymDeployment, ServerDeath
-from nemo_gym_prorl.deployment.gym_cli import ray_auth_mode
-from nemo_gym_prorl.deployment.gym_log import machine_load
+from nemo_gym_prorl.deployment.gym_cli import machine_load, ray_auth_mode
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
 from nemo_gym_prorl.fleet.placement import NodeList, NodeSource
@@ -80,7 +79,7 @@ async def serve(
     environments = [word for word in words if "=" not in word]
     if not environments:
         raise CallerError("give at least one environment; `gym list environments` lists them", field="environment")
-    known = await asyncio.to_thread(config_files.environment_names)
+    known = await asyncio.to_thread(gym_cli.environment_names)
     if unknown := [name for name in environments if name not in known]:
         raise CallerError(f"no environment {unknown[0]!r}{suggest(unknown[0], known)}", field="environment")
     if policy_url is None and model_type != "prorl_model":
@@ -198,14 +197,7 @@ _RAY_CONNECT_TIMEOUT_S = 10.0  # for a TCP connection to Ray's head, also on a b
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Options of a gateway.
-
-    Attributes:
-        host, port: address on which the gateway listens.
-        token: key of the gateway and of the nodes.
-        keys_file: file with the keys of clients.
-        journal: folder in which rollouts survive a restart.
-    """
+    """Options of a gateway."""
 
     host: str
     port: int
@@ -328,11 +320,7 @@ async def report_waiting(awaited: Callable[[], str], say: Callable[[str], None])
 
 
 async def _check_ray_listens(address: str) -> None:
-    """Check for a listener first: ``ray.init`` tries an unreachable address for minutes and cannot be interrupted.
-
-    Raises:
-        InfrastructureError: no process listens at the address.
-    """
+    """Check for a listener first: ``ray.init`` tries an unreachable address for minutes and cannot be interrupted."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
         return  # an address such as "auto"

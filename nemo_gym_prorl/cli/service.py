@@ -42,13 +42,7 @@ _PAGE = 1000  # rollouts per request: the service's maximum
 
 
 class Service:
-    """Blocking client of one service; answers are parsed JSON.
-
-    Args:
-        url: base URL, ``http`` or ``https``.
-        token: key of the service.
-        timeout_s: read timeout.
-    """
+    """Blocking client of one service; answers are parsed JSON."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float = CALL_S) -> None:
         self.url = url.rstrip("/")
@@ -228,11 +222,7 @@ def find_servers(head: str, token: str | None, implementation: str) -> dict[str,
 
 
 def cancel(url: str | None, token: str | None, ids: list[str], group: str | None) -> int:
-    """Cancel rollouts; return the number of unknown ids, or 1 for an unknown group.
-
-    Raises:
-        CallerError: neither ids nor a group are given, or both.
-    """
+    """Cancel rollouts; return the number of unknown ids, or 1 for an unknown group."""
     if bool(ids) == (group is not None):
         raise CallerError("give either ids of rollouts or --group", field="IDS")
     console = Console(highlight=False, soft_wrap=True)
@@ -252,7 +242,6 @@ def cancel(url: str | None, token: str | None, ids: list[str], group: str | None
 
 
 def show_backends(url: str | None, token: str | None) -> None:
-    """Print the engines of each model server."""
     console = Console(highlight=False, emoji=False, soft_wrap=True, width=1000)  # URLs stay in one piece
     for model in _models(url, token):
         found = model.get(_BACKENDS, "backends", "waiting")
@@ -274,7 +263,6 @@ def show_backends(url: str | None, token: str | None) -> None:
 def add_backend(
     url: str | None, token: str | None, engine: str, run: str | None, weight_version: str | None, key: str | None
 ) -> None:
-    """Add an engine to each model server."""
     fields = {"url": engine, "run": run, "weight_version": weight_version, "api_key": key}
     body = {name: value for name, value in fields.items() if value is not None}
     for model in _models(url, token):
@@ -283,11 +271,7 @@ def add_backend(
 
 
 def drain_backend(url: str | None, token: str | None, engine: str) -> None:
-    """Drain an engine, given by id or URL, at each model server that has it.
-
-    Raises:
-        CallerError: no model server has the engine.
-    """
+    """Drain an engine, given by id or URL, at each model server that has it."""
     drained = 0
     for model in _models(url, token):
         known = model.get(_BACKENDS, "backends")["backends"]
@@ -301,12 +285,7 @@ def drain_backend(url: str | None, token: str | None, engine: str) -> None:
 
 
 def _models(url: str | None, token: str | None) -> list[Service]:
-    """Return clients of the model servers.
-
-    Raises:
-        CallerError: the deployment has no ``prorl_model``.
-        InfrastructureError, ApiError: see :func:`find_servers`.
-    """
+    """Return clients of the model servers."""
     urls = split_urls(url) if url is not None else [*find_servers(head_url(), token, "prorl_model").values()]
     if not urls:
         raise CallerError(
@@ -375,17 +354,12 @@ def _clock(at: float) -> str:
 
 
 def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
-    """Print the state of a rollout as JSON."""
     job = connect(url, token).rollout(rollout_id)
     Console().print_json(data={name: value for name, value in job.items() if name != "result"})
 
 
 def show_rollouts(url: str | None, token: str | None, group: str | None, state: str | None, failed: bool) -> None:
-    """Print the rollouts that match, oldest first; with ``failed`` those with a failed attempt, and their failures.
-
-    Raises:
-        CallerError: both a state and ``failed`` are given.
-    """
+    """Print the rollouts that match, oldest first; with ``failed`` those with a failed attempt, and their failures."""
     if failed and state is not None:
         raise CallerError("cannot be combined with --state", field="--failed")
     console = Console(highlight=False, emoji=False)

@@ -113,7 +113,6 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
 
 
 def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield state, reward and failures."""
     if (job := _job(row)) is None:
         yield "", "reward", _reward(row, job)
     else:
@@ -178,7 +177,6 @@ def shorten(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape the control characters of a text."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
@@ -206,11 +204,7 @@ _LONG_INTEGER = re.compile(rb"(?<![\d.eE])\d{19,}(?![\d.eE])")
 
 
 def json_value(text: bytes) -> Any:
-    """Parse JSON with exact integers; orjson alone parses integers beyond 64 bits as floats.
-
-    Raises:
-        JSONDecodeError: the text is not JSON.
-    """
+    """Parse JSON with exact integers; orjson alone parses integers beyond 64 bits as floats."""
     value = orjson.loads(text)
     return json.loads(text) if _LONG_INTEGER.search(text) else value
 
@@ -243,11 +237,7 @@ def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]
 
 
 def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the rollouts of a file of results by line; the file may still be written.
-
-    Raises:
-        CallerError: a line is not a rollout.
-    """
+    """Return the rollouts of a file of results by line; the file may still be written."""
     found: dict[int, dict[str, Any]] = {}
     for number, row in json_lines(path, growing=True):
         if isinstance(row, CallerError):

@@ -66,13 +66,10 @@ class SubmitOptions:
     """Options of ``prorl submit``.
 
     Attributes:
-        rows: JSONL file of rows.
-        repeats: rollouts per row.
         run: name of the submission, the prefix of every id; ``None`` resumes that of ``output``, or generates a name.
         environment: environment of all rows; ``None`` selects it by each row's ``data_source``.
         client: client for fair sharing; ``None`` uses the row's own, else ``default_client``.
         priority: higher priorities run first; ``None`` uses the row's own, else 0.
-        output: JSONL file for the results.
         detach: whether to exit when all rollouts are submitted.
         patience_s: how long the service may be unreachable.
     """
@@ -194,11 +191,7 @@ async def _cancel_on_interrupt(run: SubmittedRun, console: Console) -> AsyncIter
 
 
 def _check_options(run: str, options: SubmitOptions) -> None:
-    """Validate the options with the service's request model.
-
-    Raises:
-        CallerError: an option is invalid; names the option.
-    """
+    """Validate the options with the service's request model."""
     row = {"responses_create_params": {"input": ""}}
     longest_id = f"{run}-{2**31}-{options.repeats}"
     try:
@@ -222,9 +215,6 @@ async def services(url: str | None, token: str | None) -> AsyncIterator[list[Rol
     """Yield unopened clients of the services at ``url`` (comma-separated), or of the head server's ``prorl_agent``.
 
     The URL of the latter is updated while the context is open, because a restarted deployment has new ports.
-
-    Raises:
-        InfrastructureError, CallerError: see :func:`~nemo_gym_prorl.cli.service.find_service`.
     """
     if urls := split_urls(url):
         yield [RolloutClient(service_url, token) for service_url in urls]
@@ -373,7 +363,6 @@ class SubmittedRun:
         return len(self._open)
 
     def id_of(self, rollout: _Rollout) -> str:
-        """Return the current id of a rollout."""
         base = f"{self.name}-{rollout.place.line}-{rollout.place.repeat}"
         return base if rollout.id_number == 1 else f"{base}.{rollout.id_number}"
 

@@ -230,7 +230,6 @@ class RunSummary:
     rewards: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, place: RowRepeat, job: JobView) -> None:
-        """Count a rollout that ended."""
         self.states[job.state] += 1
         if job.failure is not None:
             self.failures.append((place, job.id, job.failure))

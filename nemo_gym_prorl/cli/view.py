@@ -24,7 +24,7 @@ from nemo_gym_prorl.cli.show import read_rollouts
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.gym_rows import is_masked
 from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, ParsedTurn, items, part, read_turns, text_of
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 
 
 if TYPE_CHECKING:  # the import takes seconds
@@ -210,7 +210,6 @@ class _Transcript:
 
     @property
     def now(self) -> datetime:
-        """End of the latest event."""
         return _datetime(self._clock)
 
     def _add_turn(self, turn: ParsedTurn, name: str) -> None:

@@ -40,9 +40,6 @@ class Estimate:
     """A ratio with its 95 % confidence interval.
 
     Attributes:
-        value: ratio.
-        low: lower end of the interval.
-        high: upper end of the interval.
         end: number of the first group that was not compared.
     """
 
@@ -58,13 +55,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class GroupSums:
-    """Sums over the rollouts of one group; zeros for a group that does not pass the filter.
-
-    Attributes:
-        rollouts: number of rollouts.
-        length: sampled tokens.
-        accuracy: sum of accuracies.
-    """
+    """Sums over the rollouts of one group; zeros for a group that does not pass the filter."""
 
     rollouts: int = 0
     length: float = 0.0
@@ -72,7 +63,6 @@ class GroupSums:
 
     @classmethod
     def of(cls, rollouts: Iterable[tuple[float, float]]) -> GroupSums:
-        """Return the sums of lengths and accuracies."""
         known = [*rollouts]
         return cls(len(known), sum(length for length, _ in known), sum(accuracy for _, accuracy in known))
 
@@ -124,7 +114,6 @@ class BiasMeter:
         """Exclude a group whose first tries cannot all be scored, because of infrastructure or of its row.
 
         Args:
-            number: group number.
             unless_heard: index of an ended member; the group stays if the outcome of that member was noted.
         """
         if unless_heard is not None and (number not in self._open or self._open[number][unless_heard] is not None):

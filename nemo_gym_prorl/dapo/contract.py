@@ -44,7 +44,7 @@ class SamplerConfig:
         max_dropped: number of consecutive groups that cannot be run that ends the training.
         first_version: weight version of the first batch.
         prefix_tries: maximum number of groups that begin at a prefix after a zero-variance group. Prefix groups
-            **change the training distribution** (:mod:`nemo_gym_prorl.dapo.prefixes`).
+            **change the training distribution** (:mod:`nemo_gym_prorl.dapo.group`).
     """
 
     groups_per_batch: int
@@ -92,10 +92,8 @@ class Submission:
     """A rollout to submit.
 
     Attributes:
-        rollout: rollout id.
         group: id that all rollouts of the group share.
         prompt: number of the prompt in the stream of prompts.
-        version: current weight version.
         urgent: whether siblings of the rollout are scored already.
         prefix: prefix at which the rollout begins; ``None`` if it begins at the prompt.
     """
@@ -113,7 +111,6 @@ class BatchRollout:
     """A scored rollout of a batch.
 
     Attributes:
-        rollout: rollout id.
         reward: raw reward of the environment.
         version: weight version under which the rollout began.
         masked: whether the rollout gets no loss and does not enter the baseline of its group.

@@ -31,7 +31,6 @@ class GroupQueue:
     """Groups by progress, and a heap of members that wait for submission. A group is in exactly one of the three.
 
     Attributes:
-        open: groups that are not complete.
         ready: complete groups with variance, in order of completion.
         zero_variance: complete groups without variance that a batch may still be cut before.
     """
@@ -66,7 +65,6 @@ class GroupQueue:
 
     @property
     def usable(self) -> list[Group]:
-        """Groups whose results a batch may use."""
         return [*self.open.values(), *self.ready.values()]
 
     @property
@@ -105,11 +103,7 @@ _DEVIATIONS = 2.0
 
 
 class GroupAdmission:
-    """Bound on the number of groups, and estimate of the share of groups with variance.
-
-    Args:
-        config: settings of the sampler.
-    """
+    """Bound on the number of groups, and estimate of the share of groups with variance."""
 
     def __init__(self, config: SamplerConfig) -> None:
         self._config = config
@@ -139,8 +133,6 @@ class StopConditions:
     """Numbers of consecutive groups of no use, which end the training.
 
     Attributes:
-        zero_variance: consecutive complete groups without variance.
-        not_run: consecutive groups that could not be run.
         reason: failure of the last group that could not be run.
     """
 
@@ -154,16 +146,11 @@ class StopConditions:
         self.zero_variance = 0 if trainable else self.zero_variance + 1
 
     def not_run_group(self, reason: str) -> None:
-        """Count a group that could not be run."""
         self.not_run += 1
         self.reason = reason
 
     def check(self) -> None:
-        """Refuse to begin another group after too many groups of no use.
-
-        Raises:
-            NothingToLearn: a bound is reached.
-        """
+        """Refuse to begin another group after too many groups of no use."""
         if self.not_run >= self._config.max_dropped:
             raise self.nothing_runs()
         if self.zero_variance >= self._config.max_fruitless:
@@ -205,7 +192,6 @@ class InFlightRollouts:
         return bool(self._cancelling or self._references)
 
     def begin(self, group: Group, member: Member, rollout: str, version: int) -> Submission:
-        """Start another try of a member."""
         member.begin(rollout, version)
         self.running[rollout] = (group, member)
         return self._submission(rollout, group, version)

@@ -56,8 +56,6 @@ class TrainedRollout:
     """A rollout to train on.
 
     Attributes:
-        id: rollout id.
-        prompt: dataset row.
         reward: raw reward of the environment.
         version: weight version under which the rollout began.
         masked: whether the rollout gets no loss and does not enter the baseline of its group.
@@ -233,11 +231,7 @@ class Runner:
         return {"sampler": self.sampler.state(), "services": dict(self._service_of)}
 
     async def _change(self, started: float) -> None:
-        """Wait for a change.
-
-        Raises:
-            StalledError: no rollout has changed its state since ``started`` or the last change for too long.
-        """
+        """Wait for a change."""
         troubles, now = self._services.unusable_nodes(), asyncio.get_running_loop().time()
         stuck = not self.sampler.awaits_weights and len(troubles) == len(self._services.nodes)
         bound = self._stall_s + (0.0 if stuck else self._longest_stage())
@@ -405,7 +399,6 @@ class Runner:
         self._service_of[rollout] = node
 
     def _forget(self, rollout: str) -> None:
-        """Forget a rollout that has ended and has no result to keep."""
         del self._service_of[rollout]
 
     def _training_batch(self, batch: Batch) -> TrainingBatch:

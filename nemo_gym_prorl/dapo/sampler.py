@@ -17,7 +17,7 @@ favour short rollouts. With ``max_staleness`` 0 all groups after the batch are t
 :mod:`~nemo_gym_prorl.dapo.bias` measures how trained rollouts differ from sampled ones.
 
 **Prefixes.** With ``prefix_tries`` a zero-variance group may be followed by a group that begins at a prefix
-(:mod:`~nemo_gym_prorl.dapo.prefixes`). The prefix group takes the place of the next prompt, so no batch waits for it.
+(:mod:`~nemo_gym_prorl.dapo.group`). The prefix group takes the place of the next prompt, so no batch waits for it.
 
 **Failures.** An infrastructure failure is never a reward: the member is tried again. A group that cannot be completed
 is dropped, never filled with a copy of a sibling. Agent failures are outcomes (``agent_failures``).
@@ -41,11 +41,11 @@ from nemo_gym_prorl.dapo.group import (
     Group,
     Member,
     OutcomeTotals,
+    PrefixSampling,
     PrefixSearch,
     RolloutOutcome,
     Usage,
 )
-from nemo_gym_prorl.dapo.prefixes import PrefixSampling
 from nemo_gym_prorl.dapo.prompts import Curriculum, Epochs
 from nemo_gym_prorl.dapo.queue import GroupAdmission, GroupQueue, InFlightRollouts, StopConditions, group_and_member_of
 from nemo_gym_prorl.failures import CallerError, Origin
@@ -55,8 +55,6 @@ class DynamicSampler:
     """State machine of dynamic sampling; see the module.
 
     Args:
-        config: settings of the sampler.
-        prompts: stream of prompts.
         curriculum: selection of prompts to skip.
         run: prefix of all rollout ids, which each training needs its own of, since services remember ids; random by
             default.
@@ -116,9 +114,7 @@ class DynamicSampler:
         """Note the score of a rollout.
 
         Args:
-            rollout: rollout id.
             reward: raw reward of the environment.
-            usage: cost of the rollout.
             accuracy: value that the variance filter compares; the reward by default.
             masked: whether the rollout gets no loss and does not enter the baseline of its group.
             checkpoints: checkpoints from which other rollouts can be forked.
@@ -208,11 +204,7 @@ class DynamicSampler:
     # Decisions
 
     def decide(self) -> Decision:
-        """Return the actions that follow from the events since the last call.
-
-        Raises:
-            NothingToLearn: training cannot make progress.
-        """
+        """Return the actions that follow from the events since the last call."""
         while (batch := self._batch()) is not None:
             self._decision.batches.append(batch)
         self._settle_zero_variance(self._certainly_passed())

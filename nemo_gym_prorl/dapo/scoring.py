@@ -128,7 +128,6 @@ class RolloutMetrics:
         self._trained.extend(with_loss)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics by name; metrics without data are left out."""
         found: dict[str, float] = {}
         if self._trained:
             found["prorl/without_loss_share"] = 1 - fmean(self._trained)

@@ -29,9 +29,19 @@ import orjson
 from omegaconf import OmegaConf
 from yarl import URL
 
-from nemo_gym_prorl.deployment import orphans
-from nemo_gym_prorl.deployment.gym_cli import RAY_START_S, DeploymentError, GymCli, ray_auth_mode
-from nemo_gym_prorl.deployment.gym_log import GymLog, machine_load, start_error
+from nemo_gym_prorl.deployment.gym_cli import (
+    RAY_FOLDER_PREFIX,
+    RAY_FOLDERS,
+    RAY_START_S,
+    DeploymentError,
+    GymCli,
+    GymLog,
+    lock_deployment,
+    machine_load,
+    ray_auth_mode,
+    remove_orphans,
+    start_error,
+)
 from nemo_gym_prorl.deployment.restarter import restarter_program
 from nemo_gym_prorl.deployment.venvs import python_path_error
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, is_port_taken_by_others, reaper_command
@@ -62,10 +72,7 @@ class ServerDeath:
     """End of a server in a supervised deployment, which restarts the server.
 
     Attributes:
-        name: instance name of the server.
         how: exit status or signal.
-        lived_s: seconds for which the server had run.
-        pause_s: seconds until the restart.
     """
 
     name: str
@@ -119,7 +126,7 @@ class GymDeployment:
         self._keeps_work_dir = work_dir is not None
         unique = uuid.uuid4().hex[:12]
         self.work_dir = work_dir or Path(tempfile.gettempdir()) / f"prorl-gym-{unique}"
-        self._ray_dir = orphans.FOLDERS / f"{orphans.PREFIX}{unique}"
+        self._ray_dir = RAY_FOLDERS / f"{RAY_FOLDER_PREFIX}{unique}"
         self._lock: int | None = None
         self._supervised = supervised
         self._joins_ray = any("ray_head_node_address=" in override for override in overrides)
@@ -156,11 +163,7 @@ class GymDeployment:
         self._process: asyncio.subprocess.Process | None = None
 
     def url(self, name: str) -> str:
-        """Return the URL of a server by its instance name.
-
-        Raises:
-            DeploymentError: no such instance; the error lists all instances.
-        """
+        """Return the URL of a server by its instance name."""
         if name not in self.instances:
             raise DeploymentError(f"no instance {name!r} in this deployment; instances: {', '.join(self.instances)}")
         return self.instances[name].url
@@ -210,11 +213,7 @@ class GymDeployment:
             say(f"{time.monotonic() - start:.0f} s, waiting for {self._awaited}; {machine_load()}{last}")
 
     async def guard[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work``, and cancel it if the deployment dies.
-
-        Raises:
-            DeploymentError: the deployment died, see :meth:`watch`.
-        """
+        """Run ``work``, and cancel it if the deployment dies."""
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -290,13 +289,13 @@ class GymDeployment:
     async def _launch(self, ray_start_s: int) -> None:
         if problem := python_path_error(self._python):
             raise DeploymentError(f"{problem}; install into a path without spaces")
-        await orphans.remove_orphans()
+        await remove_orphans()
         for folder in (self.work_dir, self._ray_dir):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
                 raise DeploymentError(f"cannot create {folder}: {error.strerror}; choose another folder") from error
-        self._lock = orphans.lock(self._ray_dir, self.cli.mark, self._temporary)
+        self._lock = lock_deployment(self._ray_dir, self.cli.mark, self._temporary)
         for file in (self._up, self._events):
             file.unlink(missing_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]

@@ -5,27 +5,103 @@
 ``gym`` expects a terminal in Gym's checkout: it builds a virtual environment per server, finds servers by the working
 directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, shares one Python
 environment among all servers, and marks the processes of a command so that none is left behind.
+
+A batch system kills all processes of a job, including a deployment's reaper, so its Ray folder with the policy's key
+would remain. Each deployment therefore holds a lock on its folder. The kernel frees the lock when both the owner and
+the reaper are gone; the user's next deployment then removes the orphan.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import random
+import re
+import shutil
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from nemo_gym_prorl.deployment import config_files, venvs
-from nemo_gym_prorl.deployment.config_files import ROOTS_VARIABLE
-from nemo_gym_prorl.deployment.venvs import Installation
+from nemo_gym_prorl.deployment import venvs
+from nemo_gym_prorl.deployment.venvs import SERVER_TYPES, Installation, running_installation
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark
+
+
+ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
+"""Environment variable with more folders in which Gym (0.5 or later) searches servers and files."""
+
+
+def load_merged(paths: Iterable[str]) -> DictConfig:
+    """Merge files and the files in their ``config_paths``; later files win. References are not resolved.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        OSError, YAMLError, OmegaConfBaseException: a file cannot be read.
+    """
+    files, names = [OmegaConf.create({})], [*map(str, paths)]
+    for name in names:  # grows while files name more files
+        content = OmegaConf.load(find_file(name))
+        if not isinstance(content, DictConfig):
+            raise OmegaConfBaseException(f"{name} must be a mapping")
+        files.append(content)
+        names += [other for other in content.get("config_paths") or () if other not in names]
+    merged = OmegaConf.merge(*files)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def environment_names() -> set[str]:
+    return {path.parent.name for root in _roots() for path in root.glob("environments/*/config.yaml")}
+
+
+def has_servers(folder: Path) -> bool:
+    """Return whether a folder has a user's own servers or environments; Gym's and this project's do not count."""
+    here = running_installation()
+    installed = (here.gym_root, here.our_root)
+    return folder not in installed and any((folder / kind).is_dir() for kind in (*SERVER_TYPES, "environments"))
+
+
+def link_roots(folder: Path, roots: Sequence[Path]) -> Path:
+    """Recreate ``folder`` with links to the servers and environments of all roots; the first root with a name wins.
+
+    Other entries are linked from the first root only. nemo-gym 0.4 searches a single root.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    kinds = (*SERVER_TYPES, "environments")
+    own = {entry for entry in roots[0].iterdir() if entry.name not in kinds and entry.name[0] != "."}
+    for entry in [*own, *(entry for root in roots for kind in kinds for entry in (root / kind).glob("*"))]:
+        link = folder / (entry.name if entry in own else f"{entry.parent.name}/{entry.name}")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(entry.absolute())
+    return folder
+
+
+def _roots() -> list[Path]:
+    here = running_installation()
+    extra = filter(None, os.environ.get(ROOTS_VARIABLE, "").split(os.pathsep))
+    return [*map(Path, extra), Path.cwd(), *filter(None, (here.gym_root, here.our_root))]
+
+
+def find_file(path: str) -> Path:
+    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder."""
+    roots = _roots()
+    for root in roots:
+        if (root / path).is_file():
+            return root / path
+    tried = ", ".join(str(root) for root in dict.fromkeys(roots))
+    raise FileNotFoundError(f"no file {path} in {tried}")
 
 
 MARK_NAME = "PRORL_GYM_DEPLOYMENT"
@@ -105,7 +181,6 @@ class GymCli:
 
     @property
     def head_url(self) -> str:
-        """URL of Gym's head server."""
         return f"http://127.0.0.1:{self.head_port}"
 
     @property
@@ -127,9 +202,9 @@ class GymCli:
         if self._installation is None:
             installation, versions = await self._probe()
             self.work_dir.mkdir(parents=True, exist_ok=True)
-            if self._cwd is None and config_files.has_servers(self._folder):
+            if self._cwd is None and has_servers(self._folder):
                 roots = [self._folder, *filter(None, [installation.checkout])]
-                self._cwd = await asyncio.to_thread(config_files.link_roots, self.work_dir / "servers", roots)
+                self._cwd = await asyncio.to_thread(link_roots, self.work_dir / "servers", roots)
             program = self._server_python(installation.bin / "python3") if self._server_python else None
             await asyncio.to_thread(
                 venvs.link_environments,
@@ -217,3 +292,158 @@ def _free_port() -> int:
 
 def _join_paths(first: Path, rest: str | None) -> str:
     return f"{first}{os.pathsep}{rest}" if rest else str(first)
+
+
+TAIL_LINES = 80  # log lines in an error message: enough for the traceback of one server
+
+_TRACEBACK = "Traceback (most recent call last):"
+_SERVER_LINE = re.compile(r"\((\S+)\) ")
+_SERVER_ENDED = re.compile(r"RuntimeError: Process `(.+)` finished unexpectedly!")
+_CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
+
+
+class GymLog:
+    """Log file with the output of Gym and its servers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def lines(self) -> list[str]:
+        """Return the lines so far; empty if the file does not exist."""
+        try:
+            return self.path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+
+    def tail(self) -> str:
+        """Return the last lines for an error message, with the load of the machine."""
+        lines = without_interrupts(self.lines())[-TAIL_LINES:]
+        if not any(map(str.strip, lines)):
+            return f"Gym is still importing and has not printed anything into {self.path}; {machine_load()}"
+        return f"{machine_load()}; log {self.path}, its last lines:\n" + "\n".join(lines)
+
+
+def machine_load() -> str:
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def without_interrupts(lines: list[str]) -> list[str]:
+    """Remove the tracebacks of servers that Gym interrupted because another server had died."""
+    kept: list[str] = []
+    traceback_start: int | None = None
+    for line in lines:
+        if line.endswith(_TRACEBACK):
+            traceback_start = len(kept)
+        elif traceback_start is not None and not line.startswith(" "):
+            if line.strip() == "KeyboardInterrupt":
+                del kept[traceback_start:]
+                traceback_start = None
+                continue
+            traceback_start = None
+        kept.append(line)
+    return kept
+
+
+def start_error(lines: Sequence[str]) -> str | None:
+    """Return the exception that ended a start, in one line; ``None`` if the log has none.
+
+    Gym's own exception comes last and only names the server that ended. The reason is that server's exception. Once a
+    server runs, its lines begin with its name, and lines of several servers alternate.
+    """
+    by_server: defaultdict[str, list[str]] = defaultdict(list)
+    for line in lines:
+        named = _SERVER_LINE.match(line)
+        by_server[named[1] if named else ""].append(line[named.end() :] if named else line)
+    errors = _exceptions(by_server[""])
+    for number, error in enumerate(errors):
+        if ended := _SERVER_ENDED.fullmatch(error):
+            own = [*_exceptions(by_server[ended[1]]), *errors[:number]]
+            return next((f"{ended[1]}: {error}" for error in own if not error.startswith("SystemExit")), None)
+    return errors[-1] if errors else None
+
+
+def _exceptions(lines: list[str]) -> list[str]:
+    """Return the last line of each traceback; of chained exceptions, only the last."""
+    found: list[str] = []
+    lines = without_interrupts(lines)
+    rest, chained = iter(enumerate(lines)), False
+    for _, line in rest:
+        chained = chained or line.endswith(_CHAIN)
+        if not line.endswith(_TRACEBACK):
+            continue
+        number, error = next(((n, text) for n, text in rest if not text.startswith(" ")), (0, ""))
+        if fields := re.match(r"[\w.]+: (\d+) validation errors? for ", error):
+            error = _invalid_fields(lines[number + 1 :], int(fields[1]))
+        else:
+            error = re.sub(r"^(?:nemo_gym_prorl\.failures\.\w+: |(?:\w+\.)+)", "", error)
+        found[len(found) - chained :] = [error]
+        chained = False
+    return found
+
+
+def _invalid_fields(lines: Sequence[str], count: int) -> str:
+    """Return pydantic's invalid fields with reasons: a line with the name, then an indented line with the reason."""
+    names = [number for number, line in enumerate(lines[:-1]) if not line.startswith(" ")][:count]
+    pairs = [(lines[number], lines[number + 1].strip().split(" [type=")[0]) for number in names]
+    return "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in pairs)
+
+
+RAY_FOLDERS = Path("/tmp")
+"""Parent of the deployments' Ray folders: short, because paths of Ray's sockets must not exceed 107 bytes."""
+RAY_FOLDER_PREFIX = "prorl-ray-"
+_LOCK_FILE = "lock"
+
+
+def lock_deployment(folder: Path, mark: ProcessMark, temporary: Path | None) -> int:
+    """Lock a deployment's folder; return the descriptor, which holds the lock until all its copies are closed.
+
+    Args:
+        folder: the deployment's Ray folder, below :data:`RAY_FOLDERS`.
+        temporary: another folder to remove with an orphan.
+    """
+    new_file = folder / f".{_LOCK_FILE}"
+    descriptor = os.open(new_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.write(descriptor, orjson.dumps({"mark": [mark.name, mark.value], "temporary": str(temporary or "")}))
+    new_file.rename(folder / _LOCK_FILE)  # the lock file becomes visible only once it is locked
+    return descriptor
+
+
+async def remove_orphans() -> None:
+    """Remove the processes and folders of orphaned deployments; running deployments are not touched."""
+    for folder, held in _orphans():
+        try:
+            # The file is empty after a power failure, and missing if another start removed the orphan.
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                owner = orjson.loads((folder / _LOCK_FILE).read_bytes())
+                await ProcessMark(*owner["mark"]).kill(settle_s=0)
+                if owner["temporary"]:
+                    await asyncio.to_thread(shutil.rmtree, owner["temporary"], ignore_errors=True)
+            await asyncio.to_thread(_remove_folder, folder)
+        finally:
+            os.close(held)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder, its lock file last, so that an interrupted removal is found again."""
+    with suppress(FileNotFoundError):
+        for path in [path for path in folder.iterdir() if path.name != _LOCK_FILE]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _orphans() -> Iterator[tuple[Path, int]]:
+    for folder in RAY_FOLDERS.glob(f"{RAY_FOLDER_PREFIX}*"):
+        with suppress(OSError):  # no lock file, a lock in use, or a folder that was just removed
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                raise
+            yield folder, descriptor

@@ -40,7 +40,6 @@ def restarter_program(python: Path, up: Path, events: Path) -> str:
     """Return the text of the program that replaces ``python`` in a supervised deployment.
 
     Args:
-        python: the interpreter.
         up: a file that exists once the deployment is up.
         events: a file that gets one JSON line for every death.
     """

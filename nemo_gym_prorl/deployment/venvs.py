@@ -58,7 +58,6 @@ class Installation:
     """Folders of one interpreter's installation.
 
     Attributes:
-        prefix: the Python environment.
         bin: folder of the interpreter and of Gym's console script.
         gym_root: the folder with ``nemo_gym`` and Gym's server folders.
         our_root: the folder with ``nemo_gym_prorl`` and this project's server folders.

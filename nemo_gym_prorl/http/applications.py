@@ -61,9 +61,6 @@ async def served(
         port: TCP port; 0 takes a free one.
         certificate: files of the certificate and its key, for TLS.
         keep_alive_s: seconds for which an idle connection stays open.
-
-    Raises:
-        OSError: the port is taken.
     """
     cert, key = certificate or (None, None)
     config = uvicorn.Config(
@@ -95,11 +92,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Check a certificate before the server starts.
-
-    Raises:
-        CallerError: the files are no certificate and its key.
-    """
+    """Check a certificate before the server starts."""
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
     except OSError as error:  # ssl.SSLError is an OSError
@@ -109,17 +102,7 @@ def check_certificate(cert: Path, key: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def serve_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIterator[None]:
-    """Serve an application with TLS at a second port on all interfaces.
-
-    Args:
-        app: the application.
-        cert: certificate chain.
-        key: key of the certificate.
-        port: TCP port.
-
-    Raises:
-        CallerError: the port is taken.
-    """
+    """Serve an application with TLS at a second port on all interfaces."""
     async with contextlib.AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(served(app, "", port, certificate=(cert, key), keep_alive_s=30))

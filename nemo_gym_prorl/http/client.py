@@ -38,11 +38,7 @@ class ConnectFailed(ConnectionError):
 
 
 class ConnectionDropped(ConnectionError):
-    """The connection ended before the answer did, or the answer is not HTTP.
-
-    Attributes:
-        begun: whether the answer had begun.
-    """
+    """The connection ended before the answer did, or the answer is not HTTP."""
 
     def __init__(self, reason: str, *, begun: bool) -> None:
         super().__init__(reason)
@@ -63,7 +59,6 @@ class HttpAnswer:
         return 200 <= self.status < 300
 
     def text(self, limit: int | None = None) -> str:
-        """Return the body as text, truncated to ``limit`` characters."""
         return _truncate(self.body.decode(errors="replace"), limit)
 
     def error_text(self, limit: int) -> str:
@@ -74,11 +69,7 @@ class HttpAnswer:
             return self.text(limit)
 
     def json(self) -> Any:
-        """Parse the body as JSON.
-
-        Raises:
-            orjson.JSONDecodeError: the body is not JSON.
-        """
+        """Parse the body as JSON."""
         return orjson.loads(self.body)
 
 
@@ -99,10 +90,8 @@ class HttpClient(contextlib.AbstractAsyncContextManager["HttpClient"]):
         """Send a request and read its answer.
 
         Args:
-            method: HTTP method.
             url: absolute URL, encoded.
             headers: headers besides those of host and length.
-            body: the body, in parts.
 
         Raises:
             ConnectFailed: no connection could be opened in time.
@@ -133,7 +122,6 @@ class HttpClient(contextlib.AbstractAsyncContextManager["HttpClient"]):
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; requests in flight fail."""
         if self._session is not None:
             await self._session.close()
 

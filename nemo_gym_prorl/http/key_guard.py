@@ -52,7 +52,6 @@ class RouteScopes:
         ]
 
     def of(self, method: str, path: str) -> Scope:
-        """Return the scope that a request requires."""
         method = "GET" if method == "HEAD" else method
         if (found := self.table.get((method, path))) is not None:
             return found
@@ -130,7 +129,6 @@ class KeyGuard:
 
 
 async def caller_of(request: Request) -> Caller:
-    """Return the caller of a request; a FastAPI dependency."""
     return caller_in(request.scope)
 
 

@@ -56,7 +56,6 @@ class Caller:
 
     Attributes:
         name: the client; ``None`` for the deployment itself: with ``control_token``, or without keys.
-        scopes: permissions of the key.
     """
 
     name: str | None

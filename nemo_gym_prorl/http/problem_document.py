@@ -40,7 +40,6 @@ class ApiError(Exception):
     """The service refused a request.
 
     Attributes:
-        problem: problem document of the answer.
         retry_after_s: seconds until a retry, if the service named them.
     """
 
@@ -66,7 +65,6 @@ def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list
     """Return the first wrong fields, each with its error.
 
     Args:
-        errors: pydantic's errors.
         outer: number of leading path parts that the caller does not know.
     """
     return [
@@ -82,10 +80,6 @@ def _of_one_alternative(errors: Sequence[Mapping[str, Any]], depth: int) -> list
     """Reduce the errors of each union to those of the most similar alternative.
 
     Pydantic reports the errors of every alternative, with its name in the path: ``tools.0.FunctionTool.name``.
-
-    Args:
-        errors: pydantic's errors.
-        depth: length of the errors' common path.
     """
     branches: dict[Any, list[Mapping[str, Any]]] = {}
     for error in errors:

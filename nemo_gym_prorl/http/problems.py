@@ -174,7 +174,6 @@ def add_problem_handlers(
     OpenAPI document.
 
     Args:
-        app: the application.
         declared: declarations by path, for routes that declare nothing.
         needs: returns the required scope by method and path, ``None`` for open routes; if there are keys.
     """

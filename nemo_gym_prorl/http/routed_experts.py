@@ -28,7 +28,6 @@ class RoutedExperts:
     Attributes:
         numbers: integer type, as torch names it.
         rows: number of tokens.
-        layers: number of expert layers.
         top: experts of a token per layer.
         encoded: the rows in base64.
     """
@@ -57,7 +56,6 @@ class RoutedExperts:
 
     @property
     def width(self) -> int:
-        """Bytes of a row."""
         return self.layers * self.top * _BYTES[self.numbers]
 
     @property
@@ -82,11 +80,7 @@ class RoutedExperts:
 
 
 def last_rows(text: str, rows: int) -> str:
-    """Return the text of the last rows.
-
-    Raises:
-        ValueError: see :class:`RoutedExperts`.
-    """
+    """Return the text of the last rows."""
     experts = RoutedExperts.read(text)
     return experts.of(experts.last(rows)).text
 

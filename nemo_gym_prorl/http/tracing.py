@@ -46,7 +46,6 @@ def span(
 
 
 def note(this: trace.Span, /, **attributes: str | int | float | None) -> None:
-    """Add attributes to a span."""
     if this.is_recording():
         this.set_attributes({f"prorl.{key}": value for key, value in attributes.items() if value is not None})
 

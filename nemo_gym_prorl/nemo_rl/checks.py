@@ -22,9 +22,9 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
-from nemo_gym_prorl.deployment.config_files import load_merged
+from nemo_gym_prorl.deployment.gym_cli import load_merged
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RolloutSource
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RolloutSource
 
 
 DEADLINE = "async_rl.rollout_failure.nemo_gym.rollout_timeout_s"
@@ -63,8 +63,6 @@ class Finding:
 
     Attributes:
         field: path of the setting, e.g. ``grpo.num_prompts_per_step``.
-        what: error.
-        fix: instruction.
     """
 
     field: str
@@ -109,12 +107,6 @@ def findings_of_validation(block: str, error: ValidationError) -> Iterator[Findi
 
 
 def check(config: Mapping[str, Any], settings: ProrlSettings) -> list[Finding]:
-    """Return all findings.
-
-    Args:
-        config: resolved configuration.
-        settings: the block ``prorl:`` of the configuration.
-    """
     findings = [*_check_settings(config, settings), *check_rows(config)]
     if settings.rollouts is RolloutSource.SERVICE:
         return findings
@@ -252,12 +244,7 @@ def _check_parsers(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _read(path: Path) -> tuple[int, bool]:
-    """Return the number of rows, and whether a row has tools. NeMo RL reads every line as a row, blank lines too.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is no row, or the file has none.
-    """
+    """Return the number of rows, and whether a row has tools. NeMo RL reads every line as a row, blank lines too."""
     count, with_tools = 0, False
     with path.open(encoding="utf-8") as lines:
         for count, line in enumerate(lines, 1):

@@ -58,7 +58,6 @@ class RolloutStats:
         self.collector: Collector | None = None
 
     def as_metrics(self) -> dict[str, float]:
-        """Return metrics for the controller's logger."""
         own = self.collector.metrics() if self.collector else {}
         return {"rollout/committed_total": float(self.committed), **own}
 
@@ -191,10 +190,6 @@ class ClosingSynchronizer:
     """NeMo RL's weight synchronizer, which also ends rollouts and delays weights until a validation is over.
 
     The controller shuts its weight synchronizer down in every case, so rollouts end in every case.
-
-    Args:
-        synchronizer: NeMo RL's synchronizer.
-        rollouts: rollout manager of the same controller.
     """
 
     def __init__(self, synchronizer: Any, rollouts: ProrlRollouts) -> None:
@@ -229,9 +224,6 @@ class GroupAdvantages:
 
     - each rollout enters the baseline of its group once, and all its rows get its advantage;
     - a rollout without a trained token does not shift the baseline of its siblings: it is a group of its own.
-
-    Args:
-        estimator: NeMo RL's estimator.
     """
 
     def __init__(self, estimator: Any) -> None:

@@ -44,7 +44,6 @@ class TrainingMember:
     """One rollout of a training group.
 
     Attributes:
-        rollout: rollout id.
         sequences: sequences to train on, as turns; empty if the rollout gets no loss.
         reward: reward after scaling and shaping.
         version: weight version under which the rollout began.
@@ -63,7 +62,6 @@ class TrainingGroup:
     Attributes:
         prompt: tokens of the first prompt.
         members: ``grpo.num_generations_per_prompt`` rollouts.
-        row: dataset row.
     """
 
     prompt: Sequence[int]
@@ -117,15 +115,7 @@ def _as_prompt(inherited: Sequence[TurnTokens], others: Sequence[TurnTokens]) ->
 
 
 def training_group(rollouts: Sequence[TrainedRollout], reward_of: RewardFunction) -> TrainingGroup:
-    """Convert a group of a batch.
-
-    Args:
-        rollouts: rollouts of one prompt.
-        reward_of: scaling and shaping of rewards.
-
-    Raises:
-        CallerError: no rollout has tokens to train on.
-    """
+    """Convert a group of a batch."""
     members, prompts, why = [], [], ""
     for rollout in rollouts:
         try:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import ray
 from nemo_rl.algorithms.async_utils.staleness_sampler import WindowedSampler
 
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings
 
 
 class UncheckpointedSampler(WindowedSampler):  # type: ignore[misc]  # NeMo RL has no types here
@@ -46,5 +46,4 @@ class NoEnvironment:
         del config
 
     def shutdown(self) -> bool:
-        """Return that the environment has shut down."""
         return True

@@ -31,7 +31,7 @@ from nemo_gym_prorl.dapo.runner import CLOSE_S
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.http.key_guard import is_loopback
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings
 from nemo_gym_prorl.policy.engines.engine import checked_url
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 
@@ -49,8 +49,6 @@ class Servers:
     """Addresses of the rollout services and of the model servers behind them.
 
     Attributes:
-        services: URLs of ``prorl_agent`` servers.
-        models: URLs of ``prorl_model`` servers.
         key_env: name of the environment variable with the servers' key; the key itself is not part of the object.
         node: Ray node id of the only node that can reach the servers; ``None``: every node can.
         engines: URLs of the trainer's engines, if they must be registered at the model servers.
@@ -67,11 +65,7 @@ class Servers:
 
     @property
     def key(self) -> str | None:
-        """Control token of the servers.
-
-        Raises:
-            CallerError: the environment variable is not set.
-        """
+        """Control token of the servers."""
         if self.key_env is None:
             return None
         key = os.environ.get(self.key_env)
@@ -89,7 +83,6 @@ class Servers:
         given up: labels only inform readers of the rows, and training uses the sampler's own versions.
 
         Args:
-            version: weight version.
             needed: whether a failure is an error, because no engine is registered yet.
 
         Raises:
@@ -262,9 +255,6 @@ def with_engines(servers: Servers, engines: Sequence[str | None], run: str) -> S
         servers: servers without engines.
         engines: base URLs of the generation workers; ``None`` for a worker without an HTTP server.
         run: run name of the engines.
-
-    Raises:
-        CallerError: no engine has an HTTP server.
     """
     urls = tuple(checked_url(url) for url in engines if url)
     if not urls:

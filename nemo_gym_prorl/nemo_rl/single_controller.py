@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.nemo_rl.collector import CollectionPlan
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Validation, validation_of, with_sampling_params
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RewardShaping, RolloutSource, settings_of
 from nemo_gym_prorl.nemo_rl.controller_parts import (
     ClosingSynchronizer,
     GroupAdvantages,
@@ -34,8 +35,6 @@ from nemo_gym_prorl.nemo_rl.controller_parts import (
     saved_state,
 )
 from nemo_gym_prorl.nemo_rl.services import Servers, configured_servers, gym_servers, with_engines
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, RolloutSource, settings_of
-from nemo_gym_prorl.nemo_rl.validation import Validation, validation_of, with_sampling_params
 
 
 LOG = logging.getLogger(__name__)
@@ -162,12 +161,7 @@ def rollout_error_in(error: BaseException | None) -> RolloutError | None:
 
 
 def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
-    """Shut down environments, then the engines that they call, as NeMo RL's own launcher does.
-
-    Args:
-        environments: actor handles by name.
-        engines: handles of generation and of training.
-    """
+    """Shut down environments, then the engines that they call, as NeMo RL's own launcher does."""
     import ray
 
     for name, actor in environments.items():
@@ -203,7 +197,6 @@ def replace_parts(
     client: str,
     validation: Validation | None = None,
 ) -> None:
-    """Replace and wrap parts among the controller's arguments."""
     grpo = master.grpo
     size = grpo.num_generations_per_prompt
     lines = [json.loads(line) for line in arguments.dataloader.dataset.dataset["extra_env_info"]]

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nemo_gym_prorl.deployment.config_files import ROOTS_VARIABLE
+from nemo_gym_prorl.deployment.gym_cli import ROOTS_VARIABLE
 from nemo_gym_prorl.deployment.venvs import running_installation, shared_venvs
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.nemo_rl.checks import Finding, check, findings_of_validation, value_at
@@ -28,15 +28,16 @@ from nemo_gym_prorl.nemo_rl.configuration import (
     RECIPE_NAMES,
     ROOT_VARIABLE,
     TRAINING_NAMES,
+    ProrlSettings,
     check_nemo_rl,
     checkout,
     missing_modules,
     missing_names,
     names_of,
     read,
+    settings_of,
 )
 from nemo_gym_prorl.nemo_rl.services import configured_servers
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 
 
 REFUSED = 2
@@ -44,7 +45,6 @@ REFUSED = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     config: dict[str, Any] = {}
     findings = [*_check_nemo_rl()]

@@ -82,10 +82,6 @@ def _refusal(text: str, reason: str) -> CallerError:
 def check_image_folder(image: str, state: Path) -> None:
     """Refuse the host's own root folder as an image, by whatever path: root's sandboxes would read root's files.
 
-    Args:
-        image: path of the image.
-        state: the folder of all supervisors' folders.
-
     Raises:
         CallerError: the image contains the supervisors' folder, ``/proc`` or ``/sys``; for the field ``image``.
     """
@@ -115,7 +111,6 @@ def _exposed(source: Path, state: Path) -> str:
 
 
 def _source(text: str, path: str) -> Path:
-    """Return the host path of a bind without links."""
     try:
         source = Path(os.path.realpath(path, strict=True))
         source.stat()
@@ -142,7 +137,8 @@ def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBin
             reason = "has files that are made for each sandbox: bind other single files of /etc, or upload the file"
             raise _refusal(bind.text, f"{place} {reason}")
     # The contents at the path come from the deepest earlier bind above it, else from the image if that is unpacked.
-    above = max((one for one in earlier if bind.target.startswith(f"{one.target}/")), key=_depth, default=None)
+    all_above = (one for one in earlier if bind.target.startswith(f"{one.target}/"))
+    above = max(all_above, key=lambda one: len(one.target), default=None)
     root, path = (above.source, bind.target.removeprefix(above.target)) if above else (image, bind.target)
     if not root.is_dir():
         if above:
@@ -163,10 +159,6 @@ def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBin
     shell = "" if above else _led(bind.text, image, "/bin/sh")
     if shell.startswith(f"{place}/") and not os.path.lexists(f"{bind.source}{shell.removeprefix(place)}"):
         raise _refusal(bind.text, f"would hide the image's {shell}, which every command needs: name another path")
-
-
-def _depth(bind: _CheckedBind) -> int:
-    return len(bind.target)
 
 
 def _led(text: str, root: Path, path: str) -> str:

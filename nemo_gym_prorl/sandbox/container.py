@@ -54,7 +54,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
     SpawnRequest,
     StartReply,
 )
-from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT, FileTransfer
+from nemo_gym_prorl.sandbox.transfer import FileTransfer
 
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ class Container:
     """A live sandbox, made by :meth:`start`. The caller must :meth:`close` the sandbox, or use ``async with``.
 
     Attributes:
-        name: name of the sandbox in the supervisor.
-        spec: the specification.
         image: path of the image as the caller named it; ``spec.image`` may be its unpacked copy.
         files: copies files into and out of the sandbox.
         notes: limits that the sandbox has reached.
@@ -87,8 +85,6 @@ class Container:
         alive: whether no end of the sandbox has been reported.
         paused: whether all programs are stopped.
         sessions_started: programs that have served as sessions in the sandbox.
-        environment: variables of all commands.
-        workdir: working directory of commands.
         published: working folder and user that the image was published with; empty if it has none.
     """
 
@@ -124,7 +120,6 @@ class Container:
         """Start a sandbox.
 
         Args:
-            spec: the specification.
             runtime: the container runtime; looked up if not given.
             held_files: files that the supervisor keeps open until the sandbox is gone.
             snapshot: archive of another sandbox of the same image, from which the writable layer is restored.
@@ -162,11 +157,7 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Add variables and set the working directory of all commands; the directory is made.
-
-        Raises:
-            CallerError: the directory cannot be made.
-        """
+        """Add variables and set the working directory of all commands; the directory is made."""
         self.environment = {**self.environment, **env}
         if workdir:
             checked(workdir, SandboxPath, "workdir")
@@ -342,14 +333,6 @@ class Container:
             await self.signal(process, signal.SIGKILL)
             await asyncio.wait([process.ended], timeout=DEATH_S)
 
-    async def upload(self, source: Path, target: str, *, limit: int = FILE_LIMIT) -> None:
-        """Copy a file of the host into the sandbox; see :meth:`.FileTransfer.upload`."""
-        await self.files.upload(source, target, limit)
-
-    async def download(self, source: str, target: Path, *, limit: int = FILE_LIMIT) -> None:
-        """Copy a file of the sandbox to the host; see :meth:`.FileTransfer.download`."""
-        await self.files.download(source, target, limit)
-
     async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
         """Send a request about this sandbox to the supervisor; the caller closes the files of the reply.
 
@@ -395,11 +378,7 @@ class Container:
         await self.ask(CheckRequest(self.name))
 
     async def pause(self) -> None:
-        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs.
-
-        Raises:
-            SandboxRefused: a program does not stop.
-        """
+        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs."""
         try:
             await self.ask(PauseRequest(self.name))
         except asyncio.CancelledError:
@@ -409,7 +388,6 @@ class Container:
         self.paused = True
 
     async def resume(self) -> None:
-        """Let all programs continue."""
         await self.ask(ResumeRequest(self.name))
         self.paused = False
 
@@ -470,11 +448,7 @@ class Container:
 
 
 def container_of(handle: SandboxHandle) -> Container:
-    """Return the :class:`Container` of a handle of Gym's.
-
-    Raises:
-        CallerError: the handle is another provider's.
-    """
+    """Return the :class:`Container` of a handle of Gym's."""
     if not isinstance(handle.raw, Container):
         raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
     return handle.raw

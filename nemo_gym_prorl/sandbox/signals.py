@@ -106,7 +106,6 @@ class Session:
 
     @classmethod
     def of(cls, pid: int) -> Session:
-        """Return the session whose leader is ``pid``."""
         return cls(pid, start_time(pid))
 
     def kill(self, group: int) -> None:

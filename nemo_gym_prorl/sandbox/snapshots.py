@@ -95,12 +95,7 @@ _BASE = TypeAdapter(SnapshotBase)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stored snapshot.
-
-    Attributes:
-        path: path of the archive.
-        base: image and users that the snapshot depends on.
-    """
+    """A stored snapshot."""
 
     path: Path
     base: SnapshotBase
@@ -130,7 +125,6 @@ async def take(container: Container, folder: Path, name: str, *, quiescent: bool
     """Archive the writable layer of a sandbox in ``folder``. The sandbox is paused meanwhile.
 
     Args:
-        container: the sandbox.
         folder: folder of snapshots; made if missing.
         name: stem of the snapshot's file name.
         quiescent: skip the pause if only idle shells run in the sandbox, since pausing may take longer than copying.
@@ -204,11 +198,7 @@ def _open_fresh(path: Path) -> int:
 
 
 def find(folder: Path, snapshot: str) -> Path:
-    """Return the path of a snapshot.
-
-    Raises:
-        CallerError: the folder has no snapshot of that name.
-    """
+    """Return the path of a snapshot."""
     if not isinstance(snapshot, str) or not _NAME.fullmatch(snapshot) or not (folder / snapshot).is_file():
         raise CallerError(f"there is no snapshot {snapshot!r} in {folder}", field=SNAPSHOT)
     return folder / snapshot

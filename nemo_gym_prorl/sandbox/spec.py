@@ -242,7 +242,6 @@ class ImageDefaults:
 
         Args:
             reported: variables that the runtime reported; empty unless scripts of the image may set variables.
-            spec: the sandbox's specification; its own ``env`` is left out.
         """
         home = self.home or ("/root" if spec.root else "/tmp")
         usual = {"HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
@@ -257,9 +256,6 @@ def create_request(
     """Return the request to start a sandbox, and the defaults of its image.
 
     Args:
-        name: name of the sandbox.
-        spec: the specification.
-        runtime: the container runtime.
         snapshot: archive from which the writable layer is restored.
 
     Raises:

@@ -26,7 +26,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import GetRequest, PutRequest, R
 
 
 FILE_LIMIT = 1 << 30
-"""Default size limit of uploads and downloads in bytes; larger data belongs in a bind or an image."""
+"""Size limit of uploads and downloads in bytes; larger data belongs in a bind or an image."""
 
 Ask = Callable[[Request, Sequence[int]], Awaitable[tuple[Message, list[int]]]]
 """Sends a request about the sandbox, with open files, to its supervisor."""
@@ -36,9 +36,7 @@ class FileTransfer:
     """File copies between the host and one sandbox.
 
     Args:
-        sandbox: name of the sandbox.
         disk_mib: disk limit of the sandbox; 0 for none.
-        ask: sends a request to the sandbox's supervisor.
     """
 
     def __init__(self, sandbox: str, disk_mib: int, ask: Ask) -> None:
@@ -46,7 +44,7 @@ class FileTransfer:
         self._disk_mib = disk_mib
         self._ask = ask
 
-    async def upload(self, source: Path, target: str, limit: int = FILE_LIMIT) -> None:
+    async def upload(self, source: Path, target: str) -> None:
         """Copy a file of the host to the absolute path ``target`` inside; missing folders are made.
 
         Raises:
@@ -54,14 +52,14 @@ class FileTransfer:
             SandboxRefused: the machine has no room for the file.
         """
         checked(target, SandboxPath, "target_path")
-        descriptor = await asyncio.to_thread(_open_source, source, limit, self._disk_mib)
+        descriptor = await asyncio.to_thread(_open_source, source, self._disk_mib)
         try:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
             await self._transfer(PutRequest(self._sandbox, target, mode), descriptor, "target_path")
         finally:
             os.close(descriptor)
 
-    async def download(self, source: str, target: Path, limit: int = FILE_LIMIT) -> None:
+    async def download(self, source: str, target: Path) -> None:
         """Copy the regular file at the absolute path ``source`` inside to the host, atomically.
 
         Raises:
@@ -71,7 +69,7 @@ class FileTransfer:
         checked(source, SandboxPath, "source_path")
         descriptor, fresh = await asyncio.to_thread(_open_target, target)
         try:
-            await self._transfer(GetRequest(self._sandbox, source, limit), descriptor, "source_path")
+            await self._transfer(GetRequest(self._sandbox, source, FILE_LIMIT), descriptor, "source_path")
             await asyncio.to_thread(fresh.replace, target)
         except BaseException:
             fresh.unlink(missing_ok=True)
@@ -127,8 +125,8 @@ class FileTransfer:
         return reply
 
 
-def _open_source(source: Path, limit: int, disk_mib: int) -> int:
-    """Open a regular file of the host that is within ``limit`` bytes and the sandbox's disk limit."""
+def _open_source(source: Path, disk_mib: int) -> int:
+    """Open a regular file of the host that is within :data:`FILE_LIMIT` and the sandbox's disk limit."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -139,8 +137,8 @@ def _open_source(source: Path, limit: int, disk_mib: int) -> int:
     trouble = ""
     if not stat.S_ISREG(found.st_mode):
         trouble = "not an ordinary file; upload the files of a folder one by one, or as an archive"
-    elif found.st_size > limit:
-        trouble = f"larger than {limit} bytes: it has {found.st_size}"
+    elif found.st_size > FILE_LIMIT:
+        trouble = f"larger than {FILE_LIMIT} bytes: it has {found.st_size}"
     else:
         trouble = _over_disk_limit(found.st_size, disk_mib)
     if trouble:

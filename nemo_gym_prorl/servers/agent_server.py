@@ -20,8 +20,7 @@ from nemo_gym_prorl.http.key_guard import check_exposure
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.gym_rows import CreateParams, Row, read_json
-from nemo_gym_prorl.servers.server_base import ServerBase
-from nemo_gym_prorl.servers.server_config import ServerConfig
+from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
 
 
 class VerifiedRollout(BaseModel):

@@ -72,8 +72,7 @@ from nemo_gym_prorl.policy.text.renderer import off_loop
 from nemo_gym_prorl.policy.text.template import Message, parse_arguments
 from nemo_gym_prorl.policy.text.turn_scanner import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
-from nemo_gym_prorl.servers.server_base import ServerBase
-from nemo_gym_prorl.servers.server_config import ServerConfig
+from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
 
 
 _VLLM_MODEL_KEYS = frozenset(
@@ -201,11 +200,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return app
 
     def _captures_calls(self) -> bool:
-        """Return whether Gym records its agents' calls, inside its application and by their whole URL.
-
-        Raises:
-            CallerError: recording is configured so that engines would have to do it.
-        """
+        """Return whether Gym records its agents' calls, inside its application and by their whole URL."""
         if not hasattr(base_responses_api_model, "install_model_call_capture"):
             return False  # an older Gym
         settings = self.server_client.global_config_dict
@@ -297,7 +292,6 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return RequestTemplate(requested, orjson.loads(response.model_dump_json(by_alias=True)))
 
     def _items(self, message: Message) -> list[dict[str, Any]]:
-        """Return a turn's items as this Gym version writes them."""
         return [item.model_dump(by_alias=True) for item in self._converter.postprocess_assistant_message_dict(message)]
 
     async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:

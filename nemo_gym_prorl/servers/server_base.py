@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from fastapi import FastAPI
+from nemo_gym.config_types import BaseRunServerTypeConfig
 from nemo_gym.server_utils import SESSION_ID_KEY, SimpleServer
+from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,7 +45,6 @@ class ServerBase(SimpleServer):
         return SessionMiddleware(_SessionId(app), secret_key=key, session_cookie=key)
 
     def setup_session_middleware(self, app: FastAPI) -> None:
-        """Add Gym's session cookie."""
         app.add_middleware(self.in_session)
 
     def setup_exception_middleware(self, app: FastAPI) -> None:
@@ -83,3 +85,22 @@ class _AnswerDefects:
                 raise
             LOGGER.exception("%s %s failed", scope["method"], scope["path"])
             await ProblemError(500, "http-500", repr(error)).response()(scope, receive, send)
+
+
+class ServerConfig(BaseModel):
+    """Mixin for a server's configuration, to be listed after Gym's class."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    # Keys for the installed version of Gym and its registry, which no server reads.
+    ignored_keys: ClassVar[Iterable[str]] = frozenset(
+        {*BaseRunServerTypeConfig.model_fields, "description", "license", "value", "verified", "verified_url"}
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        ignored = {*cls.ignored_keys} - cls.model_fields.keys()
+        return {key: value for key, value in given.items() if key not in ignored}

@@ -4,24 +4,193 @@
 
 An unsupported requirement of a row is refused with the row's field name. Errors of the server's configuration are
 never attributed to a row.
+
+Gym's own ``AsyncSandbox`` hides provider and handle, which a shell needs, and makes a provider per sandbox. Here one
+:class:`SandboxFactory` starts all sandboxes of any provider.
+
+:func:`run_program` runs an agent program in a session's sandbox, in place of the policy's tool calls. The program runs
+as the policy's commands do: same user, folder and variables. It reaches only its rollout's policy. Its process group
+ends with the call, also if the call is cancelled; other processes end with the sandbox.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import posixpath
+import shlex
+import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
 
-from nemo_gym.sandbox import SandboxSpec
-from nemo_gym.sandbox.providers.base import SandboxResources
+from nemo_gym.sandbox.providers import create_provider
+from nemo_gym.sandbox.providers.base import (
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxResources,
+    SandboxSpec,
+    SandboxStatus,
+)
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import spec as specs
-from nemo_gym_prorl.sandbox.factory import SandboxFactory, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.tasks.task import SandboxNeeds
+from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
+from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.sandbox.snapshots import SnapshotInfo
+from nemo_gym_prorl.tasks.sandbox import HasPolicyAccess, Sandbox
+from nemo_gym_prorl.tasks.task import OpenTools, RunsScripts, SandboxNeeds
+
+
+class StartedSandbox:
+    """A started sandbox with the methods of Gym's ``AsyncSandbox``."""
+
+    def __init__(self, provider: Any, handle: SandboxHandle) -> None:
+        self._provider = provider
+        self._handle = handle
+
+    @property
+    def sandbox_id(self) -> str:
+        return str(self._handle.sandbox_id)
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: int | float | None = None,
+        user: str | int | None = None,
+    ) -> SandboxExecResult:
+        options: dict[str, Any] = {"env": env, "user": user}
+        given = {name: value for name, value in options.items() if value is not None}
+        return await self._provider.exec(self._handle, command, cwd=cwd, timeout_s=timeout_s, **given)
+
+    async def upload(self, local_path: Path | str, remote_path: str) -> None:
+        await self._provider.upload_file(self._handle, Path(local_path), remote_path)
+
+    async def status(self) -> SandboxStatus:
+        return await self._provider.status(self._handle)
+
+    async def stop(self) -> None:
+        """End the sandbox and wait until it is gone. Idempotent."""
+        await self._provider.close(self._handle)
+
+
+class SandboxWithSessions(StartedSandbox):
+    """A sandbox whose provider has shells, kernels, file access and :meth:`check`, as ``singularity`` has."""
+
+    @property
+    def published(self) -> tuple[str, str]:
+        """Working folder and user that the image was published with; empty if it has none."""
+        published: tuple[str, str] = self._provider.published(self._handle)
+        return published
+
+    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> Shell:
+        """Start a persistent shell, which the caller closes."""
+        shell: Shell = await self._provider.shell(self._handle, env=env, user=user)
+        return shell
+
+    async def download(self, remote_path: str, local_path: Path) -> None:
+        await self._provider.download_file(self._handle, remote_path, local_path)
+
+    async def kernel(self) -> Kernel:
+        """Start an IPython kernel, which the caller closes."""
+        kernel: Kernel = await self._provider.kernel(self._handle)
+        return kernel
+
+    async def read_file(self, path: str, *, limit: int) -> bytes:
+        """Return the contents of a regular file of the sandbox, of at most ``limit`` bytes."""
+        data: bytes = await self._provider.read_file(self._handle, path, limit=limit)
+        return data
+
+    async def write_file(self, path: str, data: bytes) -> bool:
+        existed: bool = await self._provider.write_file(self._handle, path, data)
+        return existed
+
+    async def check(self) -> list[str]:
+        """Attribute the end of the sandbox, or of a process in it; return the limits that the sandbox has met.
+
+        Raises:
+            AgentError: programs in the sandbox have ended the sandbox.
+            InfrastructureError: the machine has ended the sandbox or a process in it.
+        """
+        limits: list[str] = await self._provider.check(self._handle)
+        return limits
+
+    async def has_room(self) -> bool:
+        """Return whether the disk that all sandboxes are kept on has room."""
+        has_room: bool = await self._provider.has_room(self._handle)
+        return has_room
+
+    async def egress(self) -> list[dict[str, Any]]:
+        """Return which hosts the sandbox has asked its proxy for."""
+        hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
+        return hosts
+
+    async def open_policy(self, url: str, key: str) -> str:
+        """Serve a policy on a port inside, and return its base URL there."""
+        base_url: str = await self._provider.open_policy(self._handle, url, key)
+        return base_url
+
+    async def close_policy(self) -> None:
+        """Take no more calls at the port of :meth:`open_policy`; calls in flight go on. Idempotent."""
+        await self._provider.close_policy(self._handle)
+
+    async def checkpoint(self, name: str) -> SnapshotInfo:
+        """Take a snapshot of the sandbox's files, from which other sandboxes can start."""
+        info: SnapshotInfo = await self._provider.checkpoint(self._handle, name)
+        return info
+
+
+class SandboxFactory:
+    """Factory of sandboxes of one provider; owns the provider.
+
+    Args:
+        provider: the provider as in Gym's configuration: one name with its options.
+    """
+
+    def __init__(self, provider: Mapping[str, Any]) -> None:
+        self._provider = create_provider(provider)
+        wanted = ("shell", "kernel", "read_file", "write_file", "check", "has_room", "published", "egress")
+        has_all = all(hasattr(self._provider, name) for name in wanted)
+        self._kind = SandboxWithSessions if has_all else StartedSandbox
+
+    async def fetch_image(self, spec: SandboxSpec) -> None:
+        """Pull the image of a specification ahead of the start, if the provider can.
+
+        Raises:
+            SandboxCreateError: no sandbox of the specification can start.
+        """
+        if (fetch := getattr(self._provider, "fetch_image", None)) is not None:
+            await fetch(spec)
+
+    async def start(self, spec: SandboxSpec) -> StartedSandbox:
+        """Start a sandbox.
+
+        Raises:
+            SandboxCreateError: the sandbox did not start. Other providers may raise other errors.
+        """
+        return self._kind(self._provider, await self._provider.create(spec))
+
+    async def delete_snapshot(self, name: str) -> None:
+        await self._provider.delete_snapshot(name)
+
+    async def renew_snapshot(self, name: str) -> None:
+        await self._provider.renew_snapshot(name)
+
+    async def delete_old_snapshots(self, name: str, age_s: float) -> None:
+        """Delete the snapshots of a name that were taken or renewed more than ``age_s`` seconds ago."""
+        if (delete := getattr(self._provider, "delete_old_snapshots", None)) is not None:
+            await delete(name, age_s)
+
+    async def aclose(self) -> None:
+        """Close the provider, after its sandboxes have ended."""
+        await self._provider.aclose()
 
 
 PROGRESS = "prorl: "
@@ -181,3 +350,71 @@ def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:
     need = _NEED_OF_PROVIDER_FIELD.get(name, name)
     asked = {field.name for field in dataclasses.fields(needs) if getattr(needs, field.name) is not None}
     return CallerError(cause.complaint, field=needs.row_field(need)) if need in asked else None
+
+
+OUTPUT_TAIL_CHARS = 4_000
+"""Characters of a program's output that are kept, from its end: enough for an error with its traceback."""
+
+_PROBE = """\
+home=$HOME
+[ -d "$home" ] && [ -w "$home" ] || home=$(mktemp -d) || exit 1
+for loader in /lib64/ld-linux-* /lib/ld-linux-*; do [ -e "$loader" ] && echo glibc && break; done || echo musl
+printf %s "$home\""""
+_PROBE_TIMEOUT_S = 30.0  # a shell's start on a loaded machine
+
+
+class Launcher(Protocol):
+    """A policy's URL and key, a time limit, and a program that depends on its sandbox."""
+
+    url: str
+    key: str
+    timeout_s: float
+
+    def launch(self, *, origin: str, home: str, libc: Any) -> Any:
+        """Return ``command``, ``env`` and ``files`` for the policy's URL inside, a HOME and the image's C library."""
+        ...
+
+
+async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launcher) -> dict[str, Any]:
+    """Run a program until it ends.
+
+    Returns:
+        ``exit_code``, ``None`` after the time limit; ``seconds``; ``output``, the end of both streams; and for an exit
+        code of a signal ``killed``, which names it and the limits that the sandbox has met.
+
+    Raises:
+        CallerError: the session has no sandbox for programs, or the program cannot be made from the row.
+        AgentError: the program exceeded a limit of its sandbox.
+        InfrastructureError: the sandbox failed, or the machine ran out of memory and killed a process.
+    """
+    if sandbox is None or not isinstance(sandbox, HasPolicyAccess) or not isinstance(tools, RunsScripts):
+        raise CallerError("this row starts no sandbox of the provider 'singularity', in which programs run")
+    probed = await tools.run_script(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
+    if probed.return_code:
+        raise InfrastructureError(f"the sandbox runs no shell: {(probed.stderr or '')[-500:]}")
+    libc, _, home = (probed.stdout or "").partition("\n")
+    origin = await sandbox.open_policy(launcher.url, launcher.key)
+    try:
+        script = script_of(launcher.launch(origin=origin, home=home, libc=libc))
+        start = time.monotonic()
+        done = await tools.run_script(script, timeout_s=launcher.timeout_s)
+        seconds = round(time.monotonic() - start, 3)
+    finally:
+        with suppress(RolloutError):  # the end of the sandbox ends the access, too
+            await sandbox.close_policy()
+    if done.error_type == "sandbox":
+        raise InfrastructureError(f"the program did not run: {done.stderr}", kind=FailureKind.SESSION_LOST)
+    output = (done.stdout or "")[-OUTPUT_TAIL_CHARS:]
+    end = {"exit_code": None if done.error_type else done.return_code, "seconds": seconds, "output": output}
+    if done.return_code - 128 in signal.valid_signals() and not done.error_type:
+        end["killed"] = "; ".join((signal.Signals(done.return_code - 128).name, *await sandbox.check()))
+    return end
+
+
+def script_of(program: Any) -> str:
+    """Return the shell script that writes a program's files, sets its variables and becomes the program."""
+    lines = [f"export {name}={shlex.quote(text)}" for name, text in program.env.items()]
+    for path, text in program.files.items():
+        folder = shlex.quote(posixpath.dirname(path))
+        lines.append(f"mkdir -p -- {folder} && printf %s {shlex.quote(text)} > {shlex.quote(path)} || exit 126")
+    return "\n".join(["exec 2>&1", *lines, f"exec {shlex.join(program.command)}"])

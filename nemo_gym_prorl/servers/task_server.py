@@ -55,13 +55,10 @@ from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
 from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
-from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
-from nemo_gym_prorl.servers.server_base import ServerBase
-from nemo_gym_prorl.servers.server_config import ServerConfig
-from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes
-from nemo_gym_prorl.tasks.programs import run_program
+from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
+from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, StartedSandbox, TaskSandboxes, run_program
 from nemo_gym_prorl.tasks.sessions import Sessions
 from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, LimitsTime, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
@@ -137,7 +134,6 @@ class ProgramRequest(BaseModel):
     timeout_s: float = Field(gt=0)
 
     def launch(self, *, origin: str, home: str, libc: Libc) -> Launch:
-        """Return the program; see :meth:`.Harness.launch`."""
         find_bundles(self.harness, libc=libc)
         told = {"prompt": self.prompt, "model": self.model}
         return self.harness.launch(**told, context=self.context, origin=origin, home=home, libc=libc)
@@ -293,11 +289,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"renewed": len(body.snapshots)}
 
     def _check_tools(self, row: Mapping[str, Any]) -> None:
-        """Check that a row offers only tools of this environment.
-
-        Raises:
-            CallerError: names the unknown tool and suggests a known one.
-        """
+        """Check that a row offers only tools of this environment."""
         params = row.get("responses_create_params")
         offered = params.get("tools") if isinstance(params, dict) else None
         known = [str(schema["name"]) for schema in self._schemas]
@@ -344,7 +336,6 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"resources_session_id": named} if named else {}
 
     async def verify(self, request: Request, body: TaskVerifyRequest) -> TaskVerifyResponse:
-        """Grade the session, in fresh sandboxes if needed."""
         row = body.model_dump()
         grade = await self._sessions.verify(_key(request), row["response"])
         why = {"passed": grade.passed, "verdict": grade.verdict, "verdict_detail": grade.detail}

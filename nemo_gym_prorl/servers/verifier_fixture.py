@@ -58,7 +58,6 @@ def verifier_fixture(app: str, server: type[TaskServer]) -> Any:
 
 
 def as_shipped(folder: Path, server: type[TaskServer]) -> TaskServer:
-    """Create a server with its shipped settings."""
     name = folder.name
     shipped = OmegaConf.load(folder / "configs" / f"{name}.yaml")
     config = server.model_fields["config"].annotation
@@ -75,7 +74,6 @@ async def play(server: TaskServer, request: TaskVerifyRequest, recipe: Path) -> 
     """Execute a case on a new server, and close the server.
 
     Args:
-        server: the server.
         request: a row with a response, whose tool calls are executed in order.
         recipe: recipe of the image ``prorl_NAME-verifier``, if it exists.
 

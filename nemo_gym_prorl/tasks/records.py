@@ -111,11 +111,7 @@ def lowered(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_answerable(record: Mapping[str, Any]) -> None:
-    """Raise if the problem is a programming task or needs a picture.
-
-    Raises:
-        UnusableRecord: names the field.
-    """
+    """Raise if the problem is a programming task or needs a picture."""
     for name in ("ability", "task_type"):
         kind = record.get(name)
         if isinstance(kind, str) and re.search(r"\bcod(?:e|ing)\b", kind.replace("_", " "), re.IGNORECASE):
@@ -169,8 +165,6 @@ def text_of(value: Any, field: str, limit: int | None = None, *, number: bool = 
 
     Args:
         value: text, or a number if ``number`` is set.
-        field: name of the field, for errors.
-        limit: maximum length in characters.
         number: whether numbers are accepted.
 
     Raises:
@@ -258,11 +252,8 @@ def create_params(
     """Return a row's ``responses_create_params``.
 
     Args:
-        system: system prompt.
-        question: user message.
-        tools: function schemas.
         parallel: whether the policy may call several tools in one turn.
-        script: turns for the scripted model server (``scripted/turns.py``); ``None`` for a real model.
+        script: turns for the scripted model server (``cli/scripted/text.py``); ``None`` for a real model.
     """
     params: dict[str, Any] = {
         "input": [{"role": "system", "content": system}, {"role": "user", "content": question}],

@@ -35,7 +35,6 @@ class ShieldedTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task and hold a reference to it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -107,7 +107,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
     """Sessions of one environment.
 
     Args:
-        task: the environment's task.
         start_sandbox, fetch_image, delete_snapshot, max_starts: see :class:`.SandboxLifecycle`.
         ttl_s: seconds without use after which a session is closed.
     """
@@ -136,7 +135,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     @property
     def resumes(self) -> bool:
-        """Return whether sessions can be resumed elsewhere."""
         return isinstance(self._task, ResumableTask) and self._task.resumes
 
     @property
@@ -159,8 +157,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
         Seeding a live session again with the same row has no effect. Another row or a checkpoint replaces the session.
 
         Args:
-            key: the session's key.
-            row: the dataset row.
             once: whether the caller chose the key; such a key cannot be seeded again after it was closed.
             checkpoint: checkpoint of a session of the same row, to resume from.
             lease: lease that the caller renews with :meth:`renew` while the session is in use.
@@ -187,7 +183,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """Save the session, so that another session can resume from it. Called between two tool calls.
 
         Args:
-            key: the session's key.
             name: snapshot name for the sandbox's files.
 
         Raises:
@@ -214,11 +209,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             return {"state": state, "lost": lost, "snapshot": kept.name, "size": kept.size}
 
     async def call(self, key: str, tool: str, arguments: object) -> str:
-        """Execute a tool call and return the observation.
-
-        Raises:
-            InfrastructureError: ``session_lost``.
-        """
+        """Execute a tool call and return the observation."""
         session = self._require(key)
         with session.in_use():
             if not session.open and not session.tools.over:
@@ -270,7 +261,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """Delete a session. Unknown keys are ignored.
 
         Args:
-            key: the session's key.
             once: whether the caller chose the key; such a key then stays closed.
 
         Raises:
@@ -284,10 +274,6 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     async def verify(self, key: str, response: Mapping[str, Any]) -> Grade:
         """Grade the session. Further calls return the same grade.
-
-        Args:
-            key: the session's key.
-            response: the policy's last Responses object.
 
         Raises:
             TaskError: no policy could be graded on this row.

@@ -386,12 +386,7 @@ class AsyncCloseable(Protocol):
 
 
 class CombinedTools[First: OpenTools, Second: OpenTools]:
-    """Tools of one session from two tool sets; an :class:`OpenTools`.
-
-    Attributes:
-        first: tools of the first set, for use by the task.
-        second: tools of the second set.
-    """
+    """Tools of one session from two tool sets; an :class:`OpenTools`."""
 
     def __init__(self, first: First, second: Second, names_of_first: frozenset[str]) -> None:
         self.first = first
@@ -431,7 +426,6 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
         return {name: known for name, (known, _) in saved.items()}, [one for _, lost in saved.values() for one in lost]
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Restore both sets."""
         for name, part in self._parts.items():
             if isinstance(part, ResumableTools):
                 await part.resume(saved[name], lost)
@@ -476,7 +470,6 @@ class CombinedToolSet[First: OpenTools, Second: OpenTools]:
 
 
 def offered_tools(row: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tools that the row offers the policy."""
     params = row.get("responses_create_params")
     tools = params.get("tools") if isinstance(params, dict) else None
     return frozenset(str(tool["name"]) for tool in tools or () if isinstance(tool, dict) and "name" in tool)

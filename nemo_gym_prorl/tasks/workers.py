@@ -72,8 +72,6 @@ class WorkerPool:
         """Return a job's reply.
 
         Args:
-            job: JSON object.
-            cpu_s: CPU time limit in seconds.
             memory_mib: limit on the child's address space in MiB, imports included.
             file_mib: limit on the size of a file that the child writes, in MiB.
 
@@ -210,7 +208,6 @@ def _run_in_child(module: ModuleType, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer_and_exit(module: ModuleType, asked: dict[str, Any], sending: int) -> NoReturn:
-    """Send the reply or the error from the child, and exit."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)

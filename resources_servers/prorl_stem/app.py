@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gym resources server of science questions with search and Python: settings and task."""
 
-from nemo_gym_prorl.tasks.extras import exit_unless_installed, require_extras
+from nemo_gym_prorl.tasks import exit_unless_installed, require_extras
 
 
 if __name__ == "__main__":
@@ -14,7 +14,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from nemo_gym_prorl.sandbox.images.builder import MATH
-from nemo_gym_prorl.servers.task_models import JudgeModelConfig
+from nemo_gym_prorl.servers.gym_client import JudgeModelConfig
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.servers.verifier_fixture import verifier_fixture
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker

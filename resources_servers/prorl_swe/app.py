@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gym resources server of software engineering tasks: settings and task."""
 
-from nemo_gym_prorl.tasks.extras import exit_unless_installed
+from nemo_gym_prorl.tasks import exit_unless_installed
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.cli.scripted.turns import Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.text import Turn, call, script_of, turn
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT
 from nemo_gym_prorl.tasks.harbor.task_folder import make_row
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nemo_gym_prorl.cli.scripted import humaneval
-from nemo_gym_prorl.cli.scripted.humaneval import create
-from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted import demo
+from nemo_gym_prorl.cli.scripted.demo import create
+from nemo_gym_prorl.cli.scripted.text import Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.code.code_rows import HumanEvalProblem
 
 
-def script_for(problem: HumanEvalProblem, variant: str) -> Script:
+def script_for(problem: HumanEvalProblem, variant: str) -> dict[str, list[Turn]]:
     """Return the script of a variant.
 
     Raises:
@@ -131,7 +131,7 @@ CHEATS: Mapping[str, Callable[[HumanEvalProblem], str]] = {
 """Cheats as the source of ``solution.py``; none may earn a reward."""
 
 VARIANTS: Mapping[str, Callable[[HumanEvalProblem], list[Turn]]] = {
-    **humaneval.VARIANTS,
+    **demo.VARIANTS,
     **{name: _cheat(source) for name, source in CHEATS.items()},
 }
 """Turns by variant: ``reference`` and ``repair`` solve the problem; no other may earn a reward."""

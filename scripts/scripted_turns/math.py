@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.cli.scripted.turns import Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.text import Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.math.task import row_of
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nemo_gym_prorl.cli.scripted.turns import Script, Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.text import Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.stem.problems import StemProblem
 
 
-def script_for(problem: StemProblem, variant: str) -> Script:
+def script_for(problem: StemProblem, variant: str) -> dict[str, list[Turn]]:
     """Return the script of a variant.
 
     Raises:

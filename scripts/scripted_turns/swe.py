@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripted turns for software engineering tasks, for machines without a model.
 
-The format is that of :mod:`nemo_gym_prorl.cli.scripted.turns`.
+The format is that of :mod:`nemo_gym_prorl.cli.scripted.text`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_gym_prorl.cli.scripted.turns import Turn, call, script_of, turn
+from nemo_gym_prorl.cli.scripted.text import Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.swe.instance import parse_row
 
 

@@ -22,9 +22,9 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.nemo_rl import collector as collecting
 from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
+from nemo_gym_prorl.nemo_rl.configuration import RewardShaping
 from nemo_gym_prorl.nemo_rl.groups import TrainingGroup
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
-from nemo_gym_prorl.nemo_rl.settings import RewardShaping
 from nemo_gym_prorl.rollout.job import Job, JobState
 from tests.agent.crowd import TURNS, Crowd, Engine, crowd, in_thread, model_server, row
 from tests.policy.model_process import Server, started

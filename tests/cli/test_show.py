@@ -18,10 +18,10 @@ import aiohttp
 import pytest
 from rich.console import Console
 
+from nemo_gym_prorl import tasks
 from nemo_gym_prorl.cli.service import Service
 from nemo_gym_prorl.cli.show import file_table, rollout_table
 from nemo_gym_prorl.rollout.api.client import RolloutClient
-from nemo_gym_prorl.tasks import extras
 from tests.cli.command_line import TOKEN, begin, prorl, service, write
 
 
@@ -371,6 +371,6 @@ async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: py
             1,
             f"prorl: --port: port {port} is not available: Address already in use; choose another\n",
         )
-    monkeypatch.setitem(extras.EXTRAS, "view", ("no_such_inspect",))  # type: ignore[index]
+    monkeypatch.setitem(tasks.EXTRAS, "view", ("no_such_inspect",))  # type: ignore[index]
     code, said_ = await view_of(str(results))
     assert (code, said_) == (1, "prorl: not installed: no_such_inspect. pip install 'nemo-gym-prorl[view]'\n")

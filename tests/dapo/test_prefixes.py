@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig, Submission
-from nemo_gym_prorl.dapo.group import CheckpointRef, Group, Member, Usage
-from nemo_gym_prorl.dapo.prefixes import PrefixSampling
+from nemo_gym_prorl.dapo.group import CheckpointRef, Group, Member, PrefixSampling, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 

@@ -16,10 +16,9 @@ import yaml
 from aiohttp import web
 
 from nemo_gym_prorl.deployment import deployment as deployment_module
-from nemo_gym_prorl.deployment import orphans
+from nemo_gym_prorl.deployment import gym_cli
 from nemo_gym_prorl.deployment.deployment import GymDeployment
-from nemo_gym_prorl.deployment.gym_cli import MARK_NAME, DeploymentError, GymCli
-from nemo_gym_prorl.deployment.gym_log import start_error
+from nemo_gym_prorl.deployment.gym_cli import MARK_NAME, DeploymentError, GymCli, start_error
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 
 
@@ -274,12 +273,12 @@ async def test_a_tree_ends_with_the_process_that_its_owner_knows(tmp_path: Path)
 
 async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As after the end of a batch job, which kills owners and reapers alike."""
-    monkeypatch.setattr(orphans, "FOLDERS", tmp_path)
+    monkeypatch.setattr(gym_cli, "RAY_FOLDERS", tmp_path)
     mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
     folder, temporary, another = tmp_path / "prorl-ray-1", tmp_path / "prorl-gym-1", tmp_path / "prorl-ray-2"
     for each in (folder, temporary, another):
         each.mkdir()
-    lock = orphans.lock(folder, mark, temporary)
+    lock = gym_cli.lock_deployment(folder, mark, temporary)
     known = await asyncio.create_subprocess_exec(
         *reaper_command(mark, ["sleep", "600"], sys.executable, folder, temporary),
         env={**os.environ, mark.name: mark.value},
@@ -288,10 +287,10 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     async with asyncio.timeout(20):
         while len(mark.processes()) < 3:
             await asyncio.sleep(0.02)
-    await orphans.remove_orphans()
+    await gym_cli.remove_orphans()
     assert folder.exists(), "its owner lives"
     os.close(lock)
-    await orphans.remove_orphans()
+    await gym_cli.remove_orphans()
     assert folder.exists(), "its reaper lives"
     reapers = [pid for pid, command in mark.processes().items() if "processes.py" in command]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # at once
@@ -305,7 +304,7 @@ async def test_what_the_dead_left_goes_with_the_next_start(tmp_path: Path, monke
     # A killed reaper has no variables left before the kernel closes its lock.
     async with asyncio.timeout(20):
         while mark.processes():
-            await orphans.remove_orphans()
+            await gym_cli.remove_orphans()
     assert not folder.exists()
     assert not temporary.exists()
     assert another.exists(), "nobody knows whose it is"

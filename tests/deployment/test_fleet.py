@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.cli.scripted.humaneval import script_for
+from nemo_gym_prorl.cli.scripted.demo import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.deployment.gym_cli import MARK_NAME
 from nemo_gym_prorl.processes import ProcessMark, reaper_command

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.cli import environments
-from nemo_gym_prorl.deployment import config_files
+from nemo_gym_prorl.deployment import gym_cli
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.servers.task_server import TaskServerConfig
 from tests.cli.command_line import prorl
@@ -110,7 +110,7 @@ def test_folders_are_joined_and_the_first_wins(tmp_path: Path) -> None:
         (ours / path).parent.mkdir(parents=True, exist_ok=True)
         (ours / path).write_text("ours")
     for _ in range(2):  # the second time over what is there
-        config_files.link_roots(folder, [own, ours])
+        gym_cli.link_roots(folder, [own, ours])
     links = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink())
     assert links == [
         *(

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.cli.scripted.humaneval import script_for
+from nemo_gym_prorl.cli.scripted.demo import script_for
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines

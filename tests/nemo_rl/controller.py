@@ -39,10 +39,10 @@ from tokenizers.models import WordLevel
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
+from nemo_gym_prorl.nemo_rl.collector import validation_of
+from nemo_gym_prorl.nemo_rl.configuration import settings_of
 from nemo_gym_prorl.nemo_rl.plugins import sampler_block
-from nemo_gym_prorl.nemo_rl.settings import settings_of
 from nemo_gym_prorl.nemo_rl.single_controller import train
-from nemo_gym_prorl.nemo_rl.validation import validation_of
 from tests.nemo_rl.conftest import ROOT
 from tests.nemo_rl.trainer import GENERATION
 

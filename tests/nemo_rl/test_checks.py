@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nemo_gym_prorl.nemo_rl.checks import Finding, check, check_rows, findings_of_validation
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, RewardShaping, settings_of
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RewardShaping, settings_of
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed, good
 
 

@@ -18,11 +18,10 @@ import pytest
 
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector
+from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Collector, Validation
+from nemo_gym_prorl.nemo_rl.configuration import RewardShaping
 from nemo_gym_prorl.nemo_rl.groups import TrainingGroup
 from nemo_gym_prorl.nemo_rl.services import Servers
-from nemo_gym_prorl.nemo_rl.settings import RewardShaping
-from nemo_gym_prorl.nemo_rl.validation import Validation
 from tests.dapo.test_runner import Node, nodes, rows
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.nemo_rl.settings import RewardShaping, settings_of
+from nemo_gym_prorl.nemo_rl.configuration import RewardShaping, settings_of
 from tests.nemo_rl import tiny
 from tests.nemo_rl.conftest import REPOSITORY, ROOT, VENVS, documented
 from tests.policy.engines import answers, begin, free_port, kill
@@ -144,8 +144,8 @@ class Deployment:
         from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
         from nemo_rl.models.megatron.router_replay import router_replay_enabled
 
+        from nemo_gym_prorl.nemo_rl.collector import validation_of
         from nemo_gym_prorl.nemo_rl.single_controller import train
-        from nemo_gym_prorl.nemo_rl.validation import validation_of
         from tests.nemo_rl.controller import Lent, arguments_of, logged, swap_engines
         from tests.nemo_rl.tiny_trainer import ChatServers, FromDisk, TinyPolicy
 

@@ -14,8 +14,8 @@ from fastapi import FastAPI, HTTPException, Request
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.nemo_rl import services
+from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings
 from nemo_gym_prorl.nemo_rl.services import Servers, configured_servers, gym_servers, select_servers, with_engines
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 from tests.rollout.serving import serve
 
 

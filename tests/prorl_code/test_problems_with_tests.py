@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.cli.scripted.turns import Script
+from nemo_gym_prorl.cli.scripted.text import Script
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.code_rows import row_for
 from scripts.scripted_turns.code import null, oracle

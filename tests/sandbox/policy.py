@@ -14,8 +14,8 @@ from typing import Any
 
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
-from nemo_gym_prorl.sandbox.factory import SandboxFactory, SandboxWithSessions
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.servers.task_sandboxes import SandboxFactory, SandboxWithSessions
 from tests.sandbox.egress import Origin, python
 
 

@@ -78,12 +78,12 @@ async def test_links_lead_nowhere_outside(container: Container, tmp_path: Path) 
     await container.run(f"ln -s {secret} /link; ln -s /proc/1/root{secret} /proclink; ln -s {tmp_path} /dirlink")
     for path in ("/link", "/proclink", "/dirlink/secret", f"/../../../..{secret}"):
         with pytest.raises(CallerError):
-            await container.download(path, tmp_path / "stolen")
+            await container.files.download(path, tmp_path / "stolen")
     (tmp_path / "new").write_text("sandbox")
     with pytest.raises(CallerError):
-        await container.upload(tmp_path / "new", "/dirlink/secret")
+        await container.files.upload(tmp_path / "new", "/dirlink/secret")
     await container.run(f"mkdir -p {tmp_path}")
-    await container.upload(tmp_path / "new", "/dirlink/secret")
+    await container.files.upload(tmp_path / "new", "/dirlink/secret")
     assert secret.read_text() == "host"
     assert (await container.run(f"cat {secret}")).stdout == "sandbox"
 

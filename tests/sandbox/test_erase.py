@@ -18,9 +18,9 @@ from shlex import quote
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox import launcher
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 from tests.sandbox.without import Off, Without
@@ -78,7 +78,7 @@ def test_what_becomes_a_link_meanwhile_is_not_followed(tmp_path: Path, swapped: 
             os.link(root / "0", root / str(number))  # hard links are faster to make than files
     before = sorted(outside.rglob("*"))
     untouched = (folder / "a/b").stat().st_mtime_ns
-    with subprocess.Popen([binary.ERASER, folder], executable=binary.launcher_path()) as eraser:
+    with subprocess.Popen([launcher.ERASER, folder], executable=launcher.launcher_path()) as eraser:
         while (folder / "a/b").stat().st_mtime_ns == untouched:
             time.sleep(0.0001)
         eraser.send_signal(signal.SIGSTOP)

@@ -189,7 +189,7 @@ async def test_a_flood_from_the_first_byte_is_bounded(
         where = await container.run("python3 -c 'import IPython; print(IPython.__path__[0], end=\"\")'")
         program = tmp_path / "interactiveshell.py"
         program.write_text(INTERACTIVESHELL.replace("NUMBER", str(number)).replace("BYTES", sent))
-        await container.upload(program, f"{where.stdout}/core/interactiveshell.py")
+        await container.files.upload(program, f"{where.stdout}/core/interactiveshell.py")
         async with bounded_memory():
             starting = asyncio.create_task(Kernel.start(container, timeout_s=5))
             await work(neighbour, starting)
@@ -216,7 +216,7 @@ async def test_no_module_of_the_working_folder_is_run_as_the_kernel(
     """)
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         for file in hostile_folder:
-            await container.upload(file, f"{container.workdir}/{file.name}")
+            await container.files.upload(file, f"{container.workdir}/{file.name}")
         async with await Kernel.start(container) as kernel:
             assert (await kernel.run(own)).output == "42\n"
         assert (await container.run("cat /tmp/taken")).exit_code != 0

@@ -16,11 +16,9 @@ import pytest
 from rich.console import Console
 
 from nemo_gym_prorl.cli.image import images
-from nemo_gym_prorl.cli.image.images import build_all, write_report
+from nemo_gym_prorl.cli.image.images import ImageJob, ImageOutcome, ImageState, build_all, make_images, write_report
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
-from nemo_gym_prorl.sandbox.images import batch
-from nemo_gym_prorl.sandbox.images.batch import ImageJob, ImageOutcome, ImageState, make_images
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress, machine
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.rootfs import link_unchanged
@@ -180,7 +178,7 @@ def test_no_image_is_begun_above_the_limit(store: ImageStore, mib: int, made: in
 
 def test_no_image_is_begun_on_a_full_disk(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([5 << 30, 1 << 30, 1 << 20])
-    monkeypatch.setattr(batch, "free_bytes", lambda _folder: next(free))
+    monkeypatch.setattr(images, "free_bytes", lambda _folder: next(free))
     jobs = [ImageJob(f"i{one}", lambda: None, lambda one=one: stored(store, f"i{one}", 1)) for one in range(3)]
     assert [one.state for one in make_images(jobs, store, 1)] == ["made", "made", "no_room"]
 

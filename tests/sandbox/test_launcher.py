@@ -17,9 +17,10 @@ import pytest
 import pytest_asyncio
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox import launcher
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.launcher import binary, requests
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind, receive_reply
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.children import CHANNEL, Children, Launcher
@@ -120,7 +121,7 @@ def told(path: Path) -> int | None:
     """Return the launcher's process number if it is running."""
     try:
         pid = path.read_text()
-        return int(pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == f"{binary.LAUNCHER}\0".encode() else None
+        return int(pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == f"{launcher.LAUNCHER}\0".encode() else None
     except (OSError, ValueError):
         return None
 

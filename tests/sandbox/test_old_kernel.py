@@ -45,8 +45,8 @@ async def main():
         late = await container.run("sleep 60", timeout_s=0.5)
         print(done.stdout, late.timed_out, (await container.run("echo later")).stdout)
         Path(sys.argv[2]).write_text("there and back")
-        await container.upload(Path(sys.argv[2]), "/tmp/up")
-        await container.download("/tmp/up", Path(sys.argv[2] + ".back"))
+        await container.files.upload(Path(sys.argv[2]), "/tmp/up")
+        await container.files.download("/tmp/up", Path(sys.argv[2] + ".back"))
         async with await Shell.start(container) as shell:
             await shell.run("cd /tmp; export A=kept")
             print((await shell.run("echo $PWD $A")).output)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.sandbox import launcher
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.elf import executable
 from tests.sandbox.without import Off, Without
@@ -54,8 +54,8 @@ async def attack(image: Path, loader: Path, script: Path) -> None:
     """Start the attack in sandboxes of both ways; runs in a process whose Python is the victim."""
     for start in ("direct", "runtime"):
         async with await Container.start(ContainerSpec(image=image, start=start)) as container:  # type: ignore[arg-type]
-            await container.upload(loader, LOADER)
-            await container.upload(script, "/bin/sh")
+            await container.files.upload(loader, LOADER)
+            await container.files.upload(script, "/bin/sh")
             # The launcher starts commands there; without its socket it exits with 127.
             assert (await container.run("true")).exit_code == 127
     print("attacked")
@@ -87,12 +87,12 @@ def test_the_hosts_python_stays_as_it_is(image: Path, runtime: Runtime, tmp_path
 
 
 def test_the_copy_is_sealed_and_closed(tmp_path: Path) -> None:
-    copy = binary.load_launcher(tmp_path)
+    copy = launcher.load_launcher(tmp_path)
     with pytest.raises(PermissionError):
         os.pwrite(copy, b"x", 0)
     with pytest.raises(PermissionError):
         os.truncate(copy, 0)
-    assert os.pread(copy, 1 << 20, 0) == binary.launcher_path().read_bytes()
+    assert os.pread(copy, 1 << 20, 0) == launcher.launcher_path().read_bytes()
     assert stat.S_IMODE(os.fstat(copy).st_mode) == 0o111
     os.close(copy)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.egress.policy_port import MAX_BODY_BYTES
+from nemo_gym_prorl.sandbox.egress.ports import MAX_BODY_BYTES
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxRefused
 from nemo_gym_prorl.tasks.sandbox import HasPolicyAccess

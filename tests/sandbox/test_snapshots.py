@@ -449,7 +449,7 @@ async def test_a_pause_stops_every_program(
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         for name, program in programs.items():
             (tmp_path / name).write_text(program)
-            await container.upload(tmp_path / name, f"/{name}")
+            await container.files.upload(tmp_path / name, f"/{name}")
         done = await container.run(begin, timeout_s=60)
         assert done.exit_code == 0, done
         await container.pause()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox.egress.tls_hello import server_name
+from nemo_gym_prorl.sandbox.egress.proxy import server_name
 
 
 def hello(name: str | None) -> bytes:

@@ -35,12 +35,12 @@ async def test_files_go_in_and_come_out_unchanged(container: Container, tmp_path
     for data in (random.Random(0).randbytes(3_000_000), b""):
         source.write_bytes(data)
         source.chmod(0o750)
-        await container.upload(source, "/data/deep/ä file")
+        await container.files.upload(source, "/data/deep/ä file")
         assert (await container.run("stat -c '%s %a %U' /data/deep/*")).stdout == f"{len(data)} 750 root\n"
-        await container.download("/data/deep/ä file", back)
+        await container.files.download("/data/deep/ä file", back)
         assert back.read_bytes() == data
     longest = tmp_path / ("x" * 255)
-    await container.download("/etc/hostname", longest)
+    await container.files.download("/etc/hostname", longest)
     assert longest.exists()
 
 
@@ -83,7 +83,7 @@ HOST_TARGETS = [".", "file/below", "/proc/none/x", "a\0b", "x" * 300]
 async def test_what_cannot_go_in_is_refused_by_its_field(odd: Any, source: str, target: str, field: str) -> None:
     box, folder = odd
     with pytest.raises(CallerError) as caught:
-        await asyncio.wait_for(box.upload(folder / source, target), 10)
+        await asyncio.wait_for(box.files.upload(folder / source, target), 10)
     assert caught.value.field == field
     left = await box.run("ls -A /tmp/folder; cat /tmp/x; ls -A / | grep -E '^[.][0-9a-f]{32}'")
     assert left.stdout == "x\nx\n"
@@ -103,7 +103,7 @@ async def test_what_cannot_come_out_is_refused_by_its_field(odd: Any, source: st
     before = sorted(folder.iterdir())
     with pytest.raises(CallerError) as caught:
         # Ends before a gigabyte of zeros is copied.
-        await asyncio.wait_for(box.download(str(Path("/tmp") / source), folder / target), 10)
+        await asyncio.wait_for(box.files.download(str(Path("/tmp") / source), folder / target), 10)
     assert caught.value.field == field
     assert sorted(folder.iterdir()) == before
 
@@ -114,7 +114,7 @@ async def test_what_is_larger_than_the_sandbox_may_be_is_the_callers(
     large = of_size(tmp_path / "large", 3 << 20)
     async with await Container.start(ContainerSpec(image=image, disk_mib=2), runtime) as container:
         with pytest.raises(CallerError, match="disk_mib is 2; raise disk_mib") as caught:
-            await container.upload(large, "/tmp/large")
+            await container.files.upload(large, "/tmp/large")
         assert caught.value.field == "source_path"
         with pytest.raises(OSError, match="disk_mib is 2") as too_large:
             await container.files.write_file("/tmp/large", bytes(3 << 20))
@@ -123,7 +123,7 @@ async def test_what_is_larger_than_the_sandbox_may_be_is_the_callers(
         assert (await container.run("sleep 3; ls /tmp")).stdout == ""
     async with await Container.start(ContainerSpec(image=image, shared_memory_mib=2), runtime) as container:
         with pytest.raises(CallerError, match="no space is left in the file system of /dev/shm") as caught:
-            await container.upload(large, "/dev/shm/large")
+            await container.files.upload(large, "/dev/shm/large")
         assert caught.value.field == "target_path"
         assert (await container.run("ls -A /dev/shm")).stdout == ""
 
@@ -136,9 +136,9 @@ async def test_a_machine_without_room_is_nobodys_fault(
 
     monkeypatch.setattr(container._supervisor, "ask", full)
     with pytest.raises(InfrastructureError, match="No space left"):
-        await container.upload(of_size(tmp_path / "file", 5), "/x")
+        await container.files.upload(of_size(tmp_path / "file", 5), "/x")
     with pytest.raises(InfrastructureError, match="No space left"):
-        await container.download("/x", tmp_path / "back")
+        await container.files.download("/x", tmp_path / "back")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]  # noqa: ASYNC240
 
 
@@ -183,11 +183,11 @@ async def test_holes_stay_holes_both_ways(shape: str, container: Container, tmp_
     there, back = tmp_path / "there", tmp_path / "back"
     _make(there, size, pieces)
     stored = sum(length for _offset, length in pieces)
-    await container.upload(there, "/root/file")
+    await container.files.upload(there, "/root/file")
     took = (await container.run("stat -c '%s %b' /root/file")).stdout.split()
     assert int(took[0]) == size
     assert int(took[1]) * 512 <= stored + len(pieces) * 8192
-    await container.download("/root/file", back)
+    await container.files.download("/root/file", back)
     assert back.stat().st_size == size
     assert back.stat().st_blocks * 512 <= stored + len(pieces) * 8192
     assert filecmp.cmp(there, back, shallow=False)
@@ -196,7 +196,7 @@ async def test_holes_stay_holes_both_ways(shape: str, container: Container, tmp_
 async def test_a_file_of_holes_counts_with_its_size(container: Container, tmp_path: Path) -> None:
     await container.run("truncate -s 2G /tmp/large; truncate -s 10M /tmp/file; printf ab >> /tmp/file")
     with pytest.raises(CallerError, match="more than the limit"):
-        await container.download("/tmp/large", tmp_path / "large")
+        await container.files.download("/tmp/large", tmp_path / "large")
     data = await container.files.read_file("/tmp/file", 1 << 30)
     assert data == bytes(10 << 20) + b"ab"
     with pytest.raises(OSError, match="large"):
@@ -209,8 +209,8 @@ async def test_a_download_has_no_more_rights_than_a_command(container: Container
     for path in ("/proc/1/environ", "/tmp/link"):
         assert (await container.run(f"cat {path}")).stdout == ""
         with pytest.raises(Exception, match=r"Permission denied|No such file"):
-            await container.download(path, tmp_path / "environ")
-    await container.download("/tmp/own", tmp_path / "own")
+            await container.files.download(path, tmp_path / "environ")
+    await container.files.download("/tmp/own", tmp_path / "own")
     assert (tmp_path / "own").read_text() == "secret\n"
-    await container.download("/proc/cpuinfo", tmp_path / "cpuinfo")
+    await container.files.download("/proc/cpuinfo", tmp_path / "cpuinfo")
     assert (tmp_path / "cpuinfo").read_text()

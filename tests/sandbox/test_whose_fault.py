@@ -107,7 +107,7 @@ async def test_a_file_that_a_program_inside_holds_is_no_want_of_the_machines(
                 await container.files.read_file(path, 100)
             assert caught.value.errno == errno.EBUSY
             with pytest.raises(CallerError, match="leased by a program"):
-                await container.download(path, tmp_path / "out")
+                await container.files.download(path, tmp_path / "out")
             # Writing replaces the file.
             await container.files.write_file(path, b"new")
             assert await container.files.read_file(path, 100) == b"new"
@@ -124,11 +124,11 @@ async def test_a_file_system_in_memory_that_is_used_up_is_the_sandboxs(container
     await container.run("ln -s /dev/shm /work")
     for target in ("/work/t", "/work/a/b/t"):
         with pytest.raises(CallerError, match="no space is left in the file system of /work"):
-            await container.upload(source, target)
+            await container.files.upload(source, target)
         with pytest.raises(OSError, match="too large") as caught:
             await container.files.write_file(target, b"x")
         assert caught.value.errno == errno.EFBIG
-    await container.upload(source, "/new/folder/t")
+    await container.files.upload(source, "/new/folder/t")
     assert (await container.run("cat /new/folder/t")).stdout == "x"
 
 

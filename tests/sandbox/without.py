@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.launcher import binary
+from nemo_gym_prorl.sandbox import launcher
 from nemo_gym_prorl.sandbox.launcher.compiling import compile_for
 from nemo_gym_prorl.sandbox.supervisor import client
 
@@ -63,14 +63,14 @@ class Supervisors:
         if changes := [change for off in offs for change in off.launcher]:
             target = self._folder / f"launcher-{len(self._started)}"
             compiled_with(changes, target)
-            steps.append(f"binary.launcher_path = lambda: Path({str(target)!r})")
+            steps.append(f"launcher.launcher_path = lambda: Path({str(target)!r})")
 
         def popen(argv: list[str], *rest: Any, **options: Any) -> subprocess.Popen[bytes]:
             imported = [
                 "import os",
                 "from pathlib import Path",
                 "from nemo_gym_prorl.sandbox.isolation import syscalls",
-                "from nemo_gym_prorl.sandbox.launcher import binary",
+                "from nemo_gym_prorl.sandbox import launcher",
             ]
             before = "\n".join([*imported, *steps, "server.main()"])
             return real([part.replace("server.main()", before) for part in argv], *rest, **options)
@@ -85,7 +85,7 @@ class Supervisors:
 
 def compiled_with(changes: Iterable[tuple[str, str]], target: Path) -> None:
     """The launcher with other texts in its source."""
-    source = binary.launcher_path().with_name("launcher.c").read_text()
+    source = launcher.launcher_path().with_name("launcher.c").read_text()
     for text, other in changes:
         assert text in source, text
         source = source.replace(text, other)

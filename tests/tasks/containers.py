@@ -13,10 +13,10 @@ from typing import Any
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.sandbox.factory import SandboxFactory, SandboxWithSessions, StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import PID_NAMESPACE_FILE, state_root
+from nemo_gym_prorl.servers.task_sandboxes import SandboxFactory, SandboxWithSessions, StartedSandbox
 
 
 CONFIG_FILE = "resources_servers/prorl_code/configs/prorl_code.yaml"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl import tasks
 from nemo_gym_prorl.cli.environments import check_extras
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.tasks import extras
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.patches import PatchLimits
@@ -43,7 +43,7 @@ def without(module: str) -> Callable[[str], Any]:
 def test_a_missing_extra_is_reported_with_the_pip_command(
     make: Callable[[], Any], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extras.importlib.util, "find_spec", without(module))
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", without(module))
     with pytest.raises(InfrastructureError, match=rf"{module}\. pip install 'nemo-gym-prorl\[{extra}\]'"):
         make()
 
@@ -79,9 +79,9 @@ def test_missing_extra_is_one_line_on_stderr(started: str, says: str, tmp_path: 
 
 def test_mixture_reports_all_missing_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     check_extras(["prorl_mixture", "prorl_code", "no_such_environment"])
-    find = extras.importlib.util.find_spec
+    find = tasks.importlib.util.find_spec
     there = ("nemo_gym", "nemo_gym_prorl")
-    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: find(name) if name in there else None)
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: find(name) if name in there else None)
     check_extras(["prorl_code"])
     with pytest.raises(InfrastructureError, match=r"math_verify, bm25s.*swebench\. pip install '.*\[math,stem,swe\]'"):
         check_extras(["prorl_mixture"])

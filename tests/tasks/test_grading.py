@@ -15,8 +15,8 @@ import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.factory import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor import client
+from nemo_gym_prorl.servers.task_sandboxes import SandboxWithSessions
 from nemo_gym_prorl.tasks.code.code_rows import (
     CodeProblem,
     HumanEvalProblem,

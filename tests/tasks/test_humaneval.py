@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 
-from nemo_gym_prorl.cli.scripted.humaneval import seeded_mistake
-from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
+from nemo_gym_prorl.cli.scripted.demo import seeded_mistake
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.grading import CodeLimits
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import ExtractedFile, Grade, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.observations import (
+    MAX_ARGUMENT_BYTES,
     MAX_INPUT,
     TOOLS,
+    BadArguments,
+    parse_arguments,
 )
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 from scripts.scripted_turns.humaneval import script_for

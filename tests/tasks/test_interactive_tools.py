@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import default_image_path
 from nemo_gym_prorl.sandbox.supervisor import client
+from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.task import ExtractedFile
 from nemo_gym_prorl.tasks.workbench.workspace import (

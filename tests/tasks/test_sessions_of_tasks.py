@@ -14,10 +14,10 @@ from pydantic import Field
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
-from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import Sessions
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds, UnreadableAnswer
+from nemo_gym_prorl.tasks.workbench.observations import Arguments, BadArguments, parse_arguments, tool_schema
 from tests.prorl_code.conftest import RESPONSE, Client, task_server
 from tests.rollout.serving import serve
 

@@ -12,7 +12,7 @@ import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.factory import SandboxWithSessions
+from nemo_gym_prorl.servers.task_sandboxes import SandboxWithSessions
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.task import ExtractedFile
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace

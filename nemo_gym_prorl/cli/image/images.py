@@ -1,16 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl image``: pulls, lists and removes sandbox images, and shows the progress of builds."""
+"""``prorl image``: pulls, builds, lists and removes sandbox images, and shows the progress of builds.
+
+Many images are made several at a time, within a limit of disk space, one outcome for each. A failed image does not
+stop the others. An image that exists is not made again, so an interrupted run continues image by image.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +27,145 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nemo_gym_prorl.cli.show import json_lines, visible
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
-from nemo_gym_prorl.sandbox.images.batch import ImageJob, ImageOutcome, ImageState, make_images, pull_job
-from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, BUILTIN_IMAGES, image_path
-from nemo_gym_prorl.sandbox.images.entries import ignore_progress
+from nemo_gym_prorl.sandbox.images import build_tools
+from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, BUILTIN_IMAGES, MIN_FREE_BYTES, image_path
+from nemo_gym_prorl.sandbox.images.entries import free_bytes, ignore_progress
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import RegistryImage, parse, parse_registry
-from nemo_gym_prorl.sandbox.images.store import Image, ImageStore
+from nemo_gym_prorl.sandbox.images.store import Image, ImageStore, read_info
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.harbor.task_folder import HarborTask, built_image, parse_row, plain_file, refusing_anything
+
+
+@dataclass(frozen=True, slots=True)
+class ImageJob:
+    """An image to make.
+
+    Attributes:
+        find: returns the image's path; ``None`` if it has to be made.
+        make: makes the image and returns its path; raises :class:`RolloutError`.
+    """
+
+    name: str
+    find: Callable[[], Path | None]
+    make: Callable[[], Path]
+
+
+class ImageState(StrEnum):
+    """Outcome of a job."""
+
+    MADE = "made"
+    PRESENT = "present"
+    FAILED = "failed"
+    NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOutcome:
+    """Result of a job.
+
+    Attributes:
+        reason: why there is no image; empty if there is one.
+        bytes: size of the image on disk; 0 if another job has made the same image.
+    """
+
+    name: str
+    state: ImageState
+    reason: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+def pull_job(puller: Puller, wanted: RegistryImage) -> ImageJob:
+    return ImageJob(wanted.uri, lambda: puller.store.locate(wanted), lambda: puller.pull(wanted))
+
+
+def make_images(
+    jobs: Sequence[ImageJob], store: ImageStore, parallel: int, max_bytes: int | None = None
+) -> Generator[ImageOutcome]:
+    """Make images, ``parallel`` at a time; yields one outcome for each, in order of completion. Closing the generator
+    ends all pulls and builds.
+
+    Args:
+        max_bytes: limit for all images of the store. No further image is begun where the running ones may reach it, or
+            where the disk is nearly full.
+    """
+    room = _Room(store, max_bytes)
+    with ThreadPoolExecutor(parallel) as pool:
+        futures = [pool.submit(_make, job, room) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            build_tools.stop_all()
+            raise
+
+
+def _make(job: ImageJob, room: _Room) -> ImageOutcome:
+    started = time.monotonic()
+    try:
+        if job.find():
+            return ImageOutcome(job.name, ImageState.PRESENT)
+        if reason := room.enter():
+            return ImageOutcome(job.name, ImageState.NO_ROOM, reason)
+        try:
+            size = room.take(job.make())
+        finally:
+            room.leave()
+    except Exception as error:  # a defect that one image uncovers must not stop the others
+        reason = error.reason if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        return ImageOutcome(job.name, ImageState.FAILED, reason, time.monotonic() - started)
+    return ImageOutcome(job.name, ImageState.MADE, "", time.monotonic() - started, size)
+
+
+@dataclass(slots=True)
+class _Room:
+    """Disk space for further images. An unfinished image counts as the largest finished one."""
+
+    store: ImageStore
+    max_bytes: int | None
+    running: int = 0
+    largest: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    made: set[Path] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def enter(self) -> str:
+        """Count one image more as running; return why there is no room for it, or nothing."""
+        with self.lock:
+            free = free_bytes(self.store.images.folder)
+            if free < (self.running + 1) * MIN_FREE_BYTES:
+                return f"only {free >> 20} MiB are free on the disk of {self.store.images.folder}"
+            if self.max_bytes is not None:
+                taken = self._taken()
+                if taken + (self.running + 1) * self.largest > self.max_bytes or taken >= self.max_bytes:
+                    return f"the images take {taken >> 20} of {self.max_bytes >> 20} MiB"
+            self.running += 1
+        return ""
+
+    def take(self, image: Path) -> int:
+        """Return the size of a new image; 0 if an earlier job has made it."""
+        info = read_info(image.parent)
+        with self.lock:
+            size = info.bytes if info and image not in self.made else 0
+            self.made.add(image)
+            self.largest = max(self.largest, size)
+        return size
+
+    def leave(self) -> None:
+        with self.lock:
+            self.running -= 1
+
+    def _taken(self) -> int:
+        folder = self.store.images.folder
+        entries = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+        for path in entries:
+            if path.name not in self.sizes and (info := read_info(path)):
+                self.sizes[path.name] = info.bytes
+        return sum(self.sizes.get(path.name, 0) for path in entries)
 
 
 GIB = 1 << 30
@@ -105,7 +241,6 @@ class _HarborBuild:
     """An image that is built from a Dockerfile of a Harbor task.
 
     Attributes:
-        name: name of the image.
         task: the task of the first row that has the image.
         replaced: bases that replace those of this Dockerfile.
         bases: images of registries that the Dockerfile needs.
@@ -199,11 +334,7 @@ def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
 
 
 def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
-    """Write outcomes as JSON lines, with the line of the Dockerfile that failed.
-
-    Raises:
-        CallerError: the file cannot be written.
-    """
+    """Write outcomes as JSON lines, with the line of the Dockerfile that failed."""
     lines = []
     for one in outcomes:
         line = re.search(r"\bDockerfile: line (\d+)\b", one.reason)
@@ -217,7 +348,6 @@ def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
 
 
 def show(store: ImageStore, console: Console) -> None:
-    """Print all images, and the unpacked copies on this machine."""
     now = time.time()
     table = Table("name", "kind", "format", box=None, pad_edge=False)
     for column in ("MiB", "last use"):

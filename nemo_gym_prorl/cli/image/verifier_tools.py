@@ -45,11 +45,7 @@ DEFAULT_PYTHON = "3.13"
 
 
 def needs_of_tasks(folder: Path) -> dict[str, VerifierNeeds]:
-    """Return the downloads of each test script of the tasks below a folder.
-
-    Raises:
-        CallerError: there is no test script.
-    """
+    """Return the downloads of each test script of the tasks below a folder."""
     scripts = sorted(folder.rglob("tests/test.sh"))
     if not scripts:
         raise CallerError(f"{folder} has no task with tests/test.sh", field="--tasks")
@@ -83,7 +79,6 @@ def check_tasks(folder: Path, tools: Path | None) -> list[Check]:
     """Check whether the verifiers of the tasks below a folder work without a network.
 
     Args:
-        folder: folder of tasks.
         tools: folder of tools; ``None`` if there is none.
     """
     needs = needs_of_tasks(folder)

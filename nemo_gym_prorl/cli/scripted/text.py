@@ -2,6 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Script format, tokenizer and chat template of the scripted policy: pure functions.
 
+Scripts test an environment end to end: a correct solution must be rewarded, and each attempt to cheat must not. A
+script is JSON:
+``{"turns": [{"content": str | null, "tool_calls": [{"name": str, "arguments": object}, ...]}, ...]}``. The last turn
+calls no tool, which ends the rollout.
+
 Tests of trainers need tokens that behave like a model's. The tokenizer has one token per UTF-8 byte. The chat template
 has the prefix property on which token-exact training relies, as long as clients return messages unchanged:
 
@@ -17,13 +22,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any
 
 import orjson
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+
+from nemo_gym_prorl.failures import CallerError
 
 
 MODEL_NAME = "prorl-scripted-policy"
@@ -49,12 +56,7 @@ NO_SCRIPT_TEXT = (
 
 
 class ScriptError(ValueError):
-    """Invalid field of a request.
-
-    Args:
-        field: path of the field.
-        reason: error of the field.
-    """
+    """Invalid field of a request."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -82,7 +84,6 @@ class ScriptTurn:
 
     Attributes:
         content: the text, possibly with a leading ``<think>…</think>`` block.
-        tool_calls: parallel tool calls of this turn.
         latency_s: seconds before the answer, in addition to the server's latency.
     """
 
@@ -209,11 +210,7 @@ def encode_ids(rendered: bytes) -> list[int]:
 
 
 def decode_ids(ids: Sequence[int]) -> bytes:
-    """Decode token ids into rendered bytes.
-
-    Raises:
-        ScriptError: an id is outside the vocabulary.
-    """
+    """Decode token ids into rendered bytes."""
     try:
         return bytes(ids)
     except (ValueError, TypeError) as error:
@@ -229,3 +226,23 @@ def finish(body: bytes, max_tokens: int) -> tuple[bytes, bool]:
     if len(body) < max_tokens:
         return body + _END, True
     return body[:max_tokens].decode(errors="ignore").encode(), False
+
+
+Turn = dict[str, Any]
+
+
+def turn(content: str | None, *calls: dict[str, Any]) -> Turn:
+    return {"content": content, "tool_calls": list(calls)}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+def script_of[Problem](
+    variants: Mapping[str, Callable[[Problem], list[Turn]]], problem: Problem, variant: str
+) -> dict[str, list[Turn]]:
+    """Return the script of one variant for a problem."""
+    if variant not in variants:
+        raise CallerError(f"no script {variant!r}; scripts: {', '.join(variants)}", field="variant")
+    return {"turns": variants[variant](problem)}

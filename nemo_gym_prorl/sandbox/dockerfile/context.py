@@ -40,7 +40,6 @@ class IgnoreRules:
 
     @classmethod
     def parse(cls, text: str) -> IgnoreRules:
-        """Read a ``.dockerignore`` file's text."""
         rules = []
         for line in text.removeprefix("\ufeff").splitlines():
             pattern = "" if line.startswith("#") else line.strip()
@@ -99,7 +98,6 @@ class CopyPlan:
     single: str
 
     def digest(self) -> str:
-        """Return a hash of names, permissions and contents."""
         summary = hashlib.sha256()
         for entry in self.entries:
             summary.update(os.fsencode(f"{entry.name}\0{self.single}\0"))
@@ -258,9 +256,6 @@ def _compiled(pattern: str, *, deep: bool = False) -> re.Pattern[str]:
 
     Patterns are untrusted. A wildcard's match is final wherever the first match is as good as any later one,
     so matching takes polynomial time.
-
-    Raises:
-        CallerError: the pattern is invalid.
     """
     chunks = [[""]]  # between ``**``; a chunk's parts are between ``*``
     for token in _TOKEN.findall(pattern):

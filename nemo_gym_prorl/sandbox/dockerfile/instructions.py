@@ -122,11 +122,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def _escape_character(lines: Sequence[str]) -> str:
-    """Return the line continuation character, by the directives at the top.
-
-    Raises:
-        CallerError: another frontend than Docker's is asked for, or another character than Docker allows.
-    """
+    """Return the line continuation character, by the directives at the top."""
     escape = "\\"
     for number, line in enumerate(lines, 1):
         match = _DIRECTIVE.fullmatch(line.strip())

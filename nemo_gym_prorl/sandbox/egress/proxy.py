@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP proxy process: connects sandboxes to the hosts that their ``network`` field allows, by this machine's network.
 
-The same process serves the ports of policies (:mod:`.policy_port`).
+The same process serves the ports of policies (:mod:`.ports`).
 
 Programs ask for a tunnel (``CONNECT``) or for one plain HTTP request. A plain request ends its connection, so no
 second request can follow to a host that was not checked. The address that is checked is the one that is connected to.
@@ -33,13 +33,12 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from nemo_gym_prorl.background import spawn_task
 from nemo_gym_prorl.network_access import PROXY_PORT, Address, EgressRules, literal_address
-from nemo_gym_prorl.sandbox.egress import tls_hello
-from nemo_gym_prorl.sandbox.egress.policy_port import PolicyAccess
 from nemo_gym_prorl.sandbox.egress.ports import (
     CONNECT_TIMEOUT_S,
     IDLE_S,
     MAX_HEAD_BYTES,
     Head,
+    PolicyAccess,
     ProgramReader,
     Refusal,
     SandboxPort,
@@ -49,6 +48,66 @@ from nemo_gym_prorl.sandbox.egress.ports import (
 )
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, close_all
+
+
+HANDSHAKE = 22
+"""First byte of a TLS connection."""
+
+RECORD_HEAD = 5
+"""Bytes before the content of a record; the last two are the content's length."""
+
+UNRECOGNIZED_NAME = bytes((21, 3, 1, 0, 2, 2, 112))
+"""Record with the alert that refuses a name."""
+
+_CLIENT_HELLO = 1
+_VERSION_AND_RANDOM = 34
+_SERVER_NAME, _HOST_NAME = 0, 0
+
+
+class _Fields:
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def __bool__(self) -> bool:
+        return self._at < len(self._data)
+
+    def take(self, size: int) -> bytes:
+        self._at += size
+        if self._at > len(self._data):
+            raise ValueError("the message is cut off")
+        return self._data[self._at - size : self._at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size))
+
+    def content(self, size: int) -> bytes:
+        """Return a field that begins with its length in ``size`` bytes."""
+        return self.take(self.number(size))
+
+
+def server_name(record: bytes) -> str:
+    """Return the server name in a record with a whole ClientHello, in lower case; empty if it has none.
+
+    Raises:
+        ValueError: the record has no ClientHello, or only a part of one.
+    """
+    fields = _Fields(record)
+    fields.take(RECORD_HEAD - 2)
+    message = _Fields(fields.content(2))
+    if message.number(1) != _CLIENT_HELLO:
+        raise ValueError("not a ClientHello")
+    hello = _Fields(message.content(3))
+    hello.take(_VERSION_AND_RANDOM)
+    for size in (1, 2, 1):  # session id, cipher suites, compression methods
+        hello.content(size)
+    extensions = _Fields(hello.content(2) if hello else b"")
+    while extensions:
+        kind, extension = extensions.number(2), _Fields(extensions.content(2))
+        if kind == _SERVER_NAME:
+            names = _Fields(extension.content(2))
+            if names.number(1) == _HOST_NAME:
+                return names.content(2).decode("ascii").lower()
+    return ""
 
 
 MAX_LOOKUPS = 4
@@ -73,10 +132,7 @@ class Request:
     """A program's request to the proxy.
 
     Attributes:
-        message: head of the request.
-        tunnel: whether the request is ``CONNECT``.
         host: name or address of the target, in lower case without brackets.
-        port: port of the target.
         path: path and query of a plain request.
     """
 
@@ -88,7 +144,6 @@ class Request:
 
     @property
     def authority(self) -> str:
-        """Host and port as in a URL."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def head(self, *, to_proxy: bool, authorization: str = "") -> bytes:
@@ -100,11 +155,7 @@ class Request:
 
 
 def parse_request(head: bytes) -> Request:
-    """Return the request of a head.
-
-    Raises:
-        Refusal: the head is not one of a request to a proxy.
-    """
+    """Return the request of a head."""
     message = parse_request_head(head)
     method, target, _version = message.first
     tunnel = method == "CONNECT"
@@ -123,10 +174,6 @@ class HostUse:
     Attributes:
         host: name or address as requested; ``*`` for all hosts beyond :data:`MAX_LOGGED_HOSTS`.
         port: the port; 0 for several.
-        allowed: whether the rules allow the host.
-        connections: number of requests.
-        bytes_out: bytes from the sandbox.
-        bytes_in: bytes to the sandbox.
         seconds: duration of the connections that have ended.
     """
 
@@ -140,12 +187,7 @@ class HostUse:
 
 
 class SandboxEgress(SandboxPort):
-    """The proxy of one sandbox.
-
-    Args:
-        listener: listening socket in the sandbox's network namespace.
-        rules: destinations that the sandbox may reach.
-    """
+    """The proxy of one sandbox."""
 
     def __init__(self, listener: socket.socket, rules: EgressRules) -> None:
         super().__init__(listener)
@@ -176,20 +218,16 @@ class SandboxEgress(SandboxPort):
             use.seconds += asyncio.get_running_loop().time() - begin
 
     def _check_first(self, request: Request, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Check the first bytes that a program sends in a tunnel.
-
-        Raises:
-            ConnectionAbortedError: TLS that asks for a host that is not allowed.
-        """
+        """Check the first bytes that a program sends in a tunnel."""
         named = not self._rules.public and literal_address(request.host) is None
-        if not request.tunnel or data[0] != tls_hello.HANDSHAKE or not named:
+        if not request.tunnel or data[0] != HANDSHAKE or not named:
             return
         name = ""
         with contextlib.suppress(ValueError):
-            name = tls_hello.server_name(data)
+            name = server_name(data)
         if not name or self._rules.refusal(name, request.port):
             self._use(replace(request, host=name or request.host), allowed=False)
-            writer.write(tls_hello.UNRECOGNIZED_NAME)
+            writer.write(UNRECOGNIZED_NAME)
             raise ConnectionAbortedError
 
     def _use(self, request: Request, *, allowed: bool) -> HostUse:
@@ -202,11 +240,7 @@ class SandboxEgress(SandboxPort):
         return use
 
     async def _connect(self, request: Request) -> tuple[Streams, bytes]:
-        """Return a connection to the target, and the bytes to send first.
-
-        Raises:
-            Refusal: the target has no address that is allowed, or cannot be reached.
-        """
+        """Return a connection to the target, and the bytes to send first."""
         try:
             if proxy := _proxy_of_host(request):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -326,9 +360,9 @@ async def _relay(
 
 async def _whole_record(reader: asyncio.StreamReader, data: bytes) -> bytes:
     """Return the first bytes that a program has sent, with the rest of its TLS record."""
-    while data[0] == tls_hello.HANDSHAKE:
-        size = int.from_bytes(data[tls_hello.RECORD_HEAD - 2 : tls_hello.RECORD_HEAD])
-        missing = tls_hello.RECORD_HEAD + (size if len(data) >= tls_hello.RECORD_HEAD else 0) - len(data)
+    while data[0] == HANDSHAKE:
+        size = int.from_bytes(data[RECORD_HEAD - 2 : RECORD_HEAD])
+        missing = RECORD_HEAD + (size if len(data) >= RECORD_HEAD else 0) - len(data)
         if missing <= 0 or not (more := await reader.read(missing)):
             break
         data += more

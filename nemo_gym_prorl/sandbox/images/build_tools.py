@@ -69,9 +69,7 @@ def run(
     """Run a program; return its output.
 
     Args:
-        command: program and arguments.
         environ: environment of the program; this process's if not given.
-        timeout_s: time limit.
         cwd: working folder, which also holds temporary files.
         reads: for programs that handle untrusted input: files needed besides ``cwd`` and world-readable ones. For
             machine root the program then runs without root's rights, and its results need :func:`.rootfs.sanitize`.
@@ -266,10 +264,8 @@ def build(
     """Have the runtime build an image in ``work``; return the root folder or SIF, which belongs to the caller.
 
     Args:
-        runtime: container runtime.
         work: private folder of the build.
         source: root folder, definition file in ``work``, or address.
-        timeout_s: time limit.
         unpacked: whether to make a root folder instead of a SIF.
         credentials: whether to send the user's stored registry logins.
         base: root folder on which the definition file builds; ``%post`` finds its ``/tmp``, not the machine's.

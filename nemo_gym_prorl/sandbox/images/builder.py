@@ -70,7 +70,6 @@ class BuildRequest:
     Attributes:
         definition: sections of the definition file, without its header.
         base: ``docker://`` address, path, or :data:`APT_BASE`.
-        name: name of the image.
         apt: packages of the distribution besides :data:`.debian.PACKAGES`, for :data:`APT_BASE`.
         wheels: Python packages for an image whose Python has no pip; the definition finds them in ``wheels``.
     """
@@ -190,11 +189,7 @@ def unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
 
 
 def check_space(work: Path) -> None:
-    """Refuse a build in a folder whose disk is nearly full.
-
-    Raises:
-        InfrastructureError: too few bytes are free.
-    """
+    """Refuse a build in a folder whose disk is nearly full."""
     free = free_bytes(work)
     if free < MIN_FREE_BYTES:
         raise InfrastructureError(

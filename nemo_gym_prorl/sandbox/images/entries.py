@@ -83,8 +83,6 @@ class Entry:
     """One complete entry.
 
     Attributes:
-        name: name of the entry.
-        path: the entry's folder.
         last_use: time of the last use, or else of the creation; seconds since 1970.
         used: whether the entry is or may be in use.
     """
@@ -126,7 +124,6 @@ class Entries:
         :meth:`publish` makes the entry visible; all other files in the folder are removed at the end.
 
         Args:
-            name: name of the entry.
             progress: receives a line if another maker is waited for.
             is_valid: whether an existing entry is usable; an unusable one is removed first.
 
@@ -197,7 +194,6 @@ class Entries:
         return found
 
     def remove(self, name: str) -> bool:
-        """Remove an entry unless it is used; return whether it is gone."""
         hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             return False

@@ -46,7 +46,6 @@ class OciConfig:
     """An image's configuration.
 
     Attributes:
-        env: variables of the image.
         workdir: absolute working folder of commands; empty if not set.
         user: name or number of the image's user, without the group; empty for root.
         entrypoint: program of the image (``ENTRYPOINT``); started only on request.

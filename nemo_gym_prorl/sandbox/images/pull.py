@@ -39,8 +39,6 @@ class Puller:
     """Settings of pulls.
 
     Attributes:
-        store: where images are stored.
-        runtime: container runtime that downloads them.
         format: format to store; chosen by the cache's disk if not given.
         credentials: whether to send the user's stored registry logins.
         tries: attempts for each image.
@@ -74,11 +72,7 @@ class Puller:
         return path
 
     def fetch(self, wanted: RegistryImage, work: Path, kind: Format, progress: Progress) -> tuple[Path, OciConfig]:
-        """Pull an image into the folder ``work``; return its path and its configuration.
-
-        Raises:
-            CallerError, InfrastructureError: as :meth:`pull`.
-        """
+        """Pull an image into the folder ``work``; return its path and its configuration."""
         progress(f"pulling {wanted.uri}")
         for tried in range(self.tries):
             try:

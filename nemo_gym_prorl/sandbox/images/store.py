@@ -54,8 +54,6 @@ class ImageInfo:
     Attributes:
         kind: ``image`` (built), ``pulled`` or ``copy`` (unpacked).
         source: origin of the image, for display.
-        format: format of the image.
-        bytes: size on disk.
         made: creation time; seconds since 1970.
         config: configuration of the registry's image that it comes from, if any.
     """
@@ -73,9 +71,6 @@ class Image:
     """One image in the store.
 
     Attributes:
-        entry: folder and last use.
-        info: description of the image.
-        names: names that users gave the image.
         unpacked: whether the image is a folder or has an unpacked copy on this machine.
     """
 
@@ -86,7 +81,6 @@ class Image:
 
 
 def write_info(folder: Path, info: ImageInfo) -> None:
-    """Write the description of an entry before it is published."""
     config = info.config.to_json() if info.config else None
     (folder / INFO_FILE).write_text(json.dumps({**asdict(info), "config": config}))
 
@@ -327,7 +321,6 @@ class ImageStore:
         return OpenImage(self.copies.path(entry) / ROOT, hold) if hold else None
 
     def _unpack(self, image: Path, entry: str, runtime: Runtime, progress: Progress) -> OpenImage:
-        """Make the unpacked copy of a SIF."""
         wanted = UNPACKED_SIZE_FACTOR * image.stat().st_size
         with self.copies.making(entry, progress) as work:
             if work is not None:

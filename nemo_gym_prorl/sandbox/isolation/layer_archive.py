@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
-from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
+from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
 
 

@@ -54,26 +54,22 @@ def in_user_namespace() -> bool:
     return os.stat("/proc/self/ns/user").st_ino != INITIAL_NAMESPACE
 
 
-def id_map(kind: str = "uid") -> list[tuple[int, int, int]]:
-    """Return the ids of this namespace: first id, its id in the parent namespace, and the count of consecutive ids.
-
-    Args:
-        kind: ``uid`` or ``gid``.
-    """
-    lines = Path(f"/proc/self/{kind}_map").read_text().splitlines()
+def uid_map() -> list[tuple[int, int, int]]:
+    """Return the user ids of this namespace: first id, its id in the parent namespace, and the count of ids."""
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
     return [(int(own), int(outside), int(count)) for own, outside, count in map(str.split, lines)]
 
 
 def has_single_id() -> bool:
     """Return whether this namespace has one user id only, so that not even a setuid program can map another."""
-    return sum(count for _own, _outside, count in id_map()) == 1
+    return sum(count for _own, _outside, count in uid_map()) == 1
 
 
 def outer_uid() -> int:
     """Return this process's user id in the parent namespace, which distinguishes users who are all 0 in their
     containers."""
     user = os.geteuid()
-    return next((outside + user - own for own, outside, count in id_map() if own <= user < own + count), user)
+    return next((outside + user - own for own, outside, count in uid_map() if own <= user < own + count), user)
 
 
 DEFAULT_CAPABILITIES = {

@@ -147,13 +147,7 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
 
 
 def change_mode(name: str, folder: int, mode: int) -> None:
-    """Call ``chmod(2)`` on an entry of an open folder, never on the target of a link.
-
-    Args:
-        name: name of the entry.
-        folder: descriptor of the folder.
-        mode: new mode.
-    """
+    """Call ``chmod(2)`` on an entry of an open folder, never on the target of a link."""
     held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         # The path in ``/proc`` names the open file even if its name now leads elsewhere.
@@ -183,7 +177,6 @@ def move_mount(tree: int, target: str) -> None:
 
 
 def create_executable_memfd(name: str) -> int:
-    """Return a new memory file that can be executed and sealed."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
     except OSError as error:
@@ -194,7 +187,6 @@ def create_executable_memfd(name: str) -> int:
 
 
 def seal_memfd(memory: int) -> None:
-    """Make a memory file immutable."""
     fcntl.fcntl(memory, F_ADD_SEALS, _ALL_SEALS)
 
 

@@ -226,9 +226,6 @@ def create_single_user_namespace(inside: int, uid: int, gid: int, *, group: int 
     The caller owns the namespace and may join it.
 
     Args:
-        inside: user id inside.
-        uid: user id in this namespace.
-        gid: group id in this namespace.
         group: group id inside, if not the same as ``inside``.
     """
     gids = [(inside if group is None else group, gid, 1)]
@@ -277,7 +274,6 @@ def _for_another(uid: int) -> None:
 
 
 def write_id_maps(pid: int, uids: Sequence[IdSpan], gids: Sequence[IdSpan], *, deny_groups: bool = False) -> None:
-    """Write the id maps of a process's user namespace."""
     if deny_groups:
         _write(f"/proc/{pid}/setgroups", "deny")
     for name, entries in (("uid_map", uids), ("gid_map", gids)):

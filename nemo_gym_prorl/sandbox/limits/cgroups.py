@@ -93,7 +93,6 @@ class Delegation:
     """A control group in which this process may make others.
 
     Attributes:
-        base: folder of the group.
         controllers: those of :data:`CONTROLLERS` that the group can enable for others.
     """
 
@@ -215,19 +214,13 @@ def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpu
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The control group of one sandbox.
-
-    Attributes:
-        path: folder of the group.
-        controllers: controllers that limit the group.
-    """
+    """The control group of one sandbox."""
 
     path: Path
     controllers: frozenset[str]
 
     @classmethod
     def make(cls, path: Path) -> Group:
-        """Make a group without limits."""
         path.mkdir()
         return cls(path, CONTROLLERS & set(_read(path, "controllers").split()))
 
@@ -245,7 +238,6 @@ class Group:
             swap.write_text("0")
 
     def fork(self) -> int:
-        """Fork a child that starts in the group."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return syscalls.fork_into_cgroup(descriptor)
@@ -285,11 +277,7 @@ class Group:
         return int(found[1]) if found else 0
 
     def remove(self) -> None:
-        """Remove the group, which proves that it is empty. Idempotent; blocks for up to :data:`REMOVE_S`.
-
-        Raises:
-            OSError: processes are left in the group.
-        """
+        """Remove the group, which proves that it is empty. Idempotent; blocks for up to :data:`REMOVE_S`."""
         deadline = time.monotonic() + REMOVE_S
         while True:
             try:

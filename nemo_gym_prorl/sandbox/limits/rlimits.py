@@ -66,7 +66,6 @@ class HostFacts:
 
     @classmethod
     def of_host(cls, controllers: frozenset[str]) -> Self:
-        """Return the facts of this machine, with the given controllers."""
         major, minor = re.findall(r"\d+", os.uname().release)[:2]
         return cls(controllers, (int(major), int(minor)), is_machine_root_in_namespace())
 
@@ -76,7 +75,6 @@ class Limit:
     """Enforcement of one limit.
 
     Attributes:
-        name: limited resource.
         enforcement: how strictly the limit holds.
         mechanism: kernel interface or check, in a few words.
     """
@@ -87,7 +85,6 @@ class Limit:
 
 
 def enforced_limits(facts: HostFacts) -> tuple[Limit, ...]:
-    """Return every limit of a sandbox and its enforcement."""
     return (
         Limit("memory", Enforcement.KERNEL, "memory.max, no swap")
         if "memory" in facts.controllers
@@ -274,7 +271,6 @@ def descriptor_shortage(sandboxes: int) -> str:
 
 
 def close_all_but(kept: Sequence[int]) -> None:
-    """Close every open file but these."""
     begin = 0
     for number in sorted(set(kept)):
         if begin < number:

@@ -46,7 +46,6 @@ class Process:
         started: start time in clock ticks, which makes the number unique.
         ticks: processor time used.
         resident: bytes of memory, shared pages counted in full.
-        threads: number of threads.
     """
 
     pid: int
@@ -57,11 +56,7 @@ class Process:
 
 
 def read_stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on.
-
-    Raises:
-        OSError: the process has ended.
-    """
+    """Return the fields of ``/proc/PID/stat`` from the state on."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].decode().split()
 
@@ -86,9 +81,6 @@ def living_thread(pid: int) -> int:
     """Return a thread that has not ended, by whose number ``/proc`` describes the process.
 
     A process whose first thread ends looks like an ended process, but continues.
-
-    Raises:
-        OSError: the process has ended.
     """
     for thread in map(int, os.listdir(f"/proc/{pid}/task")):
         with contextlib.suppress(OSError):
@@ -98,7 +90,6 @@ def living_thread(pid: int) -> int:
 
 
 def process_trees(pids: Iterable[int]) -> list[Process]:
-    """Return processes with all of their descendants."""
     found: dict[int, Process] = {}
     todo = [*pids]
     while todo:
@@ -168,7 +159,6 @@ def oom_kills() -> int:
 
 
 def available_memory() -> int:
-    """Return bytes of memory that are available on this machine."""
     with open("/proc/meminfo", "rb") as file:
         found = _AVAILABLE.search(file.read())
     return int(found[1]) << 10 if found else 0
@@ -195,7 +185,6 @@ class DiskUsage:
     """Result of a scan.
 
     Attributes:
-        disk: bytes on disk.
         largest: size of the largest file in bytes.
         crowded: whether there are more than :data:`MAX_FOLDERS` folders.
         seconds: processor time of the scan.

@@ -57,7 +57,6 @@ class Watched:
     """State of one sandbox.
 
     Attributes:
-        name: name of the sandbox.
         space: inode number of its PID namespace.
         init: pid of the first process.
         group: folder of the control group; empty without a group.
@@ -67,11 +66,8 @@ class Watched:
         process_limit: processes and threads; 0 if the kernel counts no processes for the sandbox alone.
         shared_memory_mib: size of ``/dev/shm``.
         outside: the runtime's process, which runs outside but counts as one of the sandbox's user.
-        in_memory: whether the layer is in memory.
         hot: whether the sandbox was active since the last look.
         unmeasured: whether the sandbox was active since the last scan.
-        scanned: time of the last scan.
-        scanning: whether a scan is running.
         disk: bytes that the last scan found.
         members: known processes of the sandbox.
         killed: members that were killed for their memory and may not have ended yet.

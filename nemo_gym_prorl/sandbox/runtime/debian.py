@@ -74,11 +74,7 @@ def host_sources() -> list[AptSource]:
 
 
 def parse_sources(listing: str) -> list[AptSource]:
-    """Choose sources from lines of ``SITE SUITE COMPONENT``.
-
-    Raises:
-        InfrastructureError: no line has the component ``main``.
-    """
+    """Choose sources from lines of ``SITE SUITE COMPONENT``."""
     sources = [
         AptSource(fields[0], fields[1])
         for fields in (line.split() for line in listing.splitlines())
@@ -187,11 +183,7 @@ def _private_apt(sources: Iterable[AptSource], work: Path) -> Path:
 
 
 def _apt(do: str, *arguments: str | Path) -> str:
-    """Run ``apt-get``; return its output.
-
-    Raises:
-        InfrastructureError: ``apt-get`` is missing or failed; quotes its last output.
-    """
+    """Run ``apt-get``; return its output."""
     if missing := missing_tools():
         raise InfrastructureError(f"{', '.join(missing)} not found: this needs a Debian-like machine")
     # Errors quote apt's output, which must be in English.

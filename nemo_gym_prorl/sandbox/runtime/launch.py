@@ -189,11 +189,7 @@ def image_variables(reported: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_environment(path: str) -> dict[str, str]:
-    """Return the variables in a file with the format of ``/proc/PID/environ``.
-
-    Raises:
-        OSError: the variables have more than :data:`MAX_ENVIRONMENT_BYTES`.
-    """
+    """Return the variables in a file with the format of ``/proc/PID/environ``."""
     with Path(path).open("rb") as file:
         variables = file.read(MAX_ENVIRONMENT_BYTES + 1)
     if len(variables) > MAX_ENVIRONMENT_BYTES:
@@ -209,7 +205,6 @@ EXCERPT_CHARS = 4000
 
 
 def create_log() -> int:
-    """Return the descriptor of a new log of fixed size."""
     log = os.memfd_create("log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(log, 0o600)
     os.ftruncate(log, LOG_BYTES)
@@ -218,5 +213,4 @@ def create_log() -> int:
 
 
 def read_log(log: int) -> str:
-    """Return the end of a log's text."""
     return os.pread(log, LOG_BYTES, 0).rstrip(b"\0")[-EXCERPT_CHARS:].decode("utf-8", "replace").strip()

@@ -403,14 +403,12 @@ class TerminalOutput:
             self._terminal = -1
 
     def limit_to(self, limit: int) -> None:
-        """Change the number of bytes to keep."""
         if limit != self._limit:
             earlier, self._limit = self.kept.text(), limit
             self.kept = HeadTail(limit)
             self.kept.add(earlier.encode())
 
     def clear(self) -> None:
-        """Drop the kept output of the last command."""
         self.kept = HeadTail(self._limit)
 
     def take_last(self) -> None:
@@ -418,7 +416,6 @@ class TerminalOutput:
         self._take(_LAST_READS)
 
     def notify(self) -> None:
-        """Wake the waiter of :meth:`change`."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

@@ -33,7 +33,6 @@ class HeadTail:
         self.total = 0
 
     def add(self, data: bytes) -> None:
-        """Append received bytes."""
         self.total += len(data)
         room = self._half - len(self._head)
         if room > 0:
@@ -140,8 +139,6 @@ async def complete(
         spawn: starts the process with these open files from 0 on: empty input and two output streams. If cancelled,
             ``spawn`` leaves nothing running.
         kill: kills the process group.
-        timeout_s: time limit; ``None`` for no limit.
-        output_limit: bytes to keep of each stream.
     """
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     streams = [_Stream(output_limit), _Stream(output_limit)]

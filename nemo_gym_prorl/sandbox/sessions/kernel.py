@@ -20,9 +20,9 @@ from typing import Any
 from nemo_gym_prorl.background import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.sessions import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
-from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
 from nemo_gym_prorl.session_results import CellResult
@@ -108,9 +108,7 @@ class Kernel:
         """Run one cell. A cancelled call interrupts the cell.
 
         Args:
-            code: Python source.
             timeout_s: time limit. The cell is then interrupted, and the kernel is killed if the cell does not end.
-            output_limit: bytes of text to keep.
 
         Raises:
             SandboxBroken: programs in the kernel have ended the kernel; :meth:`restart` starts another.
@@ -139,7 +137,6 @@ class Kernel:
             return _cell(output, output_limit, timed_out=timed_out, died=died, broken=self._broken)
 
     async def interrupt(self) -> None:
-        """Interrupt the running cell, as Ctrl-C does."""
         if self._process is not None:
             await self._container.signal(self._process, signal.SIGINT)
 

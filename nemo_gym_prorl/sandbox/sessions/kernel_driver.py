@@ -356,11 +356,7 @@ def encoded(text: str) -> bytes:
 
 
 def refuse_input(*_arguments: Any, **_named: Any) -> str:
-    """Refuse ``input`` and ``getpass``.
-
-    Raises:
-        StdinNotImplementedError: always.
-    """
+    """Refuse ``input`` and ``getpass``."""
     raise StdinNotImplementedError("input() is not available in this kernel: put the value into the code")
 
 

@@ -75,7 +75,6 @@ class MarkedText:
         self._held = b""
 
     def feed(self, data: bytes) -> None:
-        """Process received bytes."""
         data, self._held = self._held + data, b""
         begin = 0
         while (at := data.find(self._mark, begin)) >= 0 and at + self._size <= len(data):
@@ -162,11 +161,7 @@ class RichResults:
         self._clear()
 
     def take(self, kind: str, parts: list[bytes]) -> None:
-        """Apply an event.
-
-        Raises:
-            Violation: the event is malformed.
-        """
+        """Apply an event."""
         match kind, parts:
             case "data" | "update", [name, *pairs] if len(pairs) % 2 == 0:
                 self._show(name, pairs, update=kind == "update")

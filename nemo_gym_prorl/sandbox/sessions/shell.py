@@ -24,6 +24,7 @@ from collections.abc import Mapping
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import SIGKILL_EXIT_CODE, Container
+from nemo_gym_prorl.sandbox.sessions import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     PROMPT,
     BashChannel,
@@ -31,7 +32,6 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
     Outcome,
     TerminalOutput,
 )
-from nemo_gym_prorl.sandbox.sessions.session_errors import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
@@ -114,7 +114,6 @@ class Shell:
 
     @property
     def exited(self) -> bool:
-        """Return whether bash has ended."""
         return self._bash is None or self._bash.ended.done()
 
     async def restart(self) -> None:
@@ -258,11 +257,7 @@ class Shell:
 
     @property
     def terminal(self) -> ContainerTerminal:
-        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on.
-
-        Raises:
-            CallerError: the shell is closed.
-        """
+        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on."""
         if self._terminal is None:
             raise self._ended_error()
         return self._terminal

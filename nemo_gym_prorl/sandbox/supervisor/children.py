@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.launcher import binary
+from nemo_gym_prorl.sandbox.launcher import LAUNCHER, load_launcher
 from nemo_gym_prorl.sandbox.launcher.requests import GO, Request
 from nemo_gym_prorl.sandbox.launcher.requests import receive_reply as receive_answer
 from nemo_gym_prorl.sandbox.limits import rlimits
@@ -75,7 +75,6 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process has not been reaped."""
         return self.status is None
 
     def signal(self, number: int, *, group: bool = False) -> None:
@@ -85,7 +84,6 @@ class Child:
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process."""
         self.signal(signal.SIGKILL)
 
     def wait(self) -> asyncio.Future[int]:
@@ -216,7 +214,6 @@ class Children:
         self.reap()
 
     def reap(self) -> None:
-        """Reap every dead child."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -283,12 +280,7 @@ class LauncherLost(Refused):
 
 
 class Launcher:
-    """The supervisor's launcher process; started on first use and replaced after its death.
-
-    Args:
-        children: the supervisor's children.
-        folder: the supervisor's state folder.
-    """
+    """The supervisor's launcher process; started on first use and replaced after its death."""
 
     def __init__(self, children: Children, folder: Path) -> None:
         self._folder = folder
@@ -357,18 +349,13 @@ class Launcher:
             OSError: there is no launcher for this machine's architecture.
         """
         if self._program is None:
-            made = binary.load_launcher(self._folder)
+            made = load_launcher(self._folder)
             self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _MIN_PROGRAM_FD)
             os.close(made)
         return self._program
 
     async def _ask(self, request: Request, files: Sequence[int], group: Group | None) -> int:
-        """Return the pid of the process that carries out a request.
-
-        Raises:
-            PeerGone: the launcher was killed.
-            OSError: the launcher cannot start, or cannot fork.
-        """
+        """Return the pid of the process that carries out a request."""
         connection = self._running()
         group_fd = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
         packet = request.packet(group_fd, files)
@@ -397,7 +384,7 @@ class Launcher:
             try:
                 pid = os.posix_spawn(
                     f"/proc/self/fd/{executable}",
-                    [binary.LAUNCHER],
+                    [LAUNCHER],
                     {},
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL)],
                 )

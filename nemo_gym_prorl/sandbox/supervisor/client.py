@@ -181,7 +181,6 @@ class SupervisorConnection:
         self._connection.post(encode(request))
 
     def new_name(self) -> str:
-        """Return a unique name for a program."""
         self._number += 1
         return f"{self._name}-{self._number}"
 
@@ -279,8 +278,6 @@ class SupervisorProcess:
     """The supervisor of this process.
 
     Attributes:
-        popen: the process.
-        folder: the supervisor's state folder (:mod:`.state_dir`).
         owner: the supervisor ends when this socket closes.
     """
 
@@ -346,9 +343,6 @@ def _make_state_folder() -> tuple[Path, int, socket.socket]:
     """Make the folder of a new supervisor; return the folder, its lock and its listening socket.
 
     The server makes the folder, not the supervisor, so that a wrong folder is the server's own error.
-
-    Raises:
-        InfrastructureError: the folder cannot be made; the message names the setting.
     """
     folder: Path | None = None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

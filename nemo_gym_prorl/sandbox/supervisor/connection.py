@@ -59,8 +59,6 @@ class Packet:
     """A message that is ready to send.
 
     Attributes:
-        data: the bytes of the packet.
-        files: open files that travel with the packet.
         own: files that the packet owns; closed once it is sent or dropped.
         sent: whether the kernel has taken the packet.
         waiter: resolved when the packet is sent or has failed.
@@ -356,7 +354,6 @@ async def ready(file: File | int, *, write: bool = False, unless: asyncio.Future
 
 
 def drop(file: File) -> None:
-    """Unregister a file from the loop and close it."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(file.fileno())
     loop.remove_writer(file.fileno())

@@ -29,7 +29,7 @@ from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_t
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.network_access import NONE, PROXY_PORT, has_proxy
 from nemo_gym_prorl.sandbox import signals
-from nemo_gym_prorl.sandbox.isolation import layer_archive, mounts, namespaces
+from nemo_gym_prorl.sandbox.isolation import layer_archive, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import (
     PreparedImage,
     from_reply,
@@ -40,6 +40,7 @@ from nemo_gym_prorl.sandbox.isolation.prepared_image import (
 )
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
+from nemo_gym_prorl.sandbox.launcher.requests import ProcDirectory, SandboxNamespaces, unshared_namespaces
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, read_environment, runtime_command
@@ -94,11 +95,7 @@ class Creation:
     """Creation of the sandboxes of one supervisor.
 
     Args:
-        folder: the supervisor's state folder.
-        children: the supervisor's children.
         groups: parent of the sandboxes' control groups; ``None`` without control groups.
-        launcher: starts first processes.
-        egress: opens the proxies of sandboxes.
         in_use: returns the prepared images of all sandboxes that are not gone yet.
     """
 
@@ -265,7 +262,7 @@ class Creation:
             sandbox.environment = await self._set_up_inside(sandbox.place, sandbox.request)
         sandbox.take_log()
 
-    async def _set_up_inside(self, place: namespaces.SandboxNamespaces, request: CreateRequest) -> dict[str, str]:
+    async def _set_up_inside(self, place: SandboxNamespaces, request: CreateRequest) -> dict[str, str]:
         """Give a sandbox of the runtime the setup of a direct start; return the variables that its image sets."""
         variables = os.memfd_create("variables", os.MFD_CLOEXEC)
         try:
@@ -275,7 +272,7 @@ class Creation:
             os.close(variables)
 
     def _record_first_process(self, sandbox: Sandbox, pid: int) -> None:
-        process = namespaces.ProcDirectory(pid)
+        process = ProcDirectory(pid)
         namespace = state_dir.PidNamespace.of(pid)
         if sandbox.pid_namespace not in (namespace, None):
             raise OSError(f"process {pid} has ended")
@@ -283,10 +280,10 @@ class Creation:
             raise OSError(f"process {pid} is in the supervisor's own PID namespace, not a sandbox's")
         sandbox.pid_namespace = namespace
         namespace.record(sandbox.folder)
-        spaces = namespaces.unshared_namespaces(process)
+        spaces = unshared_namespaces(process)
         added = frozenset(sandbox.request.capabilities)
         rooted = sandbox.start_method == "direct"
-        sandbox.place = namespaces.SandboxNamespaces(
+        sandbox.place = SandboxNamespaces(
             process, sandbox.request.uid, sandbox.request.limits, spaces, is_pivoted=rooted, capabilities=added
         )
 
@@ -344,9 +341,6 @@ class PreparedImages:
     """LRU cache of prepared images.
 
     Args:
-        folder: the supervisor's state folder.
-        children: the supervisor's children.
-        launcher: erases folders.
         in_use: returns the prepared images of sandboxes that are not gone yet.
     """
 
@@ -447,7 +441,6 @@ def make_folder(path: Path, request: CreateRequest) -> None:
 
 
 def make_overlay(sandbox: Sandbox) -> None:
-    """Make the folders of the writable layer."""
     overlay = sandbox.folder / "overlay"
     for path in (overlay, overlay / "upper", overlay / "work"):
         make_folder(path, sandbox.request)

@@ -35,12 +35,7 @@ REPLY_TIMEOUT_S = 5.0
 
 
 class Egress:
-    """The listening sockets of sandboxes, and the process that serves them.
-
-    Args:
-        children: the supervisor's children.
-        launcher: opens listening sockets.
-    """
+    """The listening sockets of sandboxes, and the process that serves them."""
 
     def __init__(self, children: Children, launcher: Launcher) -> None:
         self._children = children
@@ -53,11 +48,7 @@ class Egress:
         self._number = 0
 
     async def open(self, sandbox: Sandbox, port: int, access: Message) -> None:
-        """Serve a port of a sandbox whose first process is recorded, by ``network`` or by ``url`` and ``key``.
-
-        Raises:
-            Refused: the socket cannot be opened.
-        """
+        """Serve a port of a sandbox whose first process is recorded, by ``network`` or by ``url`` and ``key``."""
         _reply, files = await self._launcher.run(requests.listen(sandbox.place_to_join(), port))
         self._serving[sandbox.name, port] = {"serve": sandbox.name, "port": port, **access}, files[0]
         if not self._started:

@@ -70,10 +70,7 @@ class Sandboxes:
     """All sandboxes of one supervisor, from the create request until they are gone.
 
     Args:
-        folder: the supervisor's state folder.
-        children: the supervisor's children.
         groups: parent of the sandboxes' control groups; ``None`` without control groups.
-        launcher: joins sandboxes and erases folders.
     """
 
     def __init__(self, folder: Path, children: Children, groups: Path | None, launcher: Launcher) -> None:
@@ -99,29 +96,20 @@ class Sandboxes:
         """Pids started per sandbox since the last report to the watchdog."""
 
     def up(self, name: str) -> Sandbox:
-        """Return a sandbox that is up.
-
-        Raises:
-            NoSandbox: the sandbox does not exist or is not up.
-        """
+        """Return a sandbox that is up."""
         sandbox = self._all.get(name)
         if sandbox is None or sandbox.stage is not SandboxStage.UP:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
     async def check_not_ending(self, name: str) -> None:
-        """Check that a sandbox is up and not about to end; wait for the end of a sandbox that is about to end.
-
-        Raises:
-            NoSandbox: the sandbox has ended.
-        """
+        """Check that a sandbox is up and not about to end; wait for the end of a sandbox that is about to end."""
         sandbox = self.up(name)
         if sandbox.pid_namespace and sandbox.pid_namespace.ending:
             await sandbox.wait_gone()
             raise NoSandbox(f"sandbox {name} has ended")
 
     async def check(self, client: Client, name: str, *, memory: bool) -> Reply:
-        """Carry out a :class:`.protocol.CheckRequest`."""
         sandbox = self.up(name)
         if client not in sandbox.clients:
             sandbox.clients.append(client)
@@ -141,11 +129,9 @@ class Sandboxes:
         return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
 
     async def egress_of(self, name: str) -> Reply:
-        """Carry out a :class:`.protocol.EgressRequest`."""
         return {"hosts": await self._egress.report(self.up(name).name)}, []
 
     async def serve_policy(self, request: PolicyRequest) -> Reply:
-        """Carry out a :class:`.protocol.PolicyRequest`."""
         sandbox = self.up(request.sandbox)
         await self._egress.close(sandbox.name, POLICY_PORT)
         if request.url:
@@ -159,7 +145,6 @@ class Sandboxes:
 
         Args:
             client: receives the sandbox's events.
-            request: the specification.
             files: emptied; the files stay open until the sandbox is gone, such as the lock on its image.
 
         Raises:
@@ -194,11 +179,7 @@ class Sandboxes:
         raise trouble
 
     def _admit(self, client: Client, request: CreateRequest, files: list[int]) -> Sandbox:
-        """Register the sandbox of a valid request.
-
-        Raises:
-            Refused: the request is wrong, or the machine's limits allow no further sandbox.
-        """
+        """Register the sandbox of a valid request."""
         if not _NAME.fullmatch(request.sandbox) or request.sandbox in self._all:
             raise ValueError(f"not a name for a sandbox, or in use: {request.sandbox}")
         if trouble := rlimits.descriptor_shortage(len(self._all)):
@@ -413,11 +394,7 @@ class Sandboxes:
         sandbox.resolve_end_waiters()
 
     def _kill_processes(self, sandbox: Sandbox, closing_s: float) -> bool:
-        """Kill the sandbox's processes; return whether all have ended.
-
-        Raises:
-            Refused: processes survive for too long.
-        """
+        """Kill the sandbox's processes; return whether all have ended."""
         group, namespace, starter = sandbox.group, sandbox.pid_namespace, sandbox.starter
         if group:
             group.kill()
@@ -436,11 +413,7 @@ class Sandboxes:
         return step.delete
 
     async def _delete(self, sandbox: Sandbox) -> None:
-        """Remove the sandbox's files and control group.
-
-        Raises:
-            Refused: processes or files remain.
-        """
+        """Remove the sandbox's files and control group."""
         if sandbox.channel:
             drop(sandbox.channel)
             sandbox.channel = None

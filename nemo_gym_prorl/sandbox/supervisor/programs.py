@@ -31,8 +31,8 @@ from functools import partial
 
 from nemo_gym_prorl.background import log_exceptions
 from nemo_gym_prorl.sandbox import signals
-from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.launcher import requests
+from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
@@ -56,7 +56,6 @@ class Program:
     """One program.
 
     Attributes:
-        joiner: process that starts the program.
         process: the program's process, once it is reported.
         start_timeout: expired by a kill while the program is starting; ``None`` once it runs.
         killed: whether a kill was requested; the program may have begun in the same moment.
@@ -105,9 +104,6 @@ class Programs:
 
         Returns:
             The pid, and the controlling end of the program's terminal if it has one.
-
-        Raises:
-            Refused: the program does not start.
         """
         name = spawn.spawn
         if name in self._all:
@@ -250,11 +246,7 @@ _STOPPED = "TtZX"
 async def pause(
     children: Children, launcher: Launcher, namespace: state_dir.PidNamespace, place: SandboxNamespaces
 ) -> Reply:
-    """Stop all programs of a sandbox, also those that they start meanwhile.
-
-    Raises:
-        Refused: programs do not stop in time.
-    """
+    """Stop all programs of a sandbox, also those that they start meanwhile."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     await children.run(partial(_stop_each, namespace, time.monotonic() + ONE_BY_ONE_S))
     stopped = False

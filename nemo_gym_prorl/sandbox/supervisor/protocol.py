@@ -33,15 +33,10 @@ class CreateRequest:
     """Start a sandbox. Plain values: the supervisor builds the command lines.
 
     Attributes:
-        sandbox: name of the sandbox.
-        runtime: path of the container runtime.
         start: start method; ``auto`` prefers a direct start.
-        image: path of the image.
         image_identity: identifies an unpacked image; changes when the folder at the same path is replaced.
         scripted: whether scripts of the image may set variables, which only the runtime can evaluate.
         uid: user id inside; 0 for root.
-        host_uid: user id of the sandbox on the host.
-        host_gid: group id of the sandbox on the host.
         capabilities: numbers of the capabilities that root inside has beyond the default set.
         network: ``none``, ``public``, ``host`` or a list of hosts; see :mod:`nemo_gym_prorl.network_access`.
         snapshot: path of the archive that the writable layer is restored from; empty for none.
@@ -85,7 +80,6 @@ class StartReply:
 
     Attributes:
         environment: variables that the image sets.
-        controllers: controllers of the sandbox's control group.
         start_method: method that started the sandbox.
         fallback_reason: reason that a direct start was not possible; empty otherwise.
         in_memory: whether the files of sandboxes are kept in memory.
@@ -105,7 +99,6 @@ class CheckRequest:
     """Check that a sandbox is up, and subscribe the client to its events.
 
     Attributes:
-        sandbox: name of the sandbox.
         memory: whether a process that the kernel ended for want of the machine's memory counts as a lost sandbox.
     """
 
@@ -125,14 +118,9 @@ class SpawnRequest:
     """Start a program in a sandbox, with the attached files as its open files.
 
     Attributes:
-        sandbox: name of the sandbox.
         spawn: name of the program in a :class:`SignalRequest`.
-        argv: command line.
-        env: environment variables.
-        cwd: working directory in the sandbox.
         user: user who runs the program; ``None`` for the sandbox's own user.
         tty: rows and columns of a terminal for the program; ``None`` for no terminal.
-        echo: whether the terminal echoes.
     """
 
     sandbox: str
@@ -172,7 +160,6 @@ class SnapshotRequest:
     """Pack the writable layer of a paused sandbox into the attached file.
 
     Attributes:
-        sandbox: name of the sandbox.
         header: text that precedes the archive.
         quiescent: accept a sandbox that is not paused; the reply has ``busy`` if a program in it is not idle.
     """
@@ -316,11 +303,7 @@ class SandboxBroken(AgentError):
 
 
 class SandboxExhausted(AgentError):
-    """Programs in the sandbox reached one of its limits.
-
-    Attributes:
-        resource: the limit.
-    """
+    """Programs in the sandbox reached one of its limits."""
 
     def __init__(self, reason: str, resource: Resource) -> None:
         super().__init__(reason)
@@ -358,12 +341,10 @@ def no_process(error: OSError, group: Group | None) -> Refused:
 
 
 def error_text(error: OSError) -> str:
-    """Return the text of a system error, with its file."""
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 def failure(error: BaseException) -> Message:
-    """Return the error reply for any exception."""
     if isinstance(error, Refused):
         return error.reply
     if isinstance(error, OSError):

@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from nemo_gym_prorl.sandbox.isolation import namespaces
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
+from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.supervisor import state_dir
@@ -97,13 +97,9 @@ class Sandbox:
         stage: see :mod:`.lifecycle`.
         start_timeout: bounds the creation; closing the sandbox expires it.
         created: set when the creation has succeeded or failed.
-        step_seconds: duration of each step of the creation.
-        start_method: method that starts the sandbox.
-        prepared: the prepared image of a direct start.
         fallback_reason: reason that a direct start was not possible.
         channel: socket to the first process.
         starter: the supervisor's child for the sandbox: the runtime's process outside, or the first process itself.
-        group: the control group, if there is one.
         place: namespaces to join; set once the first process has reported.
         pid_namespace: identity of the first process, by which the sandbox is ended.
         log: output of the runtime until the sandbox is up.
@@ -135,7 +131,7 @@ class Sandbox:
     channel: socket.socket | None = None
     starter: Child | None = None
     group: cgroups.Group | None = None
-    place: namespaces.SandboxNamespaces | None = None
+    place: SandboxNamespaces | None = None
     pid_namespace: state_dir.PidNamespace | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -160,7 +156,6 @@ class Sandbox:
             self.step_seconds[name] = self.step_seconds.get(name, 0.0) + time.monotonic() - begin
 
     def steps(self) -> str:
-        """Return the duration of each step, for logs."""
         return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.step_seconds.items())
 
     async def wait_gone(self) -> None:
@@ -183,12 +178,8 @@ class Sandbox:
                 else:
                     end.set_result(None)
 
-    def place_to_join(self) -> namespaces.SandboxNamespaces:
-        """Return the namespaces to join of a sandbox that is up.
-
-        Raises:
-            Refused: the sandbox is paused.
-        """
+    def place_to_join(self) -> SandboxNamespaces:
+        """Return the namespaces to join of a sandbox that is up."""
         if self.paused:
             raise Refused({"error": "the sandbox is paused; resume it first"})
         assert self.place
@@ -205,7 +196,6 @@ class Sandbox:
             os.close(log)
 
     def apply_limits(self) -> None:
-        """Set the limits of the control group, if there is one."""
         memory, processes, cpus = (self.request.memory_mib, self.request.processes, self.request.cpus)
         if self.group:
             self.group.set_limits(memory=memory << 20, processes=processes, cpus=cpus)

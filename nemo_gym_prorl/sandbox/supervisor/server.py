@@ -37,8 +37,8 @@ from pathlib import Path
 
 from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.sandbox.isolation import layer_archive, syscalls
-from nemo_gym_prorl.sandbox.isolation.namespaces import SandboxNamespaces
 from nemo_gym_prorl.sandbox.launcher import requests
+from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits import cgroups, rlimits
 from nemo_gym_prorl.sandbox.supervisor import programs, state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
@@ -270,14 +270,10 @@ def trusted(connection: socket.socket, owner: int) -> bool:
     if uid not in (os.geteuid(), 0) or pid <= 0:
         return False
     try:
-        same = all(os.stat(f"/proc/{pid}/ns/{name}") == _own(name) for name in NAMESPACES)
+        same = all(os.stat(f"/proc/{pid}/ns/{name}") == os.stat(f"/proc/self/ns/{name}") for name in NAMESPACES)
     except OSError:
         return False
     return same
-
-
-def _own(name: str) -> os.stat_result:
-    return os.stat(f"/proc/self/ns/{name}")
 
 
 def main() -> None:

@@ -35,11 +35,10 @@ from pathlib import Path
 
 from nemo_gym_prorl.filesystems import is_shared
 from nemo_gym_prorl.processes import process_variables
-from nemo_gym_prorl.sandbox import signals
+from nemo_gym_prorl.sandbox import launcher, signals
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, outer_uid
 from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
-from nemo_gym_prorl.sandbox.launcher import binary
 from nemo_gym_prorl.sandbox.limits import cgroups, usage
 from nemo_gym_prorl.sandbox.signals import start_time
 
@@ -183,7 +182,6 @@ class PidNamespace:
         return None
 
     def record(self, folder: Path) -> None:
-        """Record the namespace in a sandbox's folder."""
         _record(folder / PID_NAMESPACE_FILE, self.init, self.started, self.number)
 
     @property
@@ -274,7 +272,6 @@ def _holds(test: Callable[[int], bool], pid: int) -> bool:
 
 
 def process_ids() -> Iterator[int]:
-    """Return the pids of all visible processes."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
@@ -372,11 +369,7 @@ OTHER_USERS_ERRORS = frozenset({errno.EPERM, errno.EACCES})
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, as ``rm -rf``. Blocks.
-
-    Raises:
-        OSError: a file cannot be removed.
-    """
+    """Remove a folder, as ``rm -rf``. Blocks."""
     number = _erase(folder)
     if number in OTHER_USERS_ERRORS and not is_machine_root():
         parent, one_user = user_ids.make_parent_namespace()
@@ -390,8 +383,8 @@ def remove_tree(folder: Path) -> None:
 
 def _erase(folder: Path, *parent: int) -> int:
     """Return the errno of the failure, or 0."""
-    arguments = [binary.ERASER, os.fspath(folder), *map(str, parent)]
+    arguments = [launcher.ERASER, os.fspath(folder), *map(str, parent)]
     ended = subprocess.run(
-        arguments, executable=binary.launcher_path(), pass_fds=parent, env={}, check=False
+        arguments, executable=launcher.launcher_path(), pass_fds=parent, env={}, check=False
     ).returncode
     return ended if ended >= 0 else errno.EINTR

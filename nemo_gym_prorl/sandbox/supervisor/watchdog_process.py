@@ -68,7 +68,6 @@ class Watchdog:
     """The supervisor's side of the watchdog process, which is restarted after its death.
 
     Args:
-        children: the supervisor's children.
         on_violation: called with each report.
         entries: returns the messages for a new watchdog.
     """
@@ -141,7 +140,6 @@ class UsageMonitor:
         self._scans: deque[tuple[Watched, DiskUsage, Iterator[None]]] = deque()
 
     def handle(self, message: Message) -> None:
-        """Apply a message of the supervisor."""
         if "watch" in message:
             self.watched.all[message["watch"]["name"]] = Watched(**message["watch"])
         elif "forget" in message:

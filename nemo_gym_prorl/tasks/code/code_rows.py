@@ -141,7 +141,6 @@ class CodeProblem:
 
     Attributes:
         tests: tests in their order of execution.
-        function: name of the function under test; ``None`` for a program.
         checker: settings for :mod:`.inside.checkers` and :mod:`.inside.grader`.
         time_limit_s: CPU seconds of one test; ``None`` for the configured limit.
         memory_limit_mib: address space in MiB; ``None`` for the configured limit.
@@ -203,11 +202,7 @@ def read_problem(metadata: Metadata, tests_folder: Path | None) -> CodeProblem:
 
 
 def find_tests_file(metadata: Metadata, tests_folder: Path | None) -> Path | None:
-    """Return the path of a row's tests file; ``None`` if the row names none.
-
-    Raises:
-        CallerError: the file does not exist; names the field.
-    """
+    """Return the path of a row's tests file; ``None`` if the row names none."""
     if metadata.tests_file is None:
         return None
     field = f"{METADATA}.tests_file"
@@ -334,12 +329,6 @@ def problems() -> Mapping[str, HumanEvalProblem]:
 
 
 def humaneval_row(problem: HumanEvalProblem, script: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the row of a HumanEval problem.
-
-    Args:
-        problem: the problem.
-        script: see :func:`row_for`.
-    """
     statement = f"Complete this function:\n\n```python\n{problem.stub}```"
     return row_for(statement, problem.metadata, function=problem.entry_point, script=script, task_id=problem.task_id)
 
@@ -355,11 +344,9 @@ def row_for(
     """Return a dataset row.
 
     Args:
-        statement: problem statement.
         metadata: ``verifier_metadata``; see :class:`Metadata`.
         function: name of the function under test; ``None`` for a program.
         script: see :func:`.records.create_params`.
-        more: further fields of the row.
     """
     asked = statement.strip()
     if function is not None:

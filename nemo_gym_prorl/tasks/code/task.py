@@ -106,8 +106,6 @@ class ProgrammingProblems:
 
     Args:
         root: folder of each sandbox for uploads; the agent works in ``<root>/workspace``.
-        tools: limits of tool calls.
-        limits: limits of a candidate.
         rule: reward rule; see :func:`.grading.grade`.
         tests_folder: folder of the files that rows name.
     """
@@ -143,7 +141,6 @@ class ProgrammingProblems:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """Create the empty solution file."""
         await tools.write({SOLUTION_FILE: ""})
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> ExtractedFile:
@@ -152,7 +149,6 @@ class ProgrammingProblems:
     async def grade(
         self, row: Mapping[str, Any], artefacts: ExtractedFile, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        """Run the problem's tests; see :mod:`.grading`."""
         try:
             source = (artefacts.content or b"").decode()
         except UnicodeDecodeError:

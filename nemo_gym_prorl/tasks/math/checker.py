@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, extract_final_answer
 from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.workers import JobLost, WorkerPool
@@ -61,9 +61,7 @@ class CheckLimits:
     """Bounds of comparisons.
 
     Attributes:
-        cpu_s: CPU seconds of a comparison.
         memory_mib: address space of a comparison in MiB; sympy alone takes about 150.
-        workers: number of concurrent comparisons.
     """
 
     cpu_s: int = 5
@@ -76,9 +74,7 @@ class CheckedAnswer:
     """Verdict on a message.
 
     Attributes:
-        verdict: verdict on the answer.
         extracted: answer as written in the message; empty if there is none.
-        detail: human-readable reason.
     """
 
     verdict: MathVerdict
@@ -154,11 +150,7 @@ class MathChecker:
     async def _compared(
         self, expected: str, answer: str, question: str, *, control: bool = False
     ) -> tuple[MathVerdict, str] | JobLost:
-        """Compare, and try again if the comparison is lost; return a loss that the answer caused.
-
-        Raises:
-            InfrastructureError: infrastructure lost the comparison.
-        """
+        """Compare, and try again if the comparison is lost; return a loss that the answer caused."""
         job = {"expected": expected, "said": answer, "question": question, "control": control}
         cpu_s, memory_mib = self._limits.cpu_s, self._limits.memory_mib
         losses = {True: 0, False: 0}

@@ -309,7 +309,6 @@ def _other_kind() -> Judgement:
 
 
 def _each(gold: Sequence[str], said: Sequence[str], question: str) -> Judgement:
-    """Compare members in order."""
     if len(gold) != len(said):
         return MathVerdict.WRONG, f"{len(said)} values for {len(gold)}"
     return _worst([_compared(one, other, question) for one, other in zip(gold, said, strict=True)])
@@ -477,7 +476,6 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 
 def _number(text: str) -> Any:
-    """Return the real number that a text denotes, or ``None``."""
     found = _readings(text)
     return found[0] if len(found) == 1 and isinstance(found[0], sympy.Expr) and found[0].is_number else None
 

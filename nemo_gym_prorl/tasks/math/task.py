@@ -177,7 +177,6 @@ class Math:
 
     Args:
         root: folder inside each sandbox; the policy works in ``<root>/workspace``.
-        tools: limits of a tool call.
         checker: comparison of answers; the task closes it.
     """
 
@@ -197,11 +196,7 @@ class Math:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """Check that the expected answer is gradeable, and write the question into the working folder.
-
-        Raises:
-            CallerError: the expected answer is not gradeable.
-        """
+        """Check that the expected answer is gradeable, and write the question into the working folder."""
         try:
             await self._checker.require_gradeable(expected_answer(row))
         except TaskError as error:

@@ -105,7 +105,6 @@ class Congruence:
 
 
 def congruence(text: str) -> Congruence | None:
-    """Return the congruence that a text denotes, or ``None``."""
     found = _CONGRUENCE.fullmatch(text.strip())
     return found and Congruence(found["name"] or "", found["residue"], int(found["modulus"]))
 
@@ -190,9 +189,6 @@ def ratio_verdict(wanted: Measure, said: Measure, question: str, number: Callabl
     """Return the judgement on a ratio; ``None`` if values are to be compared, where a ratio of two is a fraction.
 
     Args:
-        wanted: expected answer.
-        said: answer of the policy.
-        question: question text.
         number: parser of a real number, which returns ``None`` for other texts.
     """
     golds, givens = _terms(wanted.value), _terms(said.value)

@@ -98,7 +98,6 @@ class JudgeResult:
     """Verdict and reply of the judge.
 
     Attributes:
-        verdict: same, different or steered.
         reply: end of the judge's reply; empty if the judge was not asked.
     """
 
@@ -119,12 +118,7 @@ class AskModel(Protocol):
 
 
 class Judge:
-    """Judge of free-text answers; see the module.
-
-    Args:
-        ask: call of the model server.
-        name: name of the model server, for messages.
-    """
+    """Judge of free-text answers; see the module."""
 
     def __init__(self, ask: AskModel, name: str) -> None:
         self._ask = ask

@@ -73,7 +73,6 @@ def letters_in(question: str) -> str:
 
 
 def letter_of(answer: str) -> str | None:
-    """Return the letter that an answer consists of, or ``None``."""
     found = _LETTER.fullmatch(plain(answer))
     return found[1].upper() if found else None
 
@@ -84,8 +83,6 @@ def chosen_option(
     """Return the letter of the option that an answer chooses; ``None`` unless it chooses exactly one.
 
     Args:
-        options: texts by letter.
-        answer: final answer.
         same: equality of an option and an answer that differ as texts, e.g. of quantities.
     """
     if (letter := letter_of(answer)) is not None and letter in options:
@@ -146,10 +143,7 @@ class StemProblem:
     """Question with its expected answer.
 
     Attributes:
-        question: question text of the policy.
-        expected: expected answer.
         options: texts by letter; empty for a free answer.
-        kind: kind of the expected answer.
     """
 
     question: str
@@ -208,7 +202,6 @@ def row_for(
     Args:
         question: question without its options.
         expected: expected answer; the letter in a multiple choice.
-        options: texts by letter.
         script: see :func:`.records.asking`.
     """
     prompt = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])

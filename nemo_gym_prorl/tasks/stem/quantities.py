@@ -73,11 +73,9 @@ class Quantity:
     """Number with a unit.
 
     Attributes:
-        value: number.
         digits: number of significant digits; ``None`` for an exact integer or fraction.
         half_step: half of the value of the last digit; 0 for an exact number.
         unit: unit in pint's notation; empty without a unit.
-        written: unit as written.
         others: other readings of the unit, e.g. metres per square second for ``ms^-2``.
     """
 
@@ -165,11 +163,7 @@ _REWRITES = (
 
 
 def read(text: str) -> Quantity | None:
-    """Parse a quantity in a usual notation, including LaTeX; return ``None`` for any other text.
-
-    Raises:
-        InfrastructureError: ``pint`` is not installed.
-    """
+    """Parse a quantity in a usual notation, including LaTeX; return ``None`` for any other text."""
     if len(text) > 2 * MAX_CHARS:
         return None
     text = _MICRO.sub("µ", _DOLLARS.sub("", text)).replace("{,}", ",")

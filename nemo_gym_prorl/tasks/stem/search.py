@@ -26,10 +26,15 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, is_text
-from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.observations import ToolCallStats
+from nemo_gym_prorl.tasks.workbench.observations import (
+    Arguments,
+    BadArguments,
+    ToolCallStats,
+    parse_arguments,
+    tool_schema,
+)
 
 
 MAX_QUERY_CHARS = 400
@@ -49,7 +54,6 @@ class Passage:
     """Searchable piece of text.
 
     Attributes:
-        text: text of the passage.
         title: title; may be empty.
         source: URL or name of the source; may be empty.
     """
@@ -106,11 +110,7 @@ class OpenSearch:
         self._call_stats = ToolCallStats()
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Return a page of results, or the error in the call.
-
-        Raises:
-            InfrastructureError: the engine failed.
-        """
+        """Return a page of results, or the error in the call."""
         observation = await self._call(tool, arguments)
         self._call_stats.count(tool, observation)
         return observation
@@ -152,11 +152,7 @@ class SearchTool:
         self._limits = limits
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> OpenSearch:
-        """Prepare the engine and return the tool of a session.
-
-        Raises:
-            InfrastructureError: the engine cannot be prepared.
-        """
+        """Prepare the engine and return the tool of a session."""
         await self._engine.prepare()
         return OpenSearch(self._engine, self._limits)
 
@@ -165,9 +161,7 @@ def render(passages: Sequence[Passage], before: int, limits: SearchSettings) -> 
     """Return a page of results as an observation, numbered and with passages of bounded length.
 
     Args:
-        passages: passages of the page.
         before: number of results on earlier pages.
-        limits: settings with the bounds.
     """
     if not passages:
         return NO_MORE_RESULTS if before else NO_RESULTS
@@ -218,7 +212,6 @@ def build(passages: Iterable[Passage], folder: Path) -> int:
 
     Args:
         passages: passages in any order; passages without text are skipped.
-        folder: folder of the index.
 
     Returns:
         Number of indexed passages.
@@ -332,7 +325,6 @@ class OfflineSearch:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")  # bm25s reads passages at a shared offset
 
     async def prepare(self) -> None:
-        """Open the index, unless it is open."""
         async with self._opening:
             if self._index is None:
                 self._index = await self._off_the_loop(self._open_index)
@@ -354,7 +346,6 @@ class OfflineSearch:
             raise InfrastructureError(reason, kind=FailureKind.PROVIDER_UNAVAILABLE, field="search.index") from error
 
     async def aclose(self) -> None:
-        """Close the index after its searches have ended."""
         await asyncio.to_thread(self._threads.shutdown)
         if self._index is not None:
             self._index.close()

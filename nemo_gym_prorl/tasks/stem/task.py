@@ -44,8 +44,6 @@ class Stem:
 
     Args:
         root: folder inside each sandbox; the policy's Python works in ``<root>/workspace``.
-        tools: limits of a call of Python.
-        search: search tool.
         rules: rules that decide first.
         judge: judge of undecided answers; ``None``: rows that need a judge are refused.
         resources: engine, checker and judge that the task closes at the end.
@@ -69,7 +67,6 @@ class Stem:
         self._resources = resources
 
     async def aclose(self) -> None:
-        """Close engine, checker and judge."""
         for resource in self._resources:
             await resource.aclose()
 
@@ -161,7 +158,6 @@ class Rules:
     """Rules for choices, quantities, formulas and words.
 
     Args:
-        formulas: comparison of formulas.
         tolerance: maximum deviation of a measured value, relative to the expected one.
     """
 

@@ -108,7 +108,6 @@ SETTINGS_FILES = frozenset({"setup.cfg", "pyproject.toml"})
 
 
 def files_of_patch(patch: str) -> frozenset[str]:
-    """Return the paths in a git patch, before and after."""
     found = re.findall(r"^(?:---|\+\+\+) (?:\"?)[ab]/(.+?)\"?\s*$", patch, re.MULTILINE)
     found += [path for pair in re.findall(r"^diff --git a/(.+) b/(.+)$", patch, re.MULTILINE) for path in pair]
     return frozenset(found)
@@ -142,8 +141,6 @@ class ImportableModules:
 def importable_modules(paths: Iterable[str], report: str) -> ImportableModules:
     """Return the importable modules of a base.
 
-    Args:
-        paths: files of the base.
     report: output of the image's Python: lines ``folder NAME`` (inside the repository) and ``module NAME``
             (outside).
     """
@@ -156,9 +153,6 @@ def importable_modules(paths: Iterable[str], report: str) -> ImportableModules:
 
 class Protection:
     """Rules for changes that are not applied.
-
-    Args:
-        instance: the task.
 
     Attributes:
         fix: files that the reference fix changes.
@@ -181,7 +175,6 @@ class Protection:
         """Return why a change of a path is ignored; ``None`` if it is applied or its content decides.
 
         Args:
-            path: path in the repository.
             base: importable modules of the base, if the path is new.
         """
         if path in self.tests:
@@ -293,7 +286,6 @@ class Solution:
     """All changes of a policy.
 
     Attributes:
-        changes: changed files.
         contents: content by hash, for every changed file and some base files.
         left_out: path to reason, for changes that are not in the reported patch.
         ignored: path to reason, for changes that are reported and not applied.
@@ -365,7 +357,6 @@ def read_contents(stream: bytes) -> dict[str, bytes]:
 
 
 def hash_of(content: bytes) -> str:
-    """Return git's hash of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 

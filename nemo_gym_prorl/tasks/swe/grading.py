@@ -59,7 +59,6 @@ class GradingLimits:
     """Limits of grading.
 
     Attributes:
-        tests: limits of the tests.
         parse_timeout_s: seconds for the log parser.
         patch_field_kib: largest patch in the rollout's row; it contains whole files only.
         log_field_kib: size of the log's end in the rollout's row.
@@ -85,7 +84,6 @@ class Trial:
 
     Attributes:
         patch: the whole solution.
-        run: the test run.
         maps: test to status, one map per source; ``None`` if there is nothing to parse.
         by_dataset: whether the dataset's own harness accepts the solution.
         changed: tests with changed expectations.
@@ -99,12 +97,7 @@ class Trial:
 
 
 class Grader:
-    """Grader of solutions; see the module.
-
-    Args:
-        repositories: prepares sandboxes.
-        limits: limits of grading.
-    """
+    """Grader of solutions; see the module."""
 
     def __init__(self, repositories: Repositories, limits: GradingLimits) -> None:
         self._repositories = repositories

@@ -63,11 +63,7 @@ class PatchExtractionError(Exception):
 
 
 class WorkFolder:
-    """Work folder beside the repository.
-
-    Args:
-        sandbox: sandbox of the folder.
-    """
+    """Work folder beside the repository."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -80,11 +76,7 @@ class WorkFolder:
         return await self._files.extract_file(name, limit=limit)
 
     async def text(self, name: str) -> str:
-        """Read a required text file of the folder.
-
-        Raises:
-            PatchExtractionError: the file cannot be read.
-        """
+        """Read a required text file of the folder."""
         taken = await self.read(name, limit=MAX_LISTING_BYTES)
         if taken.content is None:
             raise PatchExtractionError(taken.problem or name)
@@ -158,10 +150,8 @@ class AppliedSolution:
     """A solution applied in a sandbox, with the hidden tests.
 
     Attributes:
-        work: work folder.
         patch: the whole solution.
         files: path to hash of every file after application.
-        tests: files with the row's tests.
         kept: archive of hidden files kept outside of the sandbox, in base64.
     """
 
@@ -179,8 +169,6 @@ class PatchLimits:
     Attributes:
         timeout_s: seconds for each step of preparation and extraction.
         file_kib: largest new file; larger files are omitted.
-        total_kib: maximum size of all contents.
-        files: maximum number of changed files.
     """
 
     timeout_s: float = 180.0
@@ -190,11 +178,7 @@ class PatchLimits:
 
 
 class Repositories:
-    """Prepares, extracts and applies; see the module.
-
-    Args:
-        limits: limits of extraction.
-    """
+    """Prepares, extracts and applies; see the module."""
 
     def __init__(self, limits: PatchLimits) -> None:
         self._limits = limits
@@ -204,8 +188,6 @@ class Repositories:
         """Prepare the repository.
 
         Args:
-            sandbox: a fresh sandbox of the task's image.
-            instance: the task.
             hide: for the policy: remove hidden files and all traces. Otherwise the hidden files are kept for
                 :meth:`apply`.
 
@@ -280,9 +262,6 @@ class Repositories:
         """Apply a solution's allowed changes and the hidden tests to a prepared repository.
 
         If the row has ``before_tests``, the tests are applied afterwards by :meth:`apply_tests`.
-
-        Raises:
-            InfrastructureError: the sandbox failed.
         """
         kept, tests = "kept" if instance.before_tests else "", Protection(instance).tests
         stream = changes.import_stream(solution, base.commit)

@@ -70,7 +70,6 @@ class LogParser:
         """Parse the logs of one run.
 
         Args:
-            instance: the task.
             logs: output of the run, and further sources in the same format.
             timeout_s: CPU seconds for all logs.
             exit_code: exit code of the test command.
@@ -98,7 +97,6 @@ class LogParser:
 
 
 def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_id: str) -> dict[str, Any]:
-    """Return the worker's job."""
     fields = {*_ROW_FIELDS, "expected_output"}
     task = {"instance_id": instance_id} | instance.model_dump(mode="json", include=fields)
     return {"task": task, "exit_code": exit_code, "logs": list(logs)}
@@ -217,7 +215,6 @@ class RunnerRecords:
 
 
 def read_records(raw: bytes, secret: str) -> RunnerRecords:
-    """Parse and authenticate the records."""
     phases: dict[str, dict[str, str]] = {}
     tampering: list[str] = []
     begun = ended = False
@@ -277,7 +274,6 @@ class Report:
 
     @property
     def resolved(self) -> bool:
-        """Return whether all outcomes are as expected."""
         return not any(self.wrong.values())
 
     def as_fields(self) -> dict[str, Any]:
@@ -296,7 +292,6 @@ def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Repo
     """Compare outcomes with the row; a test has the expected outcome if all sources agree.
 
     Args:
-        instance: the task.
         sources: test to status, one map per source, named as by the log parser.
     """
     maps = list(sources)

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nemo_gym_prorl.network_access import HOST
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.swe.changes import Protection, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, parse_row
@@ -32,7 +32,6 @@ one to ask. When you are done, call `submit`."""
 
 
 def tool_schemas() -> list[dict[str, Any]]:
-    """Return the function schemas of the Responses API."""
     return workbench_schemas(TOOLS, SUBMIT_DESCRIPTION)
 
 
@@ -40,8 +39,6 @@ def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, A
     """Return a row.
 
     Args:
-        instance_id: name of the task.
-        image: image of the task.
         instance: the task; fields with default values are omitted.
     """
     return {
@@ -65,11 +62,6 @@ SUBMIT_REPLY = "Submitted. The repository is tested as it is now. The task is ov
 
 class SoftwareEngineering:
     """Software engineering tasks graded by hidden tests.
-
-    Args:
-        tools: limits of tool calls.
-        patches: limits of extraction.
-        grading: limits of grading.
 
     Raises:
         InfrastructureError: the extra ``swe`` is not installed.
@@ -106,7 +98,6 @@ class SoftwareEngineering:
         self._bases[tools] = base
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | PatchExtractionError:
-        """Extract the policy's changes."""
         instance = parse_row(row).swe
         try:
             return await self._repositories.extract(tools.sandbox, instance, self._bases[tools], Protection(instance))
@@ -120,11 +111,9 @@ class SoftwareEngineering:
         response: Mapping[str, Any],
         open_sandbox: OpenSandbox,
     ) -> Grade:
-        """Run the hidden tests; see :mod:`.grading`."""
         asked = parse_row(row)
         needs = replace(self.needs(row), network=HOST) if asked.swe.tests_network else None
         return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))
 
     async def aclose(self) -> None:
-        """End the grader's worker."""
         await self._grader.aclose()

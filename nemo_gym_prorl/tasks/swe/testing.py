@@ -111,9 +111,6 @@ class Run:
     """Results of a test run.
 
     Attributes:
-        timed_out: whether the run exceeded its time limit.
-        exit_code: exit code of the test command.
-        log: output of the test command.
         records: records of the plugin; ``None`` if the runner has no plugin.
         rewritten: test files that were modified during the run.
         problem: why there is no log.
@@ -170,9 +167,6 @@ async def apply_mutations(
 
     Returns:
         The applied solution with the changed hashes, and the names of the changed tests.
-
-    Raises:
-        InfrastructureError: the sandbox failed.
     """
     work, hashes, changed = applied.work, dict(applied.files), frozenset[str]()
     paths = sorted(applied.tests & applied.files.keys())

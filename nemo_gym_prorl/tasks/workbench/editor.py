@@ -34,7 +34,6 @@ class Editor:
     """The editor of one session.
 
     Args:
-        files: file access to the sandbox.
         folder: base of relative paths.
         ask: sends a request to the toolbox, for listing a folder.
         limit: maximum characters of a view.
@@ -126,11 +125,7 @@ _ERRNO_REASONS = {
 
 
 def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> str:
-    """Return numbered lines without carriage returns; invalid UTF-8 is shown as U+FFFD.
-
-    Raises:
-        ValueError: the range is outside of the file.
-    """
+    """Return numbered lines without carriage returns; invalid UTF-8 is shown as U+FFFD."""
     readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     lines = [line.removesuffix("\r") for line in readable.split("\n")]
     count = len(lines) - (lines[-1] == "")
@@ -150,9 +145,6 @@ def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> 
 def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
     """Return the text after ``str_replace`` or ``insert``, and the observation. New lines use the file's most frequent
     line ending.
-
-    Raises:
-        ValueError: the edit is not possible.
     """
     returns = text.count("\r\n")
     end = "\r\n" if 2 * returns > text.count("\n") else "\n"

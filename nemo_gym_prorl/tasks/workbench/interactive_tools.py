@@ -111,9 +111,6 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
     Args:
         what: kind of the session, ``shell`` or ``kernel``, for messages.
-        sandbox: the sandbox of the session.
-        folder: initial working folder.
-        limit: maximum bytes of an observation.
         require_sandbox: raises if the sandbox has ended.
     """
 
@@ -131,11 +128,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         """Notes for the next observation about state that was lost when the session was resumed."""
 
     async def call(self, arguments: Asked, timeout_s: float) -> str:
-        """Execute a call and return the observation, also if the session ends.
-
-        Raises:
-            InfrastructureError: ``session_lost``.
-        """
+        """Execute a call and return the observation, also if the session ends."""
         async with self._lock:
             try:
                 try:
@@ -208,11 +201,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
     """Tool ``bash`` as a persistent shell.
 
     Args:
-        sandbox: the sandbox of the shell.
-        folder: initial working folder.
         silence_s: seconds without output after which a command is reported as waiting.
-        limit: maximum bytes of an observation.
-        require_sandbox: raises if the sandbox has ended.
         variables: environment variables, overriding the image's.
     """
 
@@ -238,9 +227,6 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         """Start the shell before the first call, so that the policy does not wait for it.
 
         If no shell can be started, the first call reports why.
-
-        Raises:
-            InfrastructureError: ``session_lost``.
         """
         async with self._lock:
             with suppress(_SessionUnavailable):
@@ -410,7 +396,6 @@ class StatelessTools:
 
     Args:
         ask: sends a request to the toolbox.
-        limit: maximum bytes of an observation.
     """
 
     def __init__(self, ask: Ask, limit: int) -> None:
@@ -418,7 +403,6 @@ class StatelessTools:
         self._limit = limit
 
     async def bash(self, arguments: BashArguments, timeout_s: float) -> str:
-        """Execute a call of ``bash`` and return the observation."""
         if arguments.restart:
             return self._observation(Output(), restarted("shell"))
         if arguments.command is None:
@@ -426,7 +410,6 @@ class StatelessTools:
         return await self._run(["bash", "-c", arguments.command], "", timeout_s, exit_code)
 
     async def python(self, arguments: PythonArguments, timeout_s: float) -> str:
-        """Execute a call of ``python`` and return the observation."""
         if arguments.code is None:
             return self._observation(Output(), restarted("kernel"))
         return await self._run(["python3", "-"], arguments.code, timeout_s, lambda code: FAILED if code else OK)

@@ -9,6 +9,9 @@ line, so the status cannot be forged.
 Output is UTF-8 with invalid bytes as U+FFFD. The middle of long output is replaced by a line ``[... N bytes omitted
 ...]``, and the status line repeats the number. A line of that form without the number in the status line is ordinary
 output. An observation never exceeds its limit.
+
+The docstring of an argument model describes its tool; descriptions of fields describe arguments. An invalid argument
+becomes an observation and never fails the rollout: :class:`BadArguments` names the error and the accepted arguments.
 """
 
 from __future__ import annotations
@@ -16,11 +19,103 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_gym_prorl.tasks.arguments import Arguments
+
+MAX_ARGUMENT_BYTES = 64_000
+"""Limit on the JSON of one call's arguments. A command may be one argv string, which Linux caps at 128 KiB."""
+
+
+class BadArguments(Exception):
+    """Invalid tool arguments; the message is the policy's observation."""
+
+
+class Arguments(BaseModel):
+    """Base class of tool argument models."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def lacks(self) -> str | None:
+        """Return a complaint about a combination of fields, such as ``bash needs a command``; ``None`` if valid."""
+        return None
+
+
+def tool_schema(name: str, model: type[Arguments], description: str | None = None) -> dict[str, Any]:
+    """Return a tool's function schema of the Responses API.
+
+    Args:
+        description: replaces the model's docstring.
+    """
+    return {
+        "type": "function",
+        "name": name,
+        "description": description or model.__doc__,
+        "parameters": _parameters(model),
+        "strict": False,
+    }
+
+
+def parse_arguments[A: Arguments](tool: str, model: type[A], arguments: object) -> A:
+    """Validate the arguments that the policy passed to a tool.
+
+    Raises:
+        BadArguments: the arguments are invalid; the text is the policy's observation.
+    """
+    if not isinstance(arguments, Mapping):
+        raise BadArguments(f"Error: the arguments of {tool} must be a JSON object. {_usage(tool, model)}")
+    try:
+        parsed = model.model_validate(arguments)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:5])
+        raise BadArguments(f"Error in the arguments of {tool}: {faults}. {_usage(tool, model)}") from None
+    size = len(parsed.model_dump_json().encode("utf-8", "replace"))
+    if size > MAX_ARGUMENT_BYTES:
+        raise BadArguments(
+            f"Error: the arguments of {tool} are {size} bytes long, the limit is {MAX_ARGUMENT_BYTES}. "
+            "Split the work into several calls."
+        )
+    if lacking := parsed.lacks():
+        raise BadArguments(f"Error: {lacking}. {_usage(tool, model)}")
+    return parsed
+
+
+@cache
+def _json_schema(model: type[Arguments]) -> dict[str, Any]:
+    """Cached, since conversion writes the schemas into every row."""
+    return model.model_json_schema()
+
+
+def _parameters(model: type[Arguments]) -> dict[str, Any]:
+    """Return a minimal JSON schema, without titles, defaults and nullable unions, to save prompt tokens."""
+    schema = _json_schema(model)
+    properties = {}
+    for name, field in schema.get("properties", {}).items():
+        options = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
+        kept = {key: options[0][key] for key in ("type", "enum") if key in options[0]}
+        if kept["type"] == "array":
+            [kind] = {item["type"] for item in options[0].get("prefixItems", [options[0].get("items")])}
+            kept["items"] = {"type": kind}
+        properties[name] = kept | {"description": field["description"]}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*schema.get("required", [])],
+        "additionalProperties": False,
+    }
+
+
+def _usage(tool: str, model: type[Arguments]) -> str:
+    schema = _parameters(model)
+    if not schema["properties"]:
+        return f"{tool} takes no arguments."
+    parts = [
+        f"{name} ({field['type']}{', required' if name in schema['required'] else ''})"
+        for name, field in schema["properties"].items()
+    ]
+    return f"{tool} takes: {', '.join(parts)}."
 
 
 ONLY_FILES_KEPT = "only files are kept for the next call"
@@ -38,22 +133,18 @@ _MAX_OMITTED = 10**18
 
 
 def exit_code(code: int) -> str:
-    """Status of a command that exited."""
     return f"exit code: {code}"
 
 
 def timed_out(limit_s: float) -> str:
-    """Status of a command that exceeded its time limit."""
     return f"timed out after {limit_s:g} s"
 
 
 def waiting(silence_s: float) -> str:
-    """Status of a command that still runs."""
     return f"still running, no output for {silence_s:g} s: it may wait for input"
 
 
 def restarted(what: str) -> str:
-    """Status of a requested restart."""
     return f"a new {what} was started"
 
 
@@ -136,7 +227,6 @@ def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit
     """Format an observation of at most ``limit`` bytes.
 
     Args:
-        output: the command's output.
         status: a status of this module.
         notes: notes of this module.
         limit: maximum bytes; at least 1000.
@@ -288,7 +378,6 @@ class ToolCallCounts:
     """Call counts of one tool.
 
     Attributes:
-        calls: all calls.
         errors: failed calls: invalid arguments, a non-zero exit code or an exception.
         timeouts: calls that exceeded their time limit; counted as errors too.
         cut: truncated observations of ``bash`` and ``python``.
@@ -318,7 +407,6 @@ class ToolCallStats:
         counts.errors += failed or (not status and observation.startswith(_TROUBLE))
 
     def resume(self, counted: Mapping[str, Mapping[str, int]]) -> None:
-        """Restore counts of :meth:`as_json`."""
         self._tools = {tool: ToolCallCounts(**counts) for tool, counts in counted.items()}
 
     def as_json(self) -> Mapping[str, Mapping[str, int]]:

@@ -99,7 +99,6 @@ def read(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries(request: dict[str, Any]) -> dict[str, Any]:
-    """List the folder ``path``."""
     names = sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in Path(request["path"]).iterdir())
     if len(names) > MAX_ENTRIES:
         names[MAX_ENTRIES:] = [f"[... {len(names) - MAX_ENTRIES} more ...]"]

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.arguments import tool_schema
 from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.observations import TOOLS
+from nemo_gym_prorl.tasks.workbench.observations import TOOLS, tool_schema
 from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, InstalledPrograms, ToolLimits, Workspace, probe_image
 
 
@@ -27,8 +26,6 @@ class Workbench:
 
     Args:
         tools: names from :data:`.observations.TOOLS`.
-        folder: working folder inside.
-        limits: limits of tool calls.
         submit_description: description of ``submit`` for this task; a general one by default.
         submit_reply: observation of ``submit``.
     """
@@ -51,15 +48,10 @@ class Workbench:
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Function schemas of the Responses API."""
         return self._schemas
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Workspace:
         """Open the tools in a sandbox.
-
-        Args:
-            sandbox: the session's sandbox.
-            needs: the requirements that the sandbox was started with.
 
         Raises:
             CallerError: the row's image lacks a program that a tool needs; names the row's field.
@@ -88,5 +80,4 @@ class Workbench:
 
 
 def workbench_schemas(tools: Sequence[str], submit_description: str | None = None) -> list[dict[str, Any]]:
-    """Return the function schemas of tools; see :class:`Workbench`."""
     return [tool_schema(name, TOOLS[name], submit_description if name == "submit" else None) for name in tools]

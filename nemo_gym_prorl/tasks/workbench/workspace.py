@@ -33,7 +33,6 @@ from importlib.resources import files
 from typing import Any
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import ExecResult, HasFiles, HasHealthCheck, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.task import ExtractedFile
 from nemo_gym_prorl.tasks.workbench.editor import Editor
@@ -47,6 +46,7 @@ from nemo_gym_prorl.tasks.workbench.interactive_tools import (
 )
 from nemo_gym_prorl.tasks.workbench.observations import (
     TOOLS,
+    BadArguments,
     BashArguments,
     EditorArguments,
     Output,
@@ -54,6 +54,7 @@ from nemo_gym_prorl.tasks.workbench.observations import (
     SubmitArguments,
     ToolCallStats,
     error_text,
+    parse_arguments,
 )
 
 
@@ -170,8 +171,6 @@ class InstalledPrograms:
     """Programs of an image that tools need.
 
     Attributes:
-        bash: whether bash is installed.
-        python: whether Python is installed.
         kernel: whether IPython is installed and supports kernels.
     """
 
@@ -188,11 +187,7 @@ _PROBE_IMAGE = (
 
 
 async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
-    """Return the programs of a fresh sandbox's image.
-
-    Raises:
-        InfrastructureError: the probe failed.
-    """
+    """Return the programs of a fresh sandbox's image."""
     result = await sandbox.exec(_PROBE_IMAGE, cwd="/", timeout_s=ANSWER_MARGIN_S)
     if result.error_type is not None:
         raise InfrastructureError(f"could not probe the image: {(result.stderr or '')[:MAX_REASON_CHARS]}")
@@ -206,7 +201,6 @@ class Workspace:
     Args:
         sandbox: a started sandbox with ``sh``.
         folder: absolute path of the working folder inside; created on first use.
-        limits: limits of tool calls.
         installed: programs of the image.
         submitted: observation of ``submit``.
     """
@@ -249,11 +243,7 @@ class Workspace:
                 self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
     async def write(self, contents: Mapping[str, str | bytes]) -> None:
-        """Write files into the working folder: path (relative to it, or absolute) to content.
-
-        Raises:
-            InfrastructureError: the sandbox failed.
-        """
+        """Write files into the working folder: path (relative to it, or absolute) to content."""
         try:
             for name, content in contents.items():
                 data = content if isinstance(content, bytes) else content.encode()

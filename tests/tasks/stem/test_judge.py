@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.servers.task_models import TaskModel
+from nemo_gym_prorl.servers.gym_client import TaskModel
 from nemo_gym_prorl.tasks.stem.judge import (
     EXAMINATION,
     AskModel,

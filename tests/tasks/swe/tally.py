@@ -11,10 +11,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.sandbox.factory import StartedSandbox
 from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.patches import PatchLimits

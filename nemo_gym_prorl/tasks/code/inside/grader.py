@@ -215,7 +215,6 @@ class ChildRunner:
 
 
 def deadline_s(time_s: float) -> float:
-    """Return the wall-clock limit of a test."""
     return WALL_FACTOR * time_s + WALL_EXTRA_S
 
 
@@ -382,7 +381,6 @@ def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Scr
 
 
 def tell(nonce: str, what: Any) -> None:
-    """Print one line for the caller."""
     write_all(1, f"\n{nonce} {json.dumps(what)}\n".encode())
 
 

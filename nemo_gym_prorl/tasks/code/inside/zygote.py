@@ -79,11 +79,7 @@ def send(channel: socket.socket, message: Any, descriptors: tuple[int, ...] = ()
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Receive a message with file descriptors.
-
-    Raises:
-        ChannelClosed: the peer has closed the channel.
-    """
+    """Receive a message with file descriptors."""
     try:
         data, rights, _, _ = channel.recvmsg(MESSAGE_BYTES, 1024)
     except ConnectionError as error:
@@ -288,7 +284,6 @@ def report(kind: str, value: Any) -> None:
 
 
 def of_numpy(value: Any) -> Any:
-    """Convert a numpy scalar for JSON."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return value.item()
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from nemo_gym_prorl.cli.show import json_lines, json_value, visible
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.extras import require_extras
+from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
 
 
@@ -421,11 +421,7 @@ def _atomic_output(output: Path | None) -> Iterator[IO[bytes]]:
 
 
 def _lock(file: IO[bytes], part: Path, output: Path) -> None:
-    """Lock the partial file, so that two processes do not write one output.
-
-    Raises:
-        CallerError: another process holds the lock, or has just renamed the file.
-    """
+    """Lock the partial file, so that two processes do not write one output."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):

@@ -47,7 +47,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
     """
-    from nemo_gym_prorl.tasks.extras import require_extras
+    from nemo_gym_prorl.tasks import require_extras
 
     require_extras("math")  # before the next import, which needs the extra
     from nemo_gym_prorl.tasks.math.task import require_readable_answers, row_of
@@ -82,7 +82,7 @@ def index(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the index.")],
 ) -> None:
     """Build an offline search index for the tool `search` of prorl_stem."""
-    from nemo_gym_prorl.cli.data.convert import make_index
+    from nemo_gym_prorl.cli.convert import make_index
 
     make_index(files, output)
 
@@ -176,7 +176,7 @@ def harbor(
     `prorl image build-all ROWS` makes the rows' images. Exit code 1 if a task is refused. docs/harbor.md lists the
     features without support.
     """
-    from nemo_gym_prorl.cli.data.convert import convert_harbor
+    from nemo_gym_prorl.cli.convert import convert_harbor
 
     if not convert_harbor(
         source,
@@ -197,7 +197,7 @@ def _convert(
     data_source: str | None,
     dry_run: bool,
 ) -> None:
-    from nemo_gym_prorl.cli.data.convert import convert
+    from nemo_gym_prorl.cli.convert import convert
 
     if not convert(file, output, row_of, data_source, dry_run=dry_run):
         raise typer.Exit(1)

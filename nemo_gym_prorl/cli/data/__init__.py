@@ -1,3 +1,0 @@
-# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
-# SPDX-License-Identifier: Apache-2.0
-"""``prorl data``: datasets to rows."""
