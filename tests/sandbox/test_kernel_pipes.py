@@ -153,7 +153,7 @@ async def test_odd_texts_of_a_program_are_text_and_numbers_of_other_cells_end_no
     over = pipes.begin("code", 1000)
     odd = [event(b"error", text), event(b"data", text, b"text/plain", text), event(b"update", text, text, text)]
     ends = [event(b"end", number) for number in (b"0", b"99999999")]
-    played(pipes, 1, text, record(b"no begin", ENDS), record(b"no end", BEGINS), *map(record, [*odd, *ends]))
+    played(pipes, 1, text, record(b"no begin", ENDS), record(b"no end", BEGINS), *map(record, [*ends, *odd]))
     output = await over
     assert len(output.text.text().encode()) < 1100
     assert output.results.error == text
