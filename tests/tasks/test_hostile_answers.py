@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
+from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import Math
 from nemo_gym_prorl.tasks.stem.problems import row_for
 from nemo_gym_prorl.tasks.stem.search import SearchSettings, SearchTool, TavilySearch
@@ -36,7 +36,7 @@ HOSTILE = [
 
 
 async def test_no_family_fails_on_a_hostile_answer() -> None:
-    checker = MathChecker(CheckLimits(cpu_s=1))
+    checker = MathChecker()
     try:
         stem = Stem("/sandbox", ToolLimits(), SearchTool(TavilySearch("no key"), SearchSettings()), Rules(checker))
         tasks = [
