@@ -3,13 +3,18 @@
 """The ``prorl_code`` server over HTTP with real sandboxes."""
 
 import asyncio
-import time
+import contextlib
+import json
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from tests.prorl_code.conftest import Client, build, row, serving
+from nemo_gym_prorl.sandbox.supervisor import state_dir
+from nemo_gym_prorl.tasks.code import convert
+from scripts.scripted_turns.code import oracle
+from tests.prorl_code.conftest import Client, build, row, saying, serving
+from tests.sandbox.running import HANG_S, open_files, until
 from tests.tasks import containers
 
 
@@ -47,15 +52,29 @@ async def test_complete_session(client: Client) -> None:
     assert (await client.verify())[2] == "session_lost"
 
 
+def shells() -> int:
+    """Number of shells in this test run's sandboxes."""
+    owners = [*state_dir.state_root().glob("s-*")]
+    pids = [pid for owner in owners for space in state_dir.pid_namespaces_of(owner) for pid in space.members()]
+    found = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found += Path(f"/proc/{pid}/comm").read_text() == "bash\n"
+    return found
+
+
 @pytest.mark.parametrize(("offered", "started"), [("bash", True), ("python", False)])
 async def test_an_offered_shell_starts_before_the_first_call(client: Client, offered: str, started: bool) -> None:
-    """bash counts the seconds since its start."""
-    task = row("HumanEval/2")
+    before, task = shells(), row("HumanEval/2")
     tools = [tool for tool in task["responses_create_params"]["tools"] if tool["name"] == offered]
     await client.post("/seed_session", task | {"responses_create_params": {"input": "x", "tools": tools}})
-    await asyncio.sleep(1.5)
-    observation = await client.tool("bash", command="echo $SECONDS")
-    assert (int(observation.split()[0]) > 0) is started
+    if started:
+        await until(lambda: shells() > before)
+    else:
+        await asyncio.sleep(1.5)
+        assert shells() == before
+        await client.tool("bash", command="true")
+        assert shells() > before
 
 
 async def test_closing_a_session_cancels_its_grading(client: Client) -> None:
@@ -84,17 +103,6 @@ async def test_deleted_solution_scores_zero(client: Client) -> None:
     assert (verdict["tool_calls"], verdict["tool_errors"]) == (2, 1)
 
 
-async def test_bad_tool_calls_are_observations(client: Client, base_url: str) -> None:
-    await client.seed()
-    assert (await client.tool("bash", cmd="ls")).startswith("Error in the arguments of bash: cmd: Extra inputs")
-    status, observation, _ = await client.post("/bash", ["ls"])
-    assert (status, observation.split(".")[0]) == (200, "Error: the arguments of bash must be a JSON object")
-    async with aiohttp.ClientSession() as http, http.post(f"{base_url}/bash", data=b"{") as response:
-        assert response.status == 500  # no session
-    status, _, kind = await client.post("/no_such_tool")
-    assert (status, kind) == (404, None)
-
-
 async def test_sessions_are_isolated(base_url: str) -> None:
     async with Client(base_url) as one, Client(base_url) as other:
         await asyncio.gather(one.seed(), other.seed())
@@ -115,18 +123,8 @@ async def test_release_ends_running_calls(client: Client) -> None:
     assert await client.post("/release_session") == (200, {"released": True}, None)
     assert containers.instances() == before
     for call in calls:
-        assert (await asyncio.wait_for(call, 20))[2] == "session_lost"
+        assert (await asyncio.wait_for(call, HANG_S))[2] == "session_lost"
     assert (await client.verify())[1]["verdict"] == "no_solution"
-
-
-async def test_broken_sandbox_scores_zero(client: Client) -> None:
-    """A broken sandbox is not a failure, which would be masked or retried."""
-    await client.seed()
-    await client.tool("bash", command="rm -rf /usr/bin/* /usr/lib/python3* /sandbox")
-    await client.tool("python", code="import os; os._exit(0)")
-    await client.tool("bash", command="exit")
-    status, verdict, _ = await client.verify()
-    assert (status, verdict["reward"], verdict["verdict"]) == (200, 0.0, "no_solution")
 
 
 FILL = "for i in 1 2 3 4; do head -c 50M /dev/zero > /tmp/f$i; done; sleep 60"
@@ -151,20 +149,6 @@ async def test_full_disk_scores_zero() -> None:
         assert verdict["tool_use"]["bash"] == {"calls": 2, "errors": 2, "timeouts": 0, "cut": 0}
 
 
-async def test_disk_filled_after_submission_scores_zero() -> None:
-    """The disk limit is exceeded after the agent's last call."""
-    async with serving(sandbox_provider=limited(disk_mib=64)) as url, Client(url) as client:
-        await client.seed()
-        await client.tool("bash", command=f"({FILL}) > /dev/null 2>&1 &")
-        await client.tool("submit")
-        before = containers.instances()
-        async with asyncio.timeout(60):
-            while containers.instances() == before:
-                await asyncio.sleep(0.1)
-        status, verdict, kind = await client.verify()
-        assert (status, kind, verdict["reward"], verdict["verdict"]) == (200, None, 0.0, "exhausted")
-
-
 GREEDY = "for i in range(9):\n    open(f'f{i}', 'wb').write(bytes(50 << 20))\nimport time\ntime.sleep(30)\n"
 
 
@@ -175,10 +159,6 @@ async def test_solution_that_exhausts_its_sandbox_scores_zero() -> None:
         await client.tool("str_replace_editor", command="create", path="solution.py", file_text=GREEDY + SOLVED)
         status, verdict, kind = await client.verify()
         assert (status, kind, verdict["reward"], verdict["verdict"]) == (200, None, 0.0, "exhausted"), verdict
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def test_sessions_leak_no_descriptors(base_url: str) -> None:
@@ -193,18 +173,7 @@ async def test_sessions_leak_no_descriptors(base_url: str) -> None:
     before = open_files()
     for _ in range(3):
         await life()
-    async with asyncio.timeout(60):
-        while open_files() > before:  # the server closes connections later than the client
-            await asyncio.sleep(0.05)
-
-
-async def test_missing_image_is_an_infrastructure_failure() -> None:
-    async with serving(image="/nowhere/no.sif") as url, Client(url) as client:
-        status, problem, kind = await client.post("/seed_session", row("HumanEval/2"))
-        assert (status, kind) == (500, "provider_unavailable")
-        assert "/nowhere/no.sif" in problem["detail"]
-        [wrong] = problem["errors"]
-        assert wrong["field"] == "image"
+    await until(lambda: open_files() <= before)  # the server closes connections later than the client
 
 
 async def test_disconnect_while_seeding_leaves_no_sandbox(base_url: str) -> None:
@@ -217,13 +186,8 @@ async def test_disconnect_while_seeding_leaves_no_sandbox(base_url: str) -> None
             seeding.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await seeding
-    deadline = time.monotonic() + 30
     await asyncio.sleep(1)
-    while containers.instances() != before and time.monotonic() < deadline:
-        await asyncio.sleep(0.2)
-    assert containers.instances() == before
-
-    # serving() itself asserts that no container is left
+    await until(lambda: containers.instances() == before)  # serving() asserts that it stays so
 
 
 async def test_envelope_of_gyms_environment_servers() -> None:
@@ -250,3 +214,26 @@ def test_invalid_configuration_is_explained() -> None:
         build(sandbox_provider={"opensandbox": {}}, image=None)
     with pytest.raises(ValueError, match="'nowhere' is not defined"):
         build(sandbox_provider="nowhere")
+
+
+SUMS = {"inputs": ["1 2\n", "-5 5\n", "10 20\n"], "outputs": ["3\n", "0\n", "30\n"]}
+ADDS = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+async def test_row_without_tools_is_answered_in_text(client: Client) -> None:
+    row = {"responses_create_params": {"input": "Add."}, "verifier_metadata": {"unit_tests": SUMS}}
+    for text, verdict in ((f"So:\n```python\nwrong\n```\nNo:\n```python\n{ADDS}```\n", "passed"), ("", "no_solution")):
+        assert (await client.post("/seed_session", row))[0] == 200
+        status, graded, _ = await client.post("/verify", row | {"response": saying(text)})
+        assert (status, graded["verdict"]) == (200, verdict), graded
+        await client.post("/close_session")
+
+
+async def test_tests_file_and_fractional_reward(tmp_path: Path) -> None:
+    row = convert.row_of({"question": "Add.", "input_output": json.dumps(SUMS)}, tmp_path)
+    half = oracle("a, b = map(int, input().split())\nprint(max(a + b, 1))\n")
+    async with serving(tests_folder=str(tmp_path), reward="fraction") as url, Client(url) as client:
+        graded = await client.play(row, half["turns"])
+    assert (graded["verdict"], graded["reward"]) == ("wrong_answer", 2 / 3)
+    assert [failure["test"] for failure in graded["tests"]["failures"]] == [1]
+    assert graded["solution"].startswith("a, b = ")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,14 @@ def tiny_sif(tiny_root: Path, runtime: Runtime, tmp_path_factory: pytest.TempPat
 def store(tmp_path: Path) -> ImageStore:
     """An image store of this test's own."""
     return ImageStore(tmp_path / "images", tmp_path / "unpacked")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder of the host that every user may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.fixture(scope="session")

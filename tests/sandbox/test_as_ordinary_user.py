@@ -115,10 +115,7 @@ SAME_FOR_A_USER = (
     # Accounts are read by the server, or looked for inside.
     "test_an_unknown_user_is_an_error_of_the_call",
     "test_an_invalid_line_of_accounts_names_no_user",
-    # A limit is kept by the same lines whoever made the sandbox; and that there may be none says nothing of the user.
-    "test_memory_is_bounded[direct-0",
-    "test_disk_use_is_bounded[direct-0",
-    "test_processes_are_bounded[direct-512",
+    # A limit is kept by the same lines whoever made the sandbox.
     "test_a_fork_bomb_ends_with_its_sandbox[runtime",
 )
 """Tests of these files that say nothing of the user, by parts of their names."""

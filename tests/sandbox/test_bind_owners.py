@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,14 +32,6 @@ BINDS: dict[str, tuple[int, int, str, str, bool]] = {
     "a user's, of root's group": (4711, 0, "", NOBODY, False),
     "of root's group, read-only": (4711, 0, ":ro", OWN, False),
 }
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder of the host that every user may enter."""
-    with tempfile.TemporaryDirectory(prefix="prorl-b-", dir="/tmp") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
 
 
 def _repository(folder: Path, uid: int, gid: int) -> Path:

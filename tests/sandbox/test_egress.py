@@ -11,14 +11,12 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -29,6 +27,7 @@ from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import client
 from tests.sandbox.egress import ALLOWED, OTHER, Origin, ask, fetch, origin, python, uses
+from tests.sandbox.running import created, open_files, resident_bytes, supervisor_pid, until
 from tests.sandbox.without import Off, Without
 
 
@@ -41,10 +40,8 @@ async def start(image: Path, runtime: Runtime, network: Any, **options: Any) -> 
 
 def proxies(supervisor: int | None = None) -> list[int]:
     """Pids of a supervisor's proxy process, by default of this process's own supervisor."""
-    if supervisor is None:
-        assert client.own_supervisor
-        supervisor = client.own_supervisor.popen.pid
-    return [pid for pid in usage.child_pids(supervisor) if b"egress.proxy" in command_line(pid)]
+    children = usage.child_pids(supervisor or supervisor_pid())
+    return [pid for pid in children if b"egress.proxy" in command_line(pid)]
 
 
 def command_line(pid: int) -> bytes:
@@ -52,20 +49,6 @@ def command_line(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return process_command_line(pid)
     return b""
-
-
-def open_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * usage.PAGE_BYTES
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 USERS: list[dict[str, Any]] = [{}, {"root": False}, {"users": True}]
@@ -312,7 +295,7 @@ async def test_a_hundred_connections_at_once_and_more_than_the_limit_in_turn(ima
             begin = time.monotonic()
             done = await container.run(python(MANY, f"http://{ALLOWED}:{server.port}/sleep/1", count), timeout_s=120)
             assert done.stdout == f"{count} {{b'hello'}}\n", done.stderr
-            assert time.monotonic() - begin < 30
+            assert time.monotonic() - begin < 90, "one after the other, they would take a second each"
         assert server.connections == 300
 
 
@@ -321,7 +304,7 @@ import socket, sys, time
 s = socket.create_connection(("127.0.0.1", 61080))
 s.sendall(f"GET {sys.argv[1]} HTTP/1.1\\r\\n\\r\\n".encode())
 got = len(s.recv(1000))
-time.sleep(5)
+time.sleep(3)
 while chunk := s.recv(65536):
     got += len(chunk)
     time.sleep(0.005)
@@ -392,23 +375,17 @@ async def test_a_restored_sandbox_has_a_proxy_of_its_own(image: Path, runtime: R
     async with origin() as server:
         provider = SingularityProvider(image=str(image), network=[ALLOWED])
         url = f"http://{ALLOWED}:{server.port}"
-        handle = await provider.create(SandboxSpec())
-        try:
+        async with created(provider) as handle:
             await provider.exec(handle, "env | grep -i proxy | sort > /root/variables")
             snapshot = await provider.snapshot(handle, name="egress")
             assert await fetch(handle.raw, url) == (0, "hello\n")
             assert [use["connections"] for use in await provider.egress(handle)] == [1]
-        finally:
-            await provider.close(handle)
         for network, reached in (([ALLOWED], True), ("none", False)):
             options = {"snapshot_id": snapshot, "network": network}
-            restored = await provider.create(SandboxSpec(provider_options=options))
-            try:
+            async with created(provider, provider_options=options) as restored:
                 assert ((await fetch(restored.raw, url)) == (0, "hello\n")) is reached
                 same = await provider.exec(restored, "env | grep -i proxy | sort | diff - /root/variables")
                 assert (same.return_code == 0) is reached
-            finally:
-                await provider.close(restored)
         await provider.delete_snapshot(snapshot)
 
 

@@ -23,6 +23,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
+from tests.sandbox.running import HANG_S
 from tests.sandbox.without import Off, Without
 
 
@@ -192,8 +193,7 @@ async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, meet
         handed = await ends.run(f"python3 -c {quote(HAND_OVER)}", timeout_s=60)
         assert handed.exit_code == 0, handed.stderr
         await ends.run("until [ -e /meet/taken ]; do sleep 0.05; done", timeout_s=60)
-        async with asyncio.timeout(30):
-            await ends.close()
+        await asyncio.wait_for(ends.close(), HANG_S)
         # The accomplice may continue with names that only its own mount shows.
         filling.cancel()
         await asyncio.wait([filling])
@@ -217,8 +217,7 @@ async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(
     )
     container = await Container.start(ContainerSpec(image=image), runtime)
     with pytest.raises(InfrastructureError, match="not empty"):
-        async with asyncio.timeout(30):
-            await container.close()
+        await asyncio.wait_for(container.close(), HANG_S)
     obstacle.unlink()
     await container.close()
     assert not container.folder.exists()

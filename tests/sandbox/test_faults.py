@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,15 @@ from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make_request
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import client, state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.protocol import PutRequest, SandboxLost, SandboxRefused
 from tests.sandbox import elf
 from tests.sandbox.requests import request_for
+from tests.sandbox.running import HANG_S, child_pids, gone_within_s, kill_supervisor, supervisor_pid, until
 
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-GONE_WITHIN_S = 5.0
-"""Invariant 4 of the architecture."""
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]
@@ -119,23 +115,21 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
     assert os.read(alive, 1) == b"!"
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)
-    assert select.select([alive], [], [], GONE_WITHIN_S)[0], "it waited for a word that nobody could send"
+    assert select.select([alive], [], [], gone_within_s())[0], "it waited for a word that nobody could send"
     assert os.read(alive, 1) == b""
     os.close(alive)
 
 
 @pytest.fixture
-def silent_image(tiny_root: Path) -> Iterator[Path]:
+def silent_image(tiny_root: Path, open_folder: Path) -> Path:
     """An image whose shell never reports and never ends by itself."""
-    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
-        Path(name).chmod(0o755)
-        root = Path(name, "image")
-        shutil.copytree(tiny_root, root, symlinks=True, copy_function=os.link)
-        shell = root / "usr/bin/dash"
-        shell.unlink()
-        shell.write_bytes(elf.waiting())
-        shell.chmod(0o755)
-        yield root
+    root = open_folder / "image"
+    shutil.copytree(tiny_root, root, symlinks=True, copy_function=os.link)
+    shell = root / "usr/bin/dash"
+    shell.unlink()
+    shell.write_bytes(elf.waiting())
+    shell.chmod(0o755)
+    return root
 
 
 @pytest.mark.skipif(not is_machine_root(), reason="only root sees for whom the shell of a container that starts runs")
@@ -146,16 +140,13 @@ async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
     asking = asyncio.create_task(
         Container.start(ContainerSpec(image=silent_image, start="direct", start_timeout_s=60), runtime)
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not (noted := list(folder.glob(f"m-*/{state_dir.PID_NAMESPACE_FILE}"))):  # noqa: ASYNC240
             assert not asking.done()
             await asyncio.sleep(0.02)
     [space] = state_dir.pid_namespaces_of(noted[0].parent.parent)[-1:]
-    assert client.own_supervisor
-    os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
-    async with asyncio.timeout(GONE_WITHIN_S):
-        while any(one.alive for one in [space]) or folder.exists():  # noqa: ASYNC240
-            await asyncio.sleep(0.02)
+    kill_supervisor()
+    await until(lambda: not space.alive and not folder.exists(), gone_within_s())
     with pytest.raises(InfrastructureError):
         await asking
 
@@ -164,18 +155,16 @@ async def test_a_helper_inside_ends_with_the_supervisor(container: Container) ->
     """It has another user's rights by then, for which the kernel forgets what it was told; it would hold the lock, and
     the connection by whose end the server learns of all this."""
     folder = Path(container.describe()["supervisor"])
-    assert client.own_supervisor
     source, nothing_comes = os.pipe()
     try:
         copying = asyncio.create_task(container.ask(PutRequest(container.name, "/x", 0o644), [source]))
         while (await container.run("ls -A / | grep -cE '^[.][0-9a-f]{32}$'")).stdout != "1\n":
             await asyncio.sleep(0.01)
-        os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
-        async with asyncio.timeout(GONE_WITHIN_S):
+        kill_supervisor()
+        async with asyncio.timeout(gone_within_s()):
             with pytest.raises(SandboxLost):
                 await copying
-            while await asyncio.to_thread(folder.exists):
-                await asyncio.sleep(0.01)
+            await until(lambda: not folder.exists())
     finally:
         os.close(source)
         os.close(nothing_comes)
@@ -186,12 +175,11 @@ FOLDERS = "/tmp" if is_machine_root() else None
 
 def alone(program: str, image: Path) -> None:
     """Run one of the programs, to its end."""
-    repository = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory(prefix="prorl-a-", dir=FOLDERS) as folder:
         Path(folder).chmod(0o755)
         done = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("alone.py")), program, folder, str(image)],
-            env={**os.environ, "PYTHONPATH": str(repository)},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
             timeout=120,
@@ -213,10 +201,8 @@ def test_a_process_that_does_not_die_is_reported_and_harms_nobody(image: Path, r
 @pytest.mark.skipif(is_machine_root(), reason="root may always start processes")
 async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runtime: Runtime) -> None:
     container = await Container.start(ContainerSpec(image=image), runtime)
-    assert client.own_supervisor
-    supervisor = client.own_supervisor.popen.pid
-    listed = Path(f"/proc/{supervisor}/task/{supervisor}/children")
-    children = [int(one) for one in listed.read_text().split()]  # noqa: ASYNC240
+    supervisor = supervisor_pid()
+    children = child_pids(supervisor)
     before = resource.prlimit(supervisor, resource.RLIMIT_NPROC)
     # Also the launcher, which forks in place of the supervisor.
     for pid in (supervisor, *children):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from nemo_gym_prorl.sandbox.sessions.kernel import Kernel, KernelBroken
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import DATA_LIMIT, OUTPUT_LIMIT
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from tests.conftest import tiered
+from tests.sandbox.running import resident_bytes
 
 
 pytestmark = pytest.mark.sandbox
@@ -63,16 +63,12 @@ FLOODS = {
 @contextlib.asynccontextmanager
 async def bounded_memory() -> AsyncIterator[None]:
     """Check that this process grows by less than :data:`MOST_MEMORY` in the block."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before = most = resident()
+    before = most = resident_bytes()
 
     async def look() -> None:
         nonlocal most
         while True:
-            most = max(most, resident())
+            most = max(most, resident_bytes())
             # Stop early: the test has failed already.
             assert most - before < 4 * MOST_MEMORY
             await asyncio.sleep(0.01)
@@ -84,22 +80,17 @@ async def bounded_memory() -> AsyncIterator[None]:
         looking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await looking
-        print(f"GREW by {(most - before) >> 20} MiB")
         assert most - before < MOST_MEMORY
 
 
-@pytest_asyncio.fixture
-async def kernel(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kernel]:
+async def live_kernel(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kernel]:
     container = await Container.start(ContainerSpec(image=kernel_image), runtime)
     async with container, await Kernel.start(container) as live:
         yield live
 
 
-@pytest_asyncio.fixture
-async def neighbour(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kernel]:
-    container = await Container.start(ContainerSpec(image=kernel_image), runtime)
-    async with container, await Kernel.start(container) as live:
-        yield live
+kernel = pytest_asyncio.fixture(live_kernel, name="kernel")
+neighbour = pytest_asyncio.fixture(live_kernel, name="neighbour")
 
 
 async def work(kernel: Kernel, during: asyncio.Task[Any]) -> None:
@@ -191,7 +182,7 @@ async def test_a_flood_from_the_first_byte_is_bounded(
         program.write_text(INTERACTIVESHELL.replace("NUMBER", str(number)).replace("BYTES", sent))
         await container.files.upload(program, f"{where.stdout}/core/interactiveshell.py")
         async with bounded_memory():
-            starting = asyncio.create_task(Kernel.start(container, timeout_s=5))
+            starting = asyncio.create_task(Kernel.start(container, timeout_s=2))
             await work(neighbour, starting)
             with pytest.raises(AgentError if number == 4 and "ff" in sent else RolloutError):
                 await starting

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from tests.conftest import tiered
+from tests.sandbox.running import until
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -118,19 +118,11 @@ async def test_nothing_of_a_command_whose_time_is_up_is_left(
         session = shell._bash.pid
         going = await shell.run(f"{before}python3 /tmp/p.py", silence_s=0.5)
         assert going.waiting
-        async with asyncio.timeout(60):
-            while not begun(container):
-                await asyncio.sleep(0.1)
+        # Seen from outside, where a full table of processes does not matter.
+        await until((container.folder / "overlay/upper/tmp/begun").exists)
         stopped = await shell.wait(timeout_s=0.1, silence_s=None)
         assert stopped.timed_out
         assert not stopped.exited
         # A killed process may take a moment to end.
-        async with asyncio.timeout(60):
-            while of_session(session):
-                await asyncio.sleep(0.1)
+        await until(lambda: not of_session(session))
         assert (await shell.run("echo usable")).output.endswith("usable\n")
-
-
-def begun(container: Container) -> bool:
-    """Whether the program has begun; seen from outside, where a full table of processes does not matter."""
-    return (container.folder / "overlay/upper/tmp/begun").exists()

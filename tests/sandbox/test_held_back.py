@@ -16,6 +16,7 @@ from nemo_gym_prorl.sandbox.sessions import kernel as kernels
 from nemo_gym_prorl.sandbox.sessions import shell as shells
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from tests.sandbox.running import HANG_S
 
 
 pytestmark = pytest.mark.sandbox
@@ -45,7 +46,7 @@ async def test_a_shell_whose_end_is_not_told_is_given_up(
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         shell = await Shell.start(container)
         await trace(container, "bash")
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(HANG_S):
             if act == "time limit":
                 action = await shell.run("trap '' INT; while :; do :; done", timeout_s=0.5)
                 assert (action.timed_out, action.exited) == (True, True)
@@ -64,7 +65,7 @@ async def test_a_kernel_whose_end_is_not_told_is_given_up(
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         kernel = await Kernel.start(container)
         await trace(container, "python3")
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(HANG_S):
             stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
             cell = await kernel.run(stubborn, timeout_s=0.5)
             assert (cell.timed_out, cell.died) == (True, True)
@@ -83,7 +84,7 @@ async def test_sessions_that_are_stopped_on_their_way_in_are_given_up(
         ends: list[object] = []
         # A start may complete before the loop stops its process.
         while not any(isinstance(end, InfrastructureError | AgentError) for end in ends):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 ends = await asyncio.gather(
                     Shell.start(container), Kernel.start(container, timeout_s=2.0), return_exceptions=True
                 )

@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.creation import MAX_CONCURRENT_STARTS
 from tests.conftest import tiered
 from tests.sandbox import elf
+from tests.sandbox.running import HANG_S, gone_within_s, kill_supervisor, until
 
 
 pytestmark = pytest.mark.sandbox
@@ -36,14 +36,6 @@ WAYS: tuple[Start, ...] = ("direct", "runtime")
 BOTH_WAYS = pytest.mark.parametrize("start", WAYS)
 
 Make = Callable[[], Path]
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder of the host that every user may enter."""
-    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
 
 
 @pytest.fixture
@@ -191,7 +183,7 @@ async def test_an_image_that_fits_no_sandbox_is_refused_by_name(make: Make, runt
     shutil.rmtree(path, ignore_errors=True)
     path.unlink(missing_ok=True)
     substitute(path)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(CallerError, match=rf"^image: {root} .*/{name.removeprefix('usr/')} ") as caught:
             await Container.start(ContainerSpec(image=root), runtime)
     assert caught.value.field == "image"
@@ -207,30 +199,31 @@ async def test_accounts_that_are_no_file_hold_up_nobody(make: Make, runtime: Run
     (root / "etc/passwd").write_text("")
     (root / name).unlink()
     substitute(root / name)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANG_S):
         async with await Container.start(ContainerSpec(image=root, start=start), runtime) as container:
             assert (await container.run("echo up")).stdout == "up\n"
 
 
 @pytest.mark.parametrize("start", tiered(WAYS, ["direct"]))
 async def test_an_image_whose_sandboxes_never_come_up_holds_up_its_own_only(
-    make: Make, runtime: Runtime, start: Start
+    make: Make, runtime: Runtime, state: Path, start: Start
 ) -> None:
     root = make()
     shell = root / "usr/bin/dash"
     shell.unlink()
     shell.write_bytes(elf.waiting())
     shell.chmod(0o755)
-    spec = ContainerSpec(image=root, start=start, start_timeout_s=8)
+    spec = ContainerSpec(image=root, start=start, start_timeout_s=2 * HANG_S)
     slow = [asyncio.create_task(Container.start(spec, runtime)) for _ in range(2 * MAX_CONCURRENT_STARTS)]
     try:
         await asyncio.sleep(0.5)
-        async with asyncio.timeout(6), await Container.start(ContainerSpec(image=make(), start=start), runtime):
+        async with asyncio.timeout(HANG_S), await Container.start(ContainerSpec(image=make(), start=start), runtime):
             assert not any(task.done() for task in slow)
     finally:
-        for task in slow:
-            task.cancel()
+        # The image would be asked for its variables until the time limit of a start.
+        kill_supervisor()
         await asyncio.gather(*slow, return_exceptions=True)
+        await until(lambda: not any(state.glob("s-*/[bm]-*")), gone_within_s())
 
 
 async def test_links_that_images_have_are_followed(make: Make, runtime: Runtime) -> None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import builder as build_module
@@ -24,6 +23,7 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.running import created
 
 
 pytestmark = pytest.mark.sandbox
@@ -55,12 +55,9 @@ async def test_a_definition_becomes_an_image_that_starts_by_its_name(
     path = build(order, ImageStore(), runtime, ignore_progress)
     assert path.is_dir()
     provider = SingularityProvider()
-    handle = await provider.create(SandboxSpec(image="mine"))
-    try:
+    async with created(provider, image="mine") as handle:
         done = await provider.exec(handle, "cat /made/word; echo $WORD")
         assert done.stdout == "hello\nhello\n"
-    finally:
-        await provider.close(handle)
 
 
 def test_commands_of_a_definition_find_the_images_temporary_folders(

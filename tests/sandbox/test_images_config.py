@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -24,6 +23,7 @@ from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.conftest import tiered
 from tests.sandbox.registry import Registry, layer, serve
+from tests.sandbox.running import created
 
 
 pytestmark = pytest.mark.sandbox
@@ -151,13 +151,10 @@ async def test_what_a_caller_asks_for_goes_before_what_was_published(
         "us/tiny", [published], machine(), Env=["A=1", "B=2"], WorkingDir="/srv", Entrypoint=["/bin/touch", "/never"]
     )
     provider = SingularityProvider()
-    handle = await provider.create(SandboxSpec(image=address, env={"B": "own", "TERM": "vt100"}, workdir="/own"))
-    try:
+    async with created(provider, image=address, env={"B": "own", "TERM": "vt100"}, workdir="/own") as handle:
         said = await provider.exec(handle, "echo $A $B $TERM $PWD; ls /never")
         assert said.stdout == "1 own vt100 /own\n"
         assert (await provider.exec(handle, "echo $PWD $A", cwd="/tmp", env={"A": "now"})).stdout == "/tmp now\n"
-    finally:
-        await provider.close(handle)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

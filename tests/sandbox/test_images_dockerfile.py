@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile
@@ -20,6 +19,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore, config_of
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.conftest import tiered
+from tests.sandbox.running import created
 
 
 pytestmark = pytest.mark.sandbox
@@ -83,11 +83,8 @@ def order(tmp_path: Path, image: Path) -> DockerfileRequest:
 async def said(image: Path, *commands: str) -> list[str]:
     """Output of commands in one sandbox."""
     provider = SingularityProvider()
-    handle = await provider.create(SandboxSpec(image=str(image)))
-    try:
+    async with created(provider, image=str(image)) as handle:
         return [(await provider.exec(handle, command)).stdout for command in commands]
-    finally:
-        await provider.close(handle)
 
 
 async def test_a_sandbox_finds_what_the_dockerfile_says(

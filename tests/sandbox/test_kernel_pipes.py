@@ -28,6 +28,7 @@ from nemo_gym_prorl.sandbox.sessions.kernel_pipes import (
     KernelPipes,
     MarkedText,
 )
+from tests.sandbox.running import until
 
 
 MARK = b"\0mark"
@@ -109,9 +110,7 @@ async def test_what_no_driver_sends_ends_the_kernel(sent: bytes) -> None:
     _text, _, _, events = pipes.driver_ends
     try:
         writing = asyncio.create_task(asyncio.to_thread(os.write, events, sent))
-        async with asyncio.timeout(20):
-            while not lost:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(lost))
     finally:
         pipes.close()
     await asyncio.gather(writing, return_exceptions=True)
@@ -143,6 +142,24 @@ async def test_what_follows_the_end_of_a_cell_is_of_the_next(pipes: KernelPipes)
         await asyncio.sleep(0)
     assert not pipes.begin("more", 1000).done()
     assert pipes.drain().text.text() == "late"
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff\xfe", "\ud800".encode("utf-8", "surrogatepass"), b"x" * 3000, b"[" * 3000]
+)
+async def test_odd_texts_of_a_program_are_text_and_numbers_of_other_cells_end_none(
+    pipes: KernelPipes, text: bytes
+) -> None:
+    over = pipes.begin("code", 1000)
+    odd = [event(b"error", text), event(b"data", text, b"text/plain", text), event(b"update", text, text, text)]
+    ends = [event(b"end", number) for number in (b"0", b"99999999")]
+    played(pipes, 1, text, record(b"no begin", ENDS), record(b"no end", BEGINS), *map(record, [*ends, *odd]))
+    output = await over
+    assert len(output.text.text().encode()) < 1100
+    assert output.results.error == text
+    shown = text.decode("utf-8", "replace")
+    wanted = [{"text/plain": shown}, {shown: shown}]
+    assert output.results.data == (wanted[1:] if text else wanted)
 
 
 async def test_a_kernel_that_takes_nothing_is_ended(pipes: KernelPipes) -> None:

@@ -25,6 +25,7 @@ from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind, recei
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.children import CHANNEL, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
+from tests.sandbox.running import HANG_S
 from tests.sandbox.without import Off, Without
 
 
@@ -89,7 +90,7 @@ async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Be
     with ours, bench.children.starting() as adopt:
         with theirs:
             child = adopt(await bench.launcher._ask(requests.erase(Path("/nowhere"), None), [theirs.fileno()], None))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             while str(CHANNEL) in await asyncio.to_thread(os.listdir, f"/proc/{child.pid}/fd"):
                 await asyncio.sleep(0.01)
         # The child waits for GO.

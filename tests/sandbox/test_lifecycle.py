@@ -35,10 +35,11 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import client, creation, lifecycle, sandbox, state_dir
+from nemo_gym_prorl.sandbox.supervisor import creation, lifecycle, sandbox, state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost, Start
 from tests.sandbox.requests import request_for
+from tests.sandbox.running import HANG_S, child_pids, gone_within_s, kill_supervisor, open_files, supervisor_pid, until
 
 
 SERVER = Path(__file__).with_name("server.py")
@@ -51,22 +52,8 @@ GROUPS = granted.base if (granted := cgroups.probe_delegation()) else None
 pytestmark = pytest.mark.sandbox
 
 
-def gone_within_s() -> float:
-    """Invariant 4 of the architecture: five seconds of an idle machine's time."""
-    return 5.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
-def supervisor() -> int:
-    assert client.own_supervisor
-    return client.own_supervisor.popen.pid
-
-
 def sandboxes(state: Path) -> list[Path]:
     return list(state.glob("*/b-*"))
-
-
-def open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class Server:
@@ -204,7 +191,7 @@ def test_nothing_of_a_live_owner_is_touched(server: Server, state: Path) -> None
 
 async def usable(box: Container) -> None:
     """Wait until commands are accepted; they are refused while a cancelled pause is undone."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while True:
             with contextlib.suppress(InfrastructureError):
                 assert (await box.run("echo alive")).stdout == "alive\n"
@@ -212,7 +199,10 @@ async def usable(box: Container) -> None:
             await asyncio.sleep(0.05)
 
 
-BEATS = "(setsid sh -c 'trap \"\" HUP TERM; while :; do echo >> /tmp/beats; sleep 0.01; done' >/dev/null 2>&1 &)"
+BEATS = (
+    "(setsid sh -c 'trap \"\" HUP TERM; while :; do echo >> /tmp/beats; sleep 0.01; done' >/dev/null 2>&1 &)"
+    "; until [ -s /tmp/beats ]; do sleep 0.01; done"
+)
 
 
 async def ended(box: Container) -> None:
@@ -278,11 +268,11 @@ class Lives(RuleBasedStateMachine):
             running = asyncio.create_task(box.run("exec sleep 5432"))
             await asyncio.sleep(delay_s)
             if busy:
-                os.kill(supervisor(), signal.SIGSTOP)
+                os.kill(supervisor_pid(), signal.SIGSTOP)
             running.cancel()
             await asyncio.wait([running])
             if busy:
-                os.kill(supervisor(), signal.SIGCONT)
+                os.kill(supervisor_pid(), signal.SIGCONT)
             while (await box.run("ps -A -o args= | grep '^sleep 5432'")).stdout:
                 await asyncio.sleep(0.05)
 
@@ -330,7 +320,7 @@ class Lives(RuleBasedStateMachine):
     def kill_the_supervisor(self) -> None:
         boxes, owner = self.alive, self.alive[0].folder.parent
         running = [self.begin(box) for box in boxes]
-        os.kill(supervisor(), signal.SIGKILL)
+        kill_supervisor()
         for task in running:
             with pytest.raises(SandboxLost):
                 self.do(task)
@@ -428,7 +418,7 @@ async def test_an_end_goes_on_whatever_fails_at_its_begin(
 
 async def nothing_left(container: Container, program: str, files: int) -> None:
     """Wait until the program has ended, and check that this process has ``files`` open files."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while (await container.run(f"pgrep -x {program}")).exit_code == 0:
             await asyncio.sleep(0.02)
     assert open_files() == files
@@ -475,7 +465,7 @@ async def test_files_of_an_answer_that_comes_too_late_by_nothing_are_closed(
 async def test_what_went_with_its_supervisor_is_closed_without_complaint(kernel_image: Path, runtime: Runtime) -> None:
     container = await Container.start(ContainerSpec(image=kernel_image), runtime)
     shell, kernel = await Shell.start(container), await Kernel.start(container)
-    os.kill(supervisor(), signal.SIGKILL)
+    kill_supervisor()
     assert container.alive, "nobody has told yet"
     await kernel.close()
     await shell.close()
@@ -492,17 +482,14 @@ async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
             await container.run("mkdir -p /tmp/a/b && touch /tmp/a/b/c && chmod 000 /tmp/a/b /tmp/a")
 
     def counts() -> tuple[int, int, int, int]:
-        children = Path(f"/proc/{supervisor()}/task/{supervisor()}/children").read_text().split()
-        theirs = sum(1 for _ in Path(f"/proc/{supervisor()}/fd").iterdir())
-        return open_files(), theirs, len(children), len(list(state.rglob("*")))
+        server = supervisor_pid()
+        return open_files(), open_files(server), len(child_pids(server)), len(list(state.rglob("*")))
 
     await cycle()
     before = counts()
     for _ in range(5):
         await cycle()
-    async with asyncio.timeout(10):
-        while counts() != before:
-            await asyncio.sleep(0.01)
+    await until(lambda: counts() == before)
 
 
 # Commands end at every stage of their start, whatever sandboxed processes do
@@ -516,12 +503,12 @@ FREEZE = "(setsid sh -c 'while :; do kill -STOP -1; done' >/dev/null 2>&1 &)"
 async def test_a_time_limit_is_kept_where_newcomers_are_stopped(image: Path, runtime: Runtime, start: Start) -> None:
     async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
         await container.run(FREEZE, timeout_s=1.0)  # it may stop the shell that starts it, too
-        # Above the sum of the time limits, and below a wait for each stopped process.
-        async with asyncio.timeout(20):
+        # Above the sum of the time limits; a wait for a stopped process would not end.
+        async with asyncio.timeout(HANG_S):
             done = [await container.run("exec sleep 4321", timeout_s=0.3) for _ in range(5)]
         assert [(one.timed_out, one.exit_code) for one in done] == [(True, 137)] * 5
         # Stopped joiners do not delay the sandbox's end.
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await container.close()
 
 
@@ -533,11 +520,11 @@ async def test_a_cancelled_command_never_runs_on(container: Container, busy: boo
         task = asyncio.create_task(container.run(f"exec sleep 54{number:02}"))
         await asyncio.sleep(rng.choice([0.0, 0.001, 0.002, 0.004, 0.008, 0.02]))
         if busy:
-            os.kill(supervisor(), signal.SIGSTOP)
+            os.kill(supervisor_pid(), signal.SIGSTOP)
             await asyncio.sleep(0.03)
         task.cancel()
         await asyncio.wait([task])
-        os.kill(supervisor(), signal.SIGCONT)
+        os.kill(supervisor_pid(), signal.SIGCONT)
     listed = "ps -A -o args= | grep '^sleep 54'"
     async with asyncio.timeout(60):
         while (await container.run(listed)).stdout:
@@ -550,12 +537,12 @@ async def test_a_cancelled_command_never_runs_on(container: Container, busy: boo
 async def test_a_command_that_waits_for_a_busy_supervisor_ends_in_time_and_does_not_run_on(
     container: Container,
 ) -> None:
-    os.kill(supervisor(), signal.SIGSTOP)
+    os.kill(supervisor_pid(), signal.SIGSTOP)
     running = asyncio.create_task(container.run("sleep 0.5; touch /ran", timeout_s=0.2))
     await asyncio.sleep(0.1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         assert (await running).timed_out
-    os.kill(supervisor(), signal.SIGCONT)
+    os.kill(supervisor_pid(), signal.SIGCONT)
     assert (await container.run("sleep 1; ls /ran")).stdout == ""
 
 
@@ -566,6 +553,6 @@ async def test_other_signals_reach_the_whole_group(container: Container) -> None
     finally:
         os.close(null)
     await container.signal(process, signal.SIGTERM)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert await process.ended == -signal.SIGTERM
     await container.signal(process, signal.SIGTERM)

@@ -16,6 +16,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import client
 from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, SandboxExhausted, SandboxRefused
 from tests.conftest import tiered
+from tests.sandbox.running import until
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120), pytest.mark.usefixtures("way")]
@@ -117,9 +118,7 @@ async def test_a_limit_that_costs_no_sandbox_leaves_a_note(
         with contextlib.suppress(SandboxExhausted):  # a file of that size may be all that it may write
             await container.run(command, timeout_s=40)
         notes = (note, "disk") if "disk_mib" in limit else note
-        async with asyncio.timeout(30):
-            while not any(one.startswith(notes) for one in container.notes):
-                await asyncio.sleep(0.1)
+        await until(lambda: any(one.startswith(notes) for one in container.notes))
         if "disk_mib" not in limit:
             assert (await container.run("echo fine")).stdout == "fine\n"
 

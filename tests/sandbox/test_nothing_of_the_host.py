@@ -9,7 +9,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -17,6 +16,7 @@ from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.running import created
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -105,16 +105,13 @@ async def test_no_group_of_the_caller_is_had_inside(image: Path, runtime: Runtim
 async def test_an_unknown_user_is_an_error_of_the_call(image: Path, runtime: Runtime) -> None:
     runtime.activate()
     provider = SingularityProvider(image=str(image))
-    handle = await provider.create(SandboxSpec(image=str(image)))
-    try:
+    async with created(provider, image=str(image)) as handle:
         for user in ("nobody-knows", 4242, "4242", ""):
             done = await provider.exec(handle, "id", user=user)
             assert (done.return_code, done.error_type) == (125, "sandbox")
             assert str(user) in done.stderr
         for known in ("root", 0):
             assert (await provider.exec(handle, "id -u", user=known)).stdout == "0\n"
-    finally:
-        await provider.close(handle)
 
 
 async def test_an_invalid_line_of_accounts_names_no_user(container: Container) -> None:

@@ -25,7 +25,6 @@ from nemo_gym_prorl.sandbox.sessions import bash_channel as terminal
 from nemo_gym_prorl.sandbox.supervisor import programs
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor import state_dir
 
 os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID | os.CLONE_NEWNS)
 if child := os.fork():

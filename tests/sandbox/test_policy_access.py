@@ -25,7 +25,8 @@ from nemo_gym_prorl.tasks.sandbox import HasPolicyAccess
 from tests.agent.test_keys import certificate  # noqa: F401
 from tests.sandbox.egress import Origin
 from tests.sandbox.policy import KEY, ask, digest, policy, run, sandbox
-from tests.sandbox.test_egress import open_files, proxies, until
+from tests.sandbox.running import open_files, until
+from tests.sandbox.test_egress import proxies
 from tests.sandbox.without import Off, Without
 
 

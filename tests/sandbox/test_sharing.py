@@ -17,6 +17,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from tests.sandbox.running import created
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120)]
@@ -89,8 +90,7 @@ async def test_a_snapshot_of_a_restored_sandbox_can_be_restored_until_it_is_dele
 
 async def test_a_snapshot_is_no_way_to_fill_the_disk(image: Path, tmp_path: Path) -> None:
     provider = SingularityProvider(snapshots=str(tmp_path / "kept"), disk_mib=1)
-    handle = await provider.create(SandboxSpec(image=str(image)))
-    try:
+    async with created(provider, image=str(image)) as handle:
         # Each file takes 4 KiB on the sandbox's disk, and 5 KiB with its path in the snapshot.
         deep = "name=$(printf %0250d 0); cd /tmp; for _ in $(seq 15); do mkdir $name && cd -P $name || exit; done"
         made = await provider.exec(handle, f"{deep}; seq 215 | xargs touch; ls | wc -l")
@@ -99,5 +99,3 @@ async def test_a_snapshot_is_no_way_to_fill_the_disk(image: Path, tmp_path: Path
             await provider.snapshot(handle)
         assert (await provider.exec(handle, "echo goes on")).stdout == "goes on\n"
         assert not list((tmp_path / "kept").iterdir())
-    finally:
-        await provider.close(handle)

@@ -1,30 +1,54 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A persistent bash in a real container: as bash is at a terminal, in its files, its special variables, its options,
-its exit codes; and input, time limits, interrupts and hostile commands."""
+its exit codes; and input, time limits, interrupts and hostile commands.
+
+The shells of a way of starting share a sandbox, which takes longer to start than most of these tests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell, ShellBusy
+from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
+pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way"), pytest.mark.asyncio(loop_scope="module")]
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 ROUNDS = 10 if LONG else 3
 """Repetitions of each race."""
+
+
+@pytest.fixture(scope="module", params=["direct", "runtime"])
+def way(request: pytest.FixtureRequest) -> Start:
+    chosen: Start = request.param
+    return chosen
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def container(image: Path, runtime: Runtime, way: Start) -> AsyncIterator[Container]:
+    async with await Container.start(ContainerSpec(image=image, start=way), runtime) as live:
+        yield live
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def shell(container: Container) -> AsyncIterator[Shell]:
+    async with await Shell.start(container) as live:
+        yield live
 
 
 COMMANDS = {
@@ -140,13 +164,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("what", OPTIONS)
-async def test_options_are_set_and_the_shell_lives(what: str, container: Container) -> None:
+async def test_options_are_set_and_the_shell_lives(what: str, shell: Shell) -> None:
     command, following, *expected = OPTIONS[what]
-    async with await Shell.start(container) as shell:
-        done = await shell.run(command)
-        assert (done.exit_code, done.exited) == (0, False), done
-        said = await shell.run(f"echo {following}")
-        assert said.output.split("\n") == ["on", *expected, ""]
+    done = await shell.run(command)
+    assert (done.exit_code, done.exited) == (0, False), done
+    said = await shell.run(f"echo {following}")
+    assert said.output.split("\n") == ["on", *expected, ""]
 
 
 async def test_background_jobs_run_on_and_speak_later(container: Container, shell: Shell) -> None:

@@ -8,18 +8,18 @@ import asyncio
 import base64
 import io
 import json
-import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind
 from nemo_gym_prorl.sandbox import snapshots
@@ -30,6 +30,7 @@ from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.conftest import tiered
+from tests.sandbox.running import created
 
 
 pytestmark = pytest.mark.sandbox
@@ -50,9 +51,19 @@ def provider(way: str, image: Path, runtime: Runtime, kept: Path) -> Singularity
     return SingularityProvider(image=str(image), snapshots=str(kept), disk_mib=2048)
 
 
-async def restored(provider: SingularityProvider, snapshot: str, **spec: Any) -> SandboxHandle:
-    """Start a sandbox from a snapshot."""
-    return await provider.create(SandboxSpec(provider_options={"snapshot_id": snapshot, **spec}))
+def restoring(
+    provider: SingularityProvider, snapshot: str, **options: Any
+) -> AbstractAsyncContextManager[SandboxHandle]:
+    """A sandbox from a snapshot."""
+    return created(provider, provider_options={"snapshot_id": snapshot, **options})
+
+
+async def refused(provider: SingularityProvider, snapshot: str, reason: str, **options: Any) -> SandboxStartError:
+    """Check that no sandbox starts from a snapshot, and return why."""
+    with pytest.raises(SandboxStartError, match=reason) as caught:
+        async with restoring(provider, snapshot, **options):
+            pass
+    return caught.value
 
 
 MAKE = r"""
@@ -92,42 +103,30 @@ async def test_a_snapshot_keeps_names_attributes_holes_and_deletions(
         assert done.return_code == 0, done.stderr
         return str(done.stdout)
 
-    handle = await provider.create(SandboxSpec())
-    try:
+    async with created(provider) as handle:
         await python(MAKE)
         before = await python(LOOK)
         snapshot = await provider.snapshot(handle)
-    finally:
-        await provider.close(handle)
     assert "False a file now" in before
     assert before.endswith("[]\n") or way == "runtime"
     assert (kept / snapshot).stat().st_size < 80 << 20
-    handle = await restored(provider, snapshot)
-    try:
+    async with restoring(provider, snapshot) as handle:
         assert await python(LOOK) == before
-    finally:
-        await provider.close(handle)
 
 
 @pytest.mark.skipif(bool(multi_user_error()), reason="this user has no range of ids")
 async def test_a_snapshot_keeps_owners(image: Path, runtime: Runtime, kept: Path) -> None:
     provider = SingularityProvider(image=str(image), snapshots=str(kept), users=True)
     look = "stat -c '%u %g' /tmp/file /tmp/folder /tmp/folder/deep"
-    handle = await provider.create(SandboxSpec())
-    try:
+    async with created(provider) as handle:
         make = (
             "cd /tmp && touch file && mkdir -p folder/deep && chown 1234:33 file folder && chown 65534:5 folder/deep"
         )
         before = await provider.exec(handle, f"{make} && {look}")
         snapshot = await provider.snapshot(handle)
-    finally:
-        await provider.close(handle)
-    handle = await restored(provider, snapshot)
-    try:
+    async with restoring(provider, snapshot) as handle:
         assert before.stdout == "1234 33\n1234 33\n65534 5\n"
         assert (await provider.exec(handle, look)).stdout == before.stdout
-    finally:
-        await provider.close(handle)
 
 
 async def test_a_snapshot_is_restored_only_over_its_image(
@@ -139,20 +138,18 @@ async def test_a_snapshot_is_restored_only_over_its_image(
     mine.parent.chmod(0o755)
     try:
         provider = SingularityProvider(snapshots=str(kept))
-        handle = await provider.create(SandboxSpec(image=str(mine)))
-        snapshot = await provider.snapshot(handle)
-        await provider.close(handle)
+        async with created(provider, image=str(mine)) as handle:
+            snapshot = await provider.snapshot(handle)
         base = snapshots.read(kept / snapshot).base
         with pytest.raises(CallerError, match=f"taken over {mine}.* is of {image}") as caught:
             base.check(ContainerSpec(image=image))
         assert caught.value.field == "snapshot_id"
-        await provider.close(await restored(provider, snapshot))
+        async with restoring(provider, snapshot):
+            pass
         for changed in ({"root": False}, {"users": True}):
-            with pytest.raises(SandboxStartError, match=r"snapshot_id|users"):
-                await restored(provider, snapshot, **changed)
+            await refused(provider, snapshot, r"snapshot_id|users", **changed)
         (mine / "new-top").mkdir()
-        with pytest.raises(SandboxStartError, match=f"snapshot_id.*image at {mine} was changed since"):
-            await restored(provider, snapshot)
+        await refused(provider, snapshot, f"snapshot_id.*image at {mine} was changed since")
     finally:
         shutil.rmtree(mine.parent)
 
@@ -201,9 +198,8 @@ HOSTILE: dict[str, Entries] = {
 @pytest.mark.parametrize("what", HOSTILE)
 async def test_a_hostile_snapshot_is_refused_and_does_nothing(image: Path, kept: Path, state: Path, what: str) -> None:
     (kept / "hostile").write_bytes(archive(image, HOSTILE[what]))
-    with pytest.raises(SandboxStartError, match="snapshot_id") as caught:
-        await restored(SingularityProvider(snapshots=str(kept)), "hostile")
-    assert caught.value.kind is FailureKind.BAD_ROW
+    error = await refused(SingularityProvider(snapshots=str(kept)), "hostile", "snapshot_id")
+    assert error.kind is FailureKind.BAD_ROW
     assert not Path("/tmp/prorl-owned").exists()  # noqa: ASYNC240
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
@@ -218,17 +214,13 @@ async def test_entries_of_a_snapshot_have_no_rights_outside(image: Path, kept: P
     (kept / "odd").write_bytes(archive(image, entries[:2]))
     (kept / "link").write_bytes(archive(image, entries))
     provider = SingularityProvider(snapshots=str(kept))
-    handle = await restored(provider, "odd")
-    try:
+    async with restoring(provider, "odd") as handle:
         looked = await provider.exec(
             handle, "stat -c %a /x; /x; grep NoNewPrivs /proc/self/status; ls /tmp/prorl-absolute"
         )
         assert looked.stdout == "6755\n0\nNoNewPrivs:\t1\n/tmp/prorl-absolute\n"
         assert not Path("/tmp/prorl-absolute").exists()  # noqa: ASYNC240
-    finally:
-        await provider.close(handle)
-    with pytest.raises(SandboxStartError):
-        await restored(provider, "link")
+    await refused(provider, "link", "")
 
 
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
@@ -246,10 +238,9 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
 async def test_a_damaged_snapshot_is_refused(image: Path, kept: Path, state: Path, how: str) -> None:
     whole = archive(image, [(entry_of("first"), b"x" * 5000), (entry_of("second"), b"y" * 15000)])
     (kept / "broken").write_bytes(BROKEN[how](whole))
-    with pytest.raises(SandboxStartError, match="snapshot_id") as caught:
-        await restored(SingularityProvider(snapshots=str(kept)), "broken")
-    assert caught.value.kind is FailureKind.BAD_ROW
-    assert str(kept / "broken") in caught.value.reason
+    error = await refused(SingularityProvider(snapshots=str(kept)), "broken", "snapshot_id")
+    assert error.kind is FailureKind.BAD_ROW
+    assert str(kept / "broken") in error.reason
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
 
@@ -263,51 +254,26 @@ def test_a_snapshot_has_a_valid_header(image: Path, kept: Path, header: str) -> 
 async def test_a_snapshot_larger_than_the_next_sandbox_may_be_is_the_callers_failure(
     provider: SingularityProvider, kept: Path
 ) -> None:
-    handle = await provider.create(SandboxSpec())
-    try:
+    async with created(provider) as handle:
         await provider.exec(handle, "mkdir /w; for n in 1 2 3; do head -c 1000000 /dev/urandom > /w/$n; done")
         large = await provider.snapshot(handle)
         await provider.exec(handle, "rm /w/*; cd /w; for n in $(seq 600); do echo > $n; done")
         many = await provider.snapshot(handle)
-    finally:
-        await provider.close(handle)
     assert (kept / many).stat().st_size < 2 << 20
     for snapshot in (large, many):
-        with pytest.raises(SandboxStartError, match=r"snapshot_id.*disk_mib") as caught:
-            await restored(provider, snapshot, disk_mib=2)
-        assert caught.value.kind is FailureKind.BAD_ROW
+        error = await refused(provider, snapshot, r"snapshot_id.*disk_mib", disk_mib=2)
+        assert error.kind is FailureKind.BAD_ROW
 
 
-async def test_a_bind_of_the_next_sandbox_stays_as_it_is(provider: SingularityProvider, kept: Path) -> None:
-    handle = await provider.create(SandboxSpec())
-    try:
+async def test_a_bind_of_the_next_sandbox_stays_as_it_is(provider: SingularityProvider, open_folder: Path) -> None:
+    async with created(provider) as handle:
         await provider.exec(handle, "mkdir -p /srv/data/deep; echo mine > /srv/data/file; echo x > /srv/data/deep/er")
         snapshot = await provider.snapshot(handle)
-    finally:
-        await provider.close(handle)
-    with tempfile.TemporaryDirectory(prefix="prorl-s-", dir="/tmp") as name:
-        host = Path(name)
-        os.chmod(host, 0o777)  # noqa: PTH101
-        (host / "file").write_text("the host's")
-        handle = await restored(provider, snapshot, binds=[f"{host}:/srv/data"])
-        try:
-            assert (await provider.exec(handle, "cat /srv/data/file")).stdout == "the host's"
-        finally:
-            await provider.close(handle)
-        assert [path.name for path in host.iterdir()] == ["file"]  # noqa: ASYNC240
-
-
-@pytest.fixture
-def open_folders() -> Iterator[tuple[Path, Path]]:
-    """Folders of the host that sandboxes of root's server reach: with a file, and writable."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        tests, logs = Path(folder, "tests"), Path(folder, "logs")
-        for place, mode in ((tests, 0o755), (logs, 0o777)):
-            place.mkdir()
-            place.chmod(mode)
-        (tests / "test.sh").write_text("true")
-        yield tests, logs
+    open_folder.chmod(0o777)  # noqa: ASYNC240
+    (open_folder / "file").write_text("the host's")
+    async with restoring(provider, snapshot, binds=[f"{open_folder}:/srv/data"]) as handle:
+        assert (await provider.exec(handle, "cat /srv/data/file")).stdout == "the host's"
+    assert [path.name for path in open_folder.iterdir()] == ["file"]  # noqa: ASYNC240
 
 
 HIDING = {
@@ -326,61 +292,49 @@ HIDING = {
 
 @pytest.mark.parametrize("left", tiered(HIDING, ["a link at the target", "a pipe", "closed folders"]))
 async def test_nothing_of_a_snapshot_redirects_or_prevents_a_bind(
-    provider: SingularityProvider, open_folders: tuple[Path, Path], left: str
+    provider: SingularityProvider, open_folder: Path, left: str
 ) -> None:
-    handle = await provider.create(SandboxSpec())
-    try:
+    async with created(provider) as handle:
         await provider.exec(handle, HIDING[left])
         if left == "closed folders" and not is_machine_root():
             with pytest.raises(AgentError, match="no snapshot can be taken"):  # the agent's own doing
                 await provider.snapshot(handle)
             return
         snapshot = await provider.snapshot(handle)
-    finally:
-        await provider.close(handle)
-    tests, logs = open_folders
-    handle = await restored(provider, snapshot, binds=[f"{tests}:/tests:ro", f"{logs}:/logs/verifier"])
-    try:
+    tests, logs = open_folder / "tests", open_folder / "logs"
+    tests.mkdir()
+    logs.mkdir()
+    logs.chmod(0o777)
+    (tests / "test.sh").write_text("true")
+    async with restoring(provider, snapshot, binds=[f"{tests}:/tests:ro", f"{logs}:/logs/verifier"]) as handle:
         use = "cat /tests/test.sh && ! touch /tests/a 2> /dev/null && echo 1 > /logs/verifier/reward && ls /etc/passwd"
         done = await provider.exec(handle, use)
         assert (done.return_code, done.stdout) == (0, "true/etc/passwd\n"), done.stderr
         assert (logs / "reward").read_text() == "1\n"
-    finally:
-        await provider.close(handle)
 
 
 async def test_a_snapshot_can_be_restored_in_part(provider: SingularityProvider) -> None:
     """A link on the way to a path is left out, as it could lead to other files of the snapshot."""
-    handle = await provider.create(SandboxSpec())
-    try:
+    async with created(provider) as handle:
         make = "mkdir -p /a/b /a/c /real/d; touch /a/b/1 /a/c/2 /real/d/3 /etc/4; ln -s /real /link; ln -s /a /a/b/5"
         assert (await provider.exec(handle, make)).return_code == 0
         snapshot = await provider.snapshot(handle)
-    finally:
-        await provider.close(handle)
-    handle = await restored(provider, snapshot, snapshot_paths=["/a/b/", "/link/d", "/gone", "/etc/4"])
-    try:
+    async with restoring(provider, snapshot, snapshot_paths=["/a/b/", "/link/d", "/gone", "/etc/4"]) as handle:
         done = await provider.exec(
             handle, "ls -d /a/* /a/b/* /real /link /gone /etc/4 2> /dev/null; ls -A /etc | wc -l"
         )
         *paths, count = str(done.stdout).split()
         assert paths == ["/a/b", "/a/b/1", "/a/b/5", "/etc/4"]
         assert int(count) > 10
-    finally:
-        await provider.close(handle)
-    with pytest.raises(SandboxStartError, match="snapshot_paths"):
-        await restored(provider, snapshot, snapshot_paths=["a/b"])
+    await refused(provider, snapshot, "snapshot_paths", snapshot_paths=["a/b"])
 
 
 async def test_a_folder_that_can_hold_no_snapshots_is_named(image: Path) -> None:
     provider = SingularityProvider(image=str(image), snapshots="/proc/nowhere")
-    handle = await provider.create(SandboxSpec(resources=SandboxResources(disk_gib=1)))
-    try:
+    async with created(provider, resources=SandboxResources(disk_gib=1)) as handle:
         with pytest.raises(CallerError, match=r"/proc/nowhere can't hold snapshots") as caught:
             await provider.snapshot(handle)
         assert caught.value.field == "snapshots"
-    finally:
-        await provider.close(handle)
 
 
 IN_DISGUISE = """

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import pytest_asyncio
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.binds import check_binds
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
@@ -26,7 +24,6 @@ from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvid
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.spec import container_spec, provider_options
 from nemo_gym_prorl.sandbox.supervisor.protocol import Start
 
 
@@ -95,14 +92,6 @@ def test_a_wrong_option_of_the_provider_is_refused_when_it_is_read(
     with pytest.raises(CallerError, match=reason) as caught:
         SingularityProvider(**options)
     assert caught.value.field == field
-
-
-def test_types_are_compiled_once() -> None:
-    defaults, wanted = provider_options({}), SandboxSpec(image="x", workdir="/w")
-    container_spec(wanted, defaults)
-    compiled = fields._adapter.cache_info().currsize
-    container_spec(wanted, defaults)
-    assert fields._adapter.cache_info().currsize == compiled
 
 
 @pytest.mark.parametrize(
@@ -219,17 +208,14 @@ async def test_root_starts_an_image_of_somebody_else(runtime: Runtime, tiny_root
 
 
 @pytest.fixture
-def host() -> Iterator[Path]:
+def host(open_folder: Path) -> Path:
     """A folder of the host with files, open to every user."""
-    with tempfile.TemporaryDirectory(prefix="prorl-b-", dir="/tmp") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        (folder / "file").write_text("of the host\n")
-        (folder / "folder").mkdir()
-        (folder / "folder" / "deep").touch()
-        (folder / "with,comma").mkdir()
-        (folder / "dangling").symlink_to("nowhere")
-        yield folder
+    (open_folder / "file").write_text("of the host\n")
+    (open_folder / "folder").mkdir()
+    (open_folder / "folder" / "deep").touch()
+    (open_folder / "with,comma").mkdir()
+    (open_folder / "dangling").symlink_to("nowhere")
+    return open_folder
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from nemo_gym_prorl.sandbox.supervisor.connection import (
     socket_pair,
 )
 from nemo_gym_prorl.sandbox.supervisor.protocol import DestroyRequest, SandboxLost, SandboxRefused, encode, failure
+from tests.sandbox.running import HANG_S, supervisor_pid
 
 
 pytestmark = pytest.mark.sandbox
@@ -73,25 +74,19 @@ async def test_no_request_ends_the_supervisor(
         patch.setattr(client, "encode", lambda request: request)
         for request in bad:
             with pytest.raises((SandboxRefused, SandboxLost, CallerError)):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(HANG_S):
                     await link.ask(request)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await link.ask(DestroyRequest(whole["sandbox"]))
     assert not (link.folder / whole["sandbox"]).exists()
     assert (await container.run("echo alive")).stdout == "alive\n"
 
 
-def supervisor() -> int:
-    """Its process."""
-    assert client.own_supervisor
-    return client.own_supervisor.popen.pid
-
-
 async def test_a_supervisor_without_descriptors_lives_on_and_says_so(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        before = resource.prlimit(supervisor(), resource.RLIMIT_NOFILE)
+        before = resource.prlimit(supervisor_pid(), resource.RLIMIT_NOFILE)
         for free in (40, 0):
-            resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, (limit_with_free(free), before[1]))
+            resource.prlimit(supervisor_pid(), resource.RLIMIT_NOFILE, (limit_with_free(free), before[1]))
             try:
                 with pytest.raises(InfrastructureError, match="limit of open files") as refused:
                     await Container.start(ContainerSpec(image=image), runtime)
@@ -102,17 +97,13 @@ async def test_a_supervisor_without_descriptors_lives_on_and_says_so(image: Path
                 failed = [one for one in outcomes if isinstance(one, CallerError | InfrastructureError)]
                 assert failed or free, outcomes
             finally:
-                resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, before)
+                resource.prlimit(supervisor_pid(), resource.RLIMIT_NOFILE, before)
             assert (await container.run("echo alive")).stdout == "alive\n"
-
-
-def open_files() -> list[int]:
-    return sorted(int(entry.name) for entry in Path(f"/proc/{supervisor()}/fd").iterdir())
 
 
 def limit_with_free(free: int) -> int:
     """Return the limit that leaves ``free`` descriptors."""
-    used = open_files()
+    used = {int(entry.name) for entry in Path(f"/proc/{supervisor_pid()}/fd").iterdir()}
     unused = [number for number in range(len(used) + free + 1) if number not in used]
     return unused[free]
 
@@ -306,17 +297,15 @@ async def test_who_gives_up_while_sending_disturbs_nobody(image: Path, runtime: 
     large = {f"V{number}": "x" * 100_000 for number in range(12)}
     spec = ContainerSpec(image=image)
     async with await Container.start(spec, runtime) as victim, await Container.start(spec, runtime) as other:
-        assert client.own_supervisor
-        supervisor = client.own_supervisor.popen.pid
         for commands in ([victim.run("true", env=large)], [victim.run(f": {'x' * 90_000}") for _ in range(6)]):
-            os.kill(supervisor, signal.SIGSTOP)
+            os.kill(supervisor_pid(), signal.SIGSTOP)
             tasks = [asyncio.create_task(command) for command in commands]
             await asyncio.sleep(0.1)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            os.kill(supervisor, signal.SIGCONT)
-            async with asyncio.timeout(30):
+            os.kill(supervisor_pid(), signal.SIGCONT)
+            async with asyncio.timeout(HANG_S):
                 assert (await other.run("echo alive")).stdout == "alive\n"
                 assert (await victim.run("echo alive")).stdout == "alive\n"
         shown = await victim.run('echo "${#V3}"', env=large)
@@ -374,7 +363,7 @@ def test_an_end_is_never_taken_for_that_of_another_process_with_its_number() -> 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_failure_is_told_without_reading_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A child that has joined a sandbox would read the sandbox's file at the path of the source."""
     source = tmp_path / "server.py"

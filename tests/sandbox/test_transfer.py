@@ -19,6 +19,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.protocol import PutRequest, SandboxRefused
+from tests.sandbox.running import HANG_S
 
 
 pytestmark = pytest.mark.sandbox
@@ -83,7 +84,7 @@ HOST_TARGETS = [".", "file/below", "/proc/none/x", "a\0b", "x" * 300]
 async def test_what_cannot_go_in_is_refused_by_its_field(odd: Any, source: str, target: str, field: str) -> None:
     box, folder = odd
     with pytest.raises(CallerError) as caught:
-        await asyncio.wait_for(box.files.upload(folder / source, target), 10)
+        await asyncio.wait_for(box.files.upload(folder / source, target), HANG_S)
     assert caught.value.field == field
     left = await box.run("ls -A /tmp/folder; cat /tmp/x; ls -A / | grep -E '^[.][0-9a-f]{32}'")
     assert left.stdout == "x\nx\n"
@@ -102,8 +103,7 @@ async def test_what_cannot_come_out_is_refused_by_its_field(odd: Any, source: st
     box, folder = odd
     before = sorted(folder.iterdir())
     with pytest.raises(CallerError) as caught:
-        # Ends before a gigabyte of zeros is copied.
-        await asyncio.wait_for(box.files.download(str(Path("/tmp") / source), folder / target), 10)
+        await asyncio.wait_for(box.files.download(str(Path("/tmp") / source), folder / target), HANG_S)
     assert caught.value.field == field
     assert sorted(folder.iterdir()) == before
 

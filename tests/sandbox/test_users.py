@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ from nemo_gym_prorl.sandbox.isolation.privilege import has_single_id, is_machine
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import client, state_dir
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxExhausted, SandboxRefused
+from tests.sandbox.running import kill_supervisor, until
 from tests.sandbox.without import Off, Without
 
 
@@ -103,12 +103,9 @@ async def test_what_they_wrote_goes_with_the_sandbox(image: Path, runtime: Runti
     assert (await container.run(CLOSED, user=33)).exit_code == 0
     folder = container.folder
     if killed:
-        assert client.own_supervisor
-        os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
+        kill_supervisor()
     await container.close()
-    async with asyncio.timeout(20):
-        while folder.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not folder.exists())
 
 
 @HAVE_THEM

@@ -27,23 +27,20 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor import client, lifecycle, sandbox, state_dir
+from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox, state_dir
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost, SandboxRefused
 from tests.sandbox.requests import request_for
+from tests.sandbox.running import HANG_S, child_pids, supervisor_pid
 from tests.sandbox.without import Off, Without
 
 
 pytestmark = pytest.mark.sandbox
 
 
-def children(pid: int) -> set[int]:
-    return {int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
 def kill_joiners(supervisor: int, known: set[int], ended: asyncio.Event) -> None:
     """Kill new helpers of the supervisor once they have started a process."""
     while not ended.is_set():
-        fresh = children(supervisor) - known
+        fresh = child_pids(supervisor) - known
         for pid in fresh:
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text(errors="replace")
@@ -59,14 +56,13 @@ async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start
     begin."""
     async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
         await container.run("true")
-        assert client.own_supervisor
-        supervisor = client.own_supervisor.popen.pid
+        supervisor = supervisor_pid()
         ended, refused = asyncio.Event(), list[str]()
-        killing = asyncio.create_task(asyncio.to_thread(kill_joiners, supervisor, children(supervisor), ended))
+        killing = asyncio.create_task(asyncio.to_thread(kill_joiners, supervisor, child_pids(supervisor), ended))
         try:
             # On a busy machine most helpers end before they are found.
-            deadline = asyncio.get_running_loop().time() + 60
-            while len(refused) < 10 and asyncio.get_running_loop().time() < deadline:
+            enough_at = asyncio.get_running_loop().time() + 20
+            while not refused or (len(refused) < 10 and asyncio.get_running_loop().time() < enough_at):
                 try:
                     done = await container.run("echo ok; exit 7")
                     assert (done.exit_code, done.stdout) == (7, "ok\n")
@@ -75,7 +71,6 @@ async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start
         finally:
             ended.set()
             await killing
-    assert refused
     assert all("helper was killed" in reason for reason in refused)
 
 
@@ -303,10 +298,10 @@ async def test_who_ended_a_sandbox_is_said_and_logged(
         else:
             [number, *_] = (container.folder / state_dir.PID_NAMESPACE_FILE).read_text().split()
             os.kill(int(number), signal.SIGKILL)
-            await asyncio.wait_for(ended.wait(), 30)
+            await asyncio.wait_for(ended.wait(), HANG_S)
         with pytest.raises(error, match=reason):
             await container.check()
-        await asyncio.wait_for(ended.wait(), 30)
+        await asyncio.wait_for(ended.wait(), HANG_S)
         with pytest.raises(error, match=reason):
             await container.run("true")
         logged = [record.message for record in caplog.records if container.name in record.message]
@@ -403,7 +398,6 @@ async def test_a_first_process_that_is_made_to_end_as_if_killed_is_the_agents_do
         container.on_end(ended.set)
         with contextlib.suppress(SandboxBroken):
             await container.execute(["python3", "-c", END_AS_IF_KILLED], timeout_s=30)
-        async with asyncio.timeout(10):
-            await ended.wait()
+        await asyncio.wait_for(ended.wait(), HANG_S)
         with pytest.raises(SandboxBroken, match="ended from inside"):
             await container.run("true")

@@ -109,7 +109,6 @@ async def take(python: str, runtime: Runtime) -> None:
     await asyncio.to_thread(home.chmod, 0o755)
     stranger = Stranger(python, home, runtime)
     try:
-        assert "prorl_code" in await stranger.says(the("gym list environments"), "list.log")
         policy = await stranger.types(the("prorl scripted"), "policy.log")
         await stranger.waits(policy, "policy.log", "no language model")
         gym = await stranger.types(the("gym env start"), "gym.log")

@@ -3,8 +3,6 @@
 """Grading of HumanEval in real sandboxes, and attribution of lost sandboxes."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import product
@@ -15,7 +13,6 @@ import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.supervisor import client
 from nemo_gym_prorl.servers.task_sandboxes import SandboxWithSessions
 from nemo_gym_prorl.tasks.code.code_rows import (
     CodeProblem,
@@ -30,6 +27,7 @@ from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS
 from tests.conftest import LONG, tiered
+from tests.sandbox.running import kill_supervisor
 from tests.tasks import containers
 
 
@@ -172,8 +170,7 @@ async def test_machine_failure_during_a_solution_is_no_verdict(killed: str) -> N
         if killed == "sandbox":
             containers.kill_instance(sandbox.sandbox_id)
         else:
-            assert client.own_supervisor
-            os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
+            kill_supervisor()
 
     with pytest.raises(InfrastructureError) as caught:
         await grade(lambda: attacked(kill_when_begun), problem_of(TRUNCATE), NEVER, LIMITS, containers.ROOT)

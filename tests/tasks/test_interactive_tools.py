@@ -3,17 +3,14 @@
 """Persistent ``bash`` and ``python`` in real sandboxes: exact observations and failure attribution."""
 
 import asyncio
-import os
 import re
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.images.builder import default_image_path
-from nemo_gym_prorl.sandbox.supervisor import client
 from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.task import ExtractedFile
@@ -23,7 +20,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import (
     Workspace,
     probe_image,
 )
-from tests.conftest import tiered
+from tests.sandbox.running import kill_supervisor
 from tests.tasks import containers
 
 
@@ -193,48 +190,6 @@ async def test_kernel_keeps_state_until_it_ends(agent: Agent) -> None:
     assert await python("import solution; solution.f()") == "1\n[ok]"
 
 
-FORGERIES = r"""
-import os, struct
-channel = get_ipython().channel
-def record(part, flags=3):
-    return struct.pack("!HB", len(part), flags) + part
-def forge(*parts):
-    os.write(channel._events, record(b"".join(struct.pack("!I", len(part)) + part for part in parts)))
-for text in (b"", b"\xff\xfe", "\ud800".encode("utf-8", "surrogatepass"), b"x" * 3000, b"[" * 3000):
-    forge(b"error", text)
-    forge(b"data", text, b"text/plain", text)
-    forge(b"update", text, text, text)
-    os.write(1, text + channel.mark + text)
-for number in (b"0", b"1", b"99999999"):
-    forge(b"end", number)
-    os.write(1, channel.mark + number.rjust(8))
-os.write(channel._events, record(b"no end", 1) + record(b"no begin", 2))
-print("all forged")
-"""
-
-
-ATTACKS = [
-    f"{FORGERIES}forge(b'ruin')",
-    "import os; os.close(get_ipython().channel._events)",
-    "get_ipython().channel.send = lambda *a, **k: None",
-    "import sys; sys.stdout.flush = None; sys.stderr = None",
-    "import os; os.closerange(3, 1000)",
-    "import threading\nthreading.Thread(target=lambda: [print('x' * 100000) for _ in iter(int, 1)]).start()",
-]
-
-
-@pytest.mark.parametrize("attack", tiered(ATTACKS, (ATTACKS[0], ATTACKS[-1])))
-async def test_hostile_kernel_is_contained(agent: Agent, attack: str) -> None:
-    """Each call returns a bounded observation, and the kernel can be restarted."""
-    for code in (attack, "1"):
-        said = await asyncio.wait_for(agent.python(code, timeout_s=1), 60)
-        assert len(said.encode()) <= LIMITS.output_bytes
-        assert said.rpartition("\n")[2].startswith(("[ok", "[error", "[timed out", "Error: the kernel ended"))
-    assert await agent.python(restart=True) == "[a new kernel was started]"
-    assert await agent.python("print('fine')") == "fine\n[ok]"
-    assert await agent.bash("cat solution.py") == "def f():\n    return 1\n[exit code: 0]"
-
-
 async def test_broken_sandbox_produces_error_observations(agent: Agent) -> None:
     assert await agent.python("1") == "1\n[ok]"
     assert (await agent.bash("kill -9 -1; true")).endswith("[exit code: 0]")
@@ -249,31 +204,15 @@ async def test_broken_sandbox_produces_error_observations(agent: Agent) -> None:
     assert await agent.solution() == ExtractedFile(b"def f():\n    return 1\n")
 
 
-async def test_leased_file_is_reported_as_unreadable(without_kernel: Agent) -> None:
-    """A file lease makes opening fail temporarily; that is not a machine failure."""
-    hold = "import fcntl, os, signal, time; signal.signal(signal.SIGIO, signal.SIG_IGN); "
-    hold += "fcntl.fcntl(os.open('solution.py', os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK); "
-    hold += "open('/tmp/held', 'w'); time.sleep(1000)"
-    await without_kernel.bash(f'(python3 -c "{hold}" &) ; until [ -e /tmp/held ]; do :; done')
-    problem = "solution.py can't be read: a program has it open"
-    assert await without_kernel.solution() == ExtractedFile(None, problem)
-
-
-async def _kill_sandbox(agent: Agent) -> None:
-    containers.kill_instance(agent.sandbox.sandbox_id)
-
-
-async def _kill_supervisor(_agent: Agent) -> None:
-    assert client.own_supervisor
-    os.kill(client.own_supervisor.popen.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("kill", [_kill_sandbox, _kill_supervisor])
-async def test_a_lost_sandbox_is_infrastructure(agent: Agent, kill: Callable[[Agent], Awaitable[None]]) -> None:
+@pytest.mark.parametrize("killed", ["sandbox", "supervisor"])
+async def test_a_lost_sandbox_is_infrastructure(agent: Agent, killed: str) -> None:
     waiting = asyncio.create_task(agent.bash("sleep 100; echo", timeout_s=30))
     cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
     await asyncio.sleep(0.3)
-    await kill(agent)
+    if killed == "sandbox":
+        containers.kill_instance(agent.sandbox.sandbox_id)
+    else:
+        kill_supervisor()
     for call in (waiting, cell, agent.bash("ls"), agent.python("1"), agent.solution()):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(call, 60)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of tasks without a sandbox, of failing tasks, and of misbehaving ones."""
+"""Sessions of tasks without a sandbox, of failing tasks, of misbehaving ones, and of starts that fail."""
 
 import asyncio
 import json
@@ -256,3 +256,54 @@ async def test_a_grader_that_blocks_its_server_is_named_in_the_log(
         time.sleep(1.5)  # noqa: ASYNC251  # what a grader must not do
         await asyncio.sleep(0.5)
     assert re.search("event loop of sums was blocked for .*await asyncio.to_thread", caplog.text)
+
+
+class Housed(Sums):
+    """The same task in sandboxes."""
+
+    def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:  # type: ignore[override]
+        return SandboxNeeds()
+
+
+class Starts:
+    """Sandbox starts that fail after a moment."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+
+    async def __call__(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0.02)
+        finally:
+            self.now -= 1
+        raise OSError("no sandbox today")
+
+
+async def test_start_does_not_wait_for_another_image() -> None:
+    asked, pulled = asyncio.Event(), asyncio.Event()
+
+    async def fetch(needs: SandboxNeeds) -> None:
+        if not asked.is_set():
+            asked.set()
+            await pulled.wait()
+
+    sessions = Sessions(Housed(), Starts(), fetch, max_starts=1)
+    pulling = asyncio.create_task(sessions.seed("pulls", {}))
+    await asked.wait()
+    with pytest.raises(InfrastructureError, match="no sandbox today"):
+        await sessions.seed("is there", {})
+    assert not pulling.done()
+    pulled.set()
+    with pytest.raises(InfrastructureError, match="no sandbox today"):
+        await pulling
+
+
+async def test_seeds_of_one_key_are_serialized() -> None:
+    starts = Starts()
+    sessions = Sessions(Housed(), starts, max_starts=8)
+    seeds = (sessions.seed("key", {}) for _ in range(8))
+    assert all(isinstance(end, InfrastructureError) for end in await asyncio.gather(*seeds, return_exceptions=True))
+    assert starts.most == 1

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from nemo_gym.sandbox import AsyncSandbox
@@ -112,23 +111,6 @@ async def test_edited_file_keeps_permissions(either: Workspace) -> None:
     assert (await bash(either, "./run.sh; stat -c %a run.sh; test -L link")).startswith("new\n750\n[exit code: 0")
 
 
-async def test_host_files_are_unreachable(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("host secret")
-    monkeypatch.setenv("PRORL_TEST_SECRET", "host secret")
-    assert "host secret" not in await bash(workspace, f"env; cat {secret}")
-    assert await bash(workspace, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '") == f"lo\n{ENDED}"
-    # A symlink to a host file is dangling inside, for the editor and for extraction.
-    await bash(workspace, f"rm solution.py; ln -s {secret} solution.py; ln -s {secret} other")
-    assert await workspace.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(
-        None, "solution.py does not exist"
-    )
-    await edit(workspace, "create", "other", file_text="changed")
-    assert secret.read_text() == "host secret"
-
-
 async def test_extracted_files(either: Workspace) -> None:
     assert await either.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(b"def f():\n    return 1\n")
     await either.write({"data/binary": b"\x00\xff"})
@@ -204,6 +186,13 @@ async def test_machine_file_error_is_infrastructure(number: int) -> None:
         with pytest.raises(InfrastructureError, match=os.strerror(number)) as caught:
             await work
         assert caught.value.kind is FailureKind.SESSION_LOST
+
+
+async def test_a_file_that_a_program_leases_is_unreadable() -> None:
+    """A lease makes opening fail for a time, which is no machine failure."""
+    workspace = Workspace(Failing(errno.EBUSY), "/sandbox/workspace", LIMITS)  # type: ignore[arg-type]
+    problem = "solution.py can't be read: a program has it open"
+    assert await workspace.extract_file(SOLUTION_FILE, limit=LONGEST) == ExtractedFile(None, problem)
 
 
 TERMINAL = """

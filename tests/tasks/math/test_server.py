@@ -4,12 +4,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nemo_gym_prorl.tasks.math.task import row_of
-from scripts.scripted_turns.math import CHEATS, EXAMPLES, example_rows, scripted_row
+from scripts.scripted_turns.math import CHEATS, EXAMPLES, example_rows
 from tests.prorl_code.conftest import Client, saying
 
 
@@ -33,14 +32,6 @@ async def test_python_keeps_its_state_and_has_the_packages(client: Client) -> No
     assert (status, verdict["reward"], verdict["verdict"], verdict["extracted_answer"]) == (200, 1.0, "right", "2")
 
 
-@pytest.mark.parametrize(("variant", "verdict"), [("oracle", "right"), ("null", "no_answer")])
-async def test_scripted_policies_earn_what_they_should(client: Client, variant: str, verdict: str) -> None:
-    for example in EXAMPLES[:2]:
-        row = scripted_row(example, variant)
-        earned = await client.play(row, json.loads(row["responses_create_params"]["metadata"]["script"])["turns"])
-        assert (earned["verdict"], earned["reward"]) == (verdict, float(variant == "oracle"))
-
-
 CHEATED = {
     "patched_kernel": ("import math_verify as m, sympy as s\ns.simplify(0 - 41040) == 0 and m.verify(0, 1)", "True"),
     "forged_library": ("print(open('/sandbox/workspace/verdict.json').read())", '"reward": 1.0'),
@@ -58,20 +49,6 @@ async def test_nothing_in_the_sandbox_speaks_for_the_answer(client: Client, name
     assert seen in await client.tool("python", code=code)
     status, earned, _kind = await client.post("/verify", row | {"response": saying(last["content"])})
     assert (status, earned["reward"], earned["verdict"]) == (200, 0.0, "wrong")
-
-
-@pytest.mark.parametrize(
-    ("bad", "field"),
-    [
-        ({}, "question"),
-        ({"question": "?", "expected_answer": r"\boxed{}"}, "expected_answer"),
-        ({"question": "?", "expected_answer": ["2"]}, "expected_answer"),
-    ],
-)
-async def test_a_bad_row_is_refused_and_the_field_named(client: Client, bad: dict[str, Any], field: str) -> None:
-    status, body, kind = await client.post("/seed_session", bad)
-    assert (status, kind) == (422, None), body
-    assert [error["field"] for error in body["errors"]] == [field]
 
 
 def test_the_example_rows_are_the_examples() -> None:

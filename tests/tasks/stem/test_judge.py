@@ -165,7 +165,7 @@ async def test_no_answer_talks_a_judge_round(judge: Callable[..., str]) -> None:
     """Judges behind a real model server."""
     async with judging() as (url, server):
         server.reply = judge
-        model = model_at(url, timeout_s=5)
+        model = model_at(url, timeout_s=30)
         for attack in ATTACKS:
             if judge is parroting and not addresses_judge(attack):  # a useless judge, but no reward
                 with pytest.raises(InfrastructureError, match="without a verdict"):
@@ -178,14 +178,15 @@ async def test_no_answer_talks_a_judge_round(judge: Callable[..., str]) -> None:
 
 async def test_of_a_model_server() -> None:
     async with judging() as (url, server):
-        model = model_at(url, timeout_s=0.5)
+        model, hasty = model_at(url, timeout_s=30), model_at(url, timeout_s=0.5)
         assert (await judge_of(model).judge(ASKED, "the mitochondrion")).verdict is JudgeVerdict.SAME
         assert {request["temperature"] for request in server.requests} == {0.0}
         for name, trouble in TROUBLES.items():
             server.answers = trouble
             with pytest.raises(InfrastructureError) as error:
-                await judge_of(model).judge(ASKED, "the mitochondrion")
+                await judge_of(hasty if name == "slow" else model).judge(ASKED, "the mitochondrion")
             assert error.value.kind is FailureKind.VERIFIER_ERROR, name
+        await hasty.aclose()
     with pytest.raises(InfrastructureError, match=r"cannot be reached|dropped") as down:
         await judge_of(model).judge(ASKED, "the mitochondrion")
     assert down.value.kind is FailureKind.VERIFIER_ERROR

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
-from scripts.scripted_turns.stem import script_for
+from nemo_gym_prorl.tasks.stem.problems import row_for
 from tests.prorl_code.conftest import Client, saying
 from tests.prorl_code.conftest import serving as serving_any
 from tests.tasks.stem.judges import TROUBLES, gullible, judging
@@ -24,21 +23,6 @@ ROWS = {
 }
 TEXT = row_for("Which organelle makes most of the ATP?", "mitochondria")
 serving = partial(serving_any, "prorl_stem")
-
-
-@pytest.mark.parametrize(
-    ("variant", "reward", "verdict"), [("oracle", 1.0, "right"), ("null", 0.0, "no_answer"), ("guess", 0.0, "wrong")]
-)
-async def test_scripted_policies_earn_what_they_should(variant: str, reward: float, verdict: str) -> None:
-    async with serving() as url:
-        for kind, row in ROWS.items():
-            async with Client(url) as client:
-                earned = await client.play(row, script_for(problem_of(row), variant)["turns"])
-            assert (earned["reward"], earned["verdict"]) == (reward, verdict)
-            if variant == "oracle":
-                assert (earned["checked_by"], earned["tool_errors"]) == (kind, 0)
-                calls = {tool: counts["calls"] for tool, counts in earned["tool_use"].items()}
-                assert calls == {"search": 1, "python": 2}
 
 
 async def test_search_and_python_side_by_side() -> None:
@@ -61,7 +45,7 @@ async def judged(client: Client, answer: str) -> tuple[int, Any, str | None]:
 
 
 async def test_a_judge_that_is_down_slow_or_confused_is_no_reward() -> None:
-    async with judging() as (judge_url, judge), serving(judge_url, judge_timeout_s=1.0) as url:
+    async with judging() as (judge_url, judge), serving(judge_url, judge_timeout_s=3.0) as url:
         async with Client(url) as client:
             status, verdict, _ = await judged(client, "the mitochondrion")
             assert (status, verdict["reward"], verdict["checked_by"]) == (200, 1.0, "judge")
