@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH, state_root
 from nemo_gym_prorl.tasks.harbor import grading, verification
 from nemo_gym_prorl.tasks.harbor.rewards import Outcome
@@ -50,6 +54,11 @@ start_period_sec = 60
 start_interval_sec = 0.1
 """
 HOOK = '[[verifier.collect]]\ncommand = "cp answer /logs/artifacts/kept"\n[[verifier.collect]]\ncommand = "false"\n'
+ENTRYPOINT = {
+    "environment/Dockerfile": (
+        'FROM debian:13\nENTRYPOINT ["sh", "-c", "touch /started; exec \\"$@\\"", "sh"]\nCMD ["true"]\n'
+    )
+}
 PASSED, FAILED, REFUSED = (200, 1.0, "passed"), (200, 0.0, "failed"), (422, None, "verifier_error")
 
 BEHAVIOURS = {
@@ -129,6 +138,16 @@ BEHAVIOURS = {
     "a reward may be any number": ({"test": writes("reward.txt", "-3")}, ANSWER, (200, -3.0, "failed")),
     "one reward of any name": ({"test": writes("reward.json", '{"score": 1}')}, ANSWER, PASSED),
     "a child that holds the output": ({"test": TEST + "sleep 600 &"}, ANSWER, PASSED),
+    "an ENTRYPOINT, which Harbor would start, does not start": (
+        {"files": ENTRYPOINT, "test": says("[ ! -e /started ] && [ -e /app/answer ]")},
+        ANSWER,
+        PASSED,
+    ),
+    "a solution that needs the ENTRYPOINT": (
+        {"files": ENTRYPOINT, "solve": "[ -e /started ] && echo 42 > /app/answer"},
+        ANSWER,
+        REFUSED,
+    ),
     "a solution with variables, which fails in the end": (
         {
             "toml": PLAIN + "[solution.env]\nS = '42'\n",
@@ -144,16 +163,23 @@ LATER = (
     *("a script without an interpreter runs in bash", "folders of logs are open to all", "one reward of any name"),
     *("files of the agent's logs reach the tests", "variables of the verifier", "the exit code means nothing"),
     *("a reward may be any number", "a child that holds the output", "without a working folder all runs in /"),
-    "a wrong answer where the solution earns nothing",
+    *("a wrong answer where the solution earns nothing", "a solution that needs the ENTRYPOINT"),
 )
 
 
 @pytest.mark.parametrize("name", tiered(BEHAVIOURS, BEHAVIOURS.keys() - {*LATER}))
-async def test_behaviours_of_the_format(base_url: str, tmp_path: Path, name: str) -> None:
+async def test_behaviours_of_the_format(
+    base_url: str, runtime: Runtime, image: Path, tmp_path: Path, name: str
+) -> None:
     task, command, result = BEHAVIOURS[name]
     # The default solution solves the default tests only.
     folder = make_task(tmp_path / "t", **({"solve": None} if "test" in task else {}) | task)
-    reply = await play(base_url, row_of(folder), command)
+    row = row_of(folder)
+    if "environment/Dockerfile" in task.get("files", {}):
+        request = DockerfileRequest(folder / "environment", "built", replaced={"debian:13": str(image)})
+        store = ImageStore(tmp_path / "images", tmp_path / "unpacked")
+        row["image"] = str(build_dockerfile(request, store, runtime, ignore_progress))
+    reply = await play(base_url, row, command)
     assert shown(reply) == result, reply
 
 
