@@ -6,8 +6,8 @@ A Gym model server receives the whole history with token ids in each turn, so a 
 ``prorl_model`` stores the tokens of a rollout itself. The server echoes the header ``X-Rollout-Tokens: deferred`` in
 its first answer. Each later turn then carries only the new observations and the id of the previous answer.
 
-The token fields that a trainer needs are fetched once, after the last turn, onto the last output item of each turn,
-where Gym expects them. A rollout that is cut short fetches the tokens of its complete turns.
+The tokens that a trainer needs are fetched once, after the last turn. A rollout that is cut short fetches those of its
+complete turns.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import orjson
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, StrictInt, ValidationError, model_validator
@@ -33,6 +34,9 @@ from nemo_gym_prorl.agent.gym_http import (
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.http.client import HttpAnswer
 from nemo_gym_prorl.http.problem_document import field_errors
+from nemo_gym_prorl.http.routed_experts import RoutedExperts
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens, shared_length
+from nemo_gym_prorl.rollout.job import Trajectory
 from nemo_gym_prorl.rollout.turns import TurnTiming
 
 
@@ -57,7 +61,7 @@ class _Turn:
 class _Sequence(BaseModel):
     """One branch of a rollout. Validation is strict because wrong tokens would be trained on."""
 
-    ids: list[StrictInt]
+    ids: list[Annotated[StrictInt, Field(ge=0, lt=2**31)]]
     log_probs: list[FiniteFloat]
 
     @model_validator(mode="after")
@@ -93,6 +97,8 @@ class _Tokens(BaseModel):
                 raise ValueError(f"answer {name!r} lies in sequence {span.sequence} of {len(self.sequences)}")
             if not 0 < span.start <= span.end <= len(self.sequences[span.sequence].ids):
                 raise ValueError(f"answer {name!r} lies at {span.start} to {span.end}, not within its sequence")
+            if span.routed_experts is not None:
+                RoutedExperts.read(span.routed_experts)
         return self
 
 
@@ -185,7 +191,7 @@ class Conversation:
         Args:
             saved: result of :meth:`save`, possibly of another conversation.
             prompt: the row's input.
-            output: output items that the policy knows; :meth:`fetch_tokens` adds their tokens.
+            output: output items that the policy knows, those of the trajectory.
             steps: steps of the saved turns.
 
         Raises:
@@ -265,8 +271,8 @@ class Conversation:
         if turn["output"]:
             self._turns[answer_id] = _Turn(number, turn["output"][-1], bool(turn.get("incomplete_details")))
 
-    async def fetch_tokens(self) -> None:
-        """Fetch deferred tokens into the turns' items. The fetch is idempotent and retried a few times.
+    async def fetch_tokens(self, trajectory: Trajectory) -> None:
+        """Fetch deferred tokens into the trajectory. The fetch is idempotent and retried a few times.
 
         Raises:
             InfrastructureError: the server fails, has lost the rollout, or lacks the tokens of one of its answers.
@@ -278,6 +284,8 @@ class Conversation:
             raise self._runs_unsupported()
         self.weight_versions, self.log_probs = [], tokens.log_probs
         self.token_in_rate = tokens.token_in_rate
+        places = {id(item): place for place, item in enumerate(trajectory.response["output"])}
+        turns, before, end = list[TurnTokens](), list[int](), 0
         for answer_id, turn in self._turns.items():
             if (span := tokens.answers.get(answer_id)) is None:
                 if turn.incomplete:
@@ -287,13 +295,23 @@ class Conversation:
                     kind=FailureKind.AGENT_REQUEST_FAILED,
                 )
             sequence = tokens.sequences[span.sequence]
-            turn.last_item["prompt_token_ids"] = sequence.ids[: span.start]
-            turn.last_item["generation_token_ids"] = sequence.ids[span.start : span.end]
-            turn.last_item["generation_log_probs"] = sequence.log_probs[span.start : span.end]
-            if span.routed_experts is not None:
-                turn.last_item["routed_experts"] = span.routed_experts
+            ids, log_probs = sequence.ids, sequence.log_probs
+            start, stop, experts = span.start, span.end, span.routed_experts
+            kept = min(end, start)
+            if ids is not before:
+                kept = shared_length(before[:kept], ids)
+            if experts is not None and RoutedExperts.read(experts).rows < stop - kept + bool(kept):
+                raise InfrastructureError(
+                    f"{self._model.name} keeps too few routed experts of its answer {answer_id!r:.200}",
+                    kind=FailureKind.AGENT_REQUEST_FAILED,
+                )
+            numbers = array("i", ids[kept:start]), array("i", ids[start:stop]), array("d", log_probs[start:stop])
+            turns.append(TurnTokens(places[id(turn.last_item)], kept, *numbers, experts))
+            if stop > start:
+                before, end = ids, stop
             first, last = span.weight_versions or (None, None)
             self.weight_versions.append({"turn": turn.number, "first": first, "last": last})
+        trajectory.tokens = turns
 
     def _runs_unsupported(self) -> InfrastructureError:
         return InfrastructureError(

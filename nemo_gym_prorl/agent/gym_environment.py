@@ -24,6 +24,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
@@ -209,9 +210,10 @@ class GymEnvironmentHandler:
             recorder = self._checkpoint_recorder(job, session, conversation)
             pending = await recorder.restore(params, trajectory.response) if recorder else None
             await loop.run(params, trajectory.response, pending, recorder.after_turn if recorder else None)
-            await conversation.fetch_tokens()
+            await conversation.fetch_tokens(trajectory)
         except BaseException:
-            session.has_tokens = await self._fetch_tokens_in_time(job, conversation.fetch_tokens)
+            fetch = partial(conversation.fetch_tokens, trajectory)
+            session.has_tokens = await self._fetch_tokens_in_time(job, fetch)
             raise
         finally:
             job.progress.weight_versions = conversation.weight_versions

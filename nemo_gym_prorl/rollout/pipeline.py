@@ -328,7 +328,7 @@ class Pipeline(RolloutService):
             failure = classify(control.cancelled, stage)
         control.since = self._clock()
         if failure is None:
-            if self._outages.first(job.environment) is None:
+            if control.held_up and self._outages.first(job.environment) is None:
                 for passed in [*Stage][: [*Stage].index(stage) + 1]:
                     control.held_up.pop(passed, None)
             self._go_on(job, stage, value)

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 
 from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer
 from nemo_gym_prorl.http.client import HttpClient
-from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
+from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, experts, once, status, until
 from tests.rollout.serving import serve
 
 
@@ -113,6 +113,10 @@ async def test_tokens_that_do_not_fit_are_no_tokens() -> None:
         places(weight_versions=[1, 2, 3]),
         sequence(log_probs=[-0.5]),
         sequence(ids=[True] * 9),
+        sequence(ids=[-1] * 9),
+        sequence(ids=[2**31] * 9),
+        places(routed_experts="eight"),
+        places(routed_experts=experts(0, 1)),
     ]
     policy = Lying()
     async with deployment(policy=policy) as at:

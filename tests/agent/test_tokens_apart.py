@@ -62,6 +62,28 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
     assert usage_of(packed).length == 3
 
 
+@pytest.mark.parametrize("branches", [(0, 1, 0), (0, 1, 1), (1, 0, 1)])
+async def test_turns_of_two_branches_have_the_prompts_they_were_sampled_from(branches: tuple[int, ...]) -> None:
+    sequences = [
+        {"ids": [*range(9)], "log_probs": [-0.5] * 9},
+        {"ids": [0, 1, 2, *b"xyzuvw"], "log_probs": [-1.5] * 9},
+    ]
+
+    class Branching(Policy):
+        def _tokens(self, rollout: str) -> Any:
+            kept = super()._tokens(rollout)
+            for branch, answer in zip(branches, kept["answers"].values(), strict=True):
+                answer["sequence"] = branch
+            return {**kept, "sequences": sequences}
+
+    async with deployment(policy=Branching()) as at:
+        row = await at.run(ROW)
+    for branch, end, item in zip(branches, (2, 5, 8), row["response"]["output"][::2], strict=True):
+        ids, log_probs = sequences[branch]["ids"], sequences[branch]["log_probs"]
+        assert (item["prompt_token_ids"], item["generation_token_ids"]) == (ids[:end], [ids[end]])
+        assert item["generation_log_probs"] == [log_probs[end]]
+
+
 async def test_what_another_rollout_of_the_row_had_to_train_on_is_not_this_ones() -> None:
     async with deployment() as at:
         row = await at.run(ROW | {"training_traces": {"traces": []}, "task": 7})

@@ -201,6 +201,23 @@ async def test_a_programs_request_loses_what_cannot_be_served(tmp_path: Path, wi
         assert record["total_tokens"] == len(agent.engine.seen[0]["prompt"]) + len(BYTES.encode(next(texts)))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "streams"),
+    [({"stream": True}, {}, True), ({}, {"stream": True}, True), ({}, {}, False), ({}, {"stream": False}, False)],
+)
+async def test_a_stream_is_asked_for_on_either_side_of_tokens(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], streams: bool
+) -> None:
+    tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
+    text = {"type": "output_text", "text": 'a "stream" of words', "annotations": []}
+    items = [HI, {"type": "message", "role": "assistant", "content": [text], **tokens}, HI]
+    async with program(tmp_path) as agent:
+        body = {**before, "input": items, **after}
+        async with agent.http.post(f"{agent.url}/v1/responses", json=body, headers={"X-Rollout-Id": "r"}) as said:
+            kind = "text/event-stream" if streams else "application/json"
+            assert (said.status, said.content_type) == (200, kind), await said.text()
+
+
 async def test_models_and_counts(tmp_path: Path) -> None:
     """Any name is a model, and a count is the length of the prompt that a turn would have."""
     async with program(tmp_path) as agent:

@@ -19,6 +19,7 @@ from nemo_gym_prorl.http.client import ConnectionDropped, HttpClient
 from nemo_gym_prorl.http.tracing import trace_headers
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.tokens.prompt import PROMPT_IDS
 
 
 _TRIES = 3
@@ -53,9 +54,6 @@ async def post(client: HttpClient, url: str, headers: Mapping[str, str], body: S
     raise AssertionError
 
 
-_ECHO = b'"prompt_token_ids":'
-
-
 class ContextFull(Exception):
     """The prompt leaves no room in the engine's context."""
 
@@ -83,11 +81,10 @@ def strip_prompt_echo(content: bytes, echo: Sequence[bytes]) -> bytes:
         content: JSON.
         echo: the sent list of ids as JSON, in parts.
     """
-    # A JSON string cannot contain the name with unescaped quotes, so the match is a field.
-    field = content.find(_ECHO)
+    field = content.find(PROMPT_IDS)
     if field < 0 or not echo:
         return content
-    at = start = field + len(_ECHO)
+    at = start = field + len(PROMPT_IDS)
     for part in echo:
         if not content.startswith(part, at):
             return content

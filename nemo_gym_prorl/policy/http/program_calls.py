@@ -26,6 +26,7 @@ from nemo_gym_prorl.policy.http.fields import leave_out_undecided
 from nemo_gym_prorl.policy.http.programs import program_error
 from nemo_gym_prorl.policy.http.turn_requests import read_object
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
+from nemo_gym_prorl.policy.tokens.prompt import PROMPT_IDS
 
 
 KEEP_ALIVE_S = 3.0  # clients and proxies drop connections that are silent for 5 s or more
@@ -43,7 +44,7 @@ class ProgramCalls:
         self._runtime, self._answer = runtime, answer
 
     async def __call__(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
-        streams = b'"stream"' in body and _streams(body)
+        streams = _streams(body)
         if not streams and LEFT_OUT.get() is None:
             return await self._answer(request, caller, body)
         caller = replace(caller, streams=streams, deferred=caller.deferred or streams)
@@ -88,6 +89,9 @@ class ProgramCalls:
 
 
 def _streams(body: bytes) -> bool:
+    # The field lies before or after the items, whose tokens can be 20 MB.
+    if not any(b'"stream"' in part for part in (body[: body.find(PROMPT_IDS)], body[body.rfind(PROMPT_IDS) :])):
+        return False
     with suppress(*KNOWN_ERRORS):  # the route refuses such a body
         return read_object(body).get("stream") is True
     return False

@@ -137,7 +137,8 @@ TURN_MARKER = f"turn of {uuid.uuid4().hex}"
 
 """
 
-_NAME = b'"prompt_token_ids":'
+PROMPT_IDS = b'"prompt_token_ids":'
+"""The first token field of an item or an answer. A JSON string cannot contain it with unescaped quotes."""
 
 
 def strip_known_tokens(
@@ -148,7 +149,7 @@ def strip_known_tokens(
     Returns:
         ``None`` if the request has tokens other than those of one branch from its first turn on.
     """
-    at = body.find(_NAME)
+    at = body.find(PROMPT_IDS)
     if at < 0:
         return body, []
     for leaf in islice(_latest_leaves(ledger), MAX_BRANCHES):
@@ -166,11 +167,10 @@ def _strip_branch(
 ) -> tuple[bytes, list[LedgerTurn]] | None:
     parts, end, number = [], 0, 0
     text, lengths = texts.sequence_text(path[-1])
-    # A JSON string cannot contain the name with unescaped quotes, so each match is a field.
     while at >= 0:
         if number == len(path):
             return None
-        turn, start = path[number], at + len(_NAME)
+        turn, start = path[number], at + len(PROMPT_IDS)
         length, rest = lengths[turn], texts.sampled(turn)
         with memoryview(text)[:length] as ids:
             known = bool(turn.sampled) and body.startswith(ids, start) and body.startswith(rest, start + length)
@@ -178,5 +178,5 @@ def _strip_branch(
             return None
         parts.append(b'%b"%b":%d' % (body[end:at], TURN_MARKER.encode(), number))
         end = start + length + len(rest)
-        at, number = body.find(_NAME, end), number + 1
+        at, number = body.find(PROMPT_IDS, end), number + 1
     return b"".join([*parts, body[end:]]), list(path[:number])
