@@ -214,13 +214,14 @@ def serve(
     from nemo_gym_prorl.cli import serve as command
     from nemo_gym_prorl.cli.serve import GatewayOptions
 
-    if tokenizer is not None:
-        words = [*words, f"++policy_model.responses_api_models.prorl_model.policy.tokenizer={tokenizer}"]
+    if tokenizer is not None and Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).absolute())  # servers run in other folders
     serving = command.serve(
         words,
         policy_url=policy_url,
         policy_model=policy_model,
         policy_key=policy_key,
+        tokenizer=tokenizer,
         model_type=model_type,
         head_port=head_port,
         log_dir=log_dir,

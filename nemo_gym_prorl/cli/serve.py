@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+from hydra.core.override_parser.types import Quote, QuotedString
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +51,7 @@ async def serve(
     policy_url: str | None,
     policy_model: str,
     policy_key: str,
+    tokenizer: str | None,
     model_type: str,
     head_port: int,
     log_dir: Path | None,
@@ -64,6 +66,7 @@ async def serve(
         policy_url: URL of the inference endpoint, ending in ``/v1``; ``None`` if runs add their engines later.
         policy_model: name of the model at the endpoint.
         policy_key: key of the endpoint.
+        tokenizer: absolute folder or Hugging Face name of the tokenizer.
         model_type: Gym's model server, as for ``--model-type``.
         head_port: port of Gym's head server.
         log_dir: folder for the log. Default: a temporary folder, removed unless there was an error.
@@ -90,6 +93,11 @@ async def serve(
             complaint = f"is an option of the gateway and requires --ray; without --ray set {setting}"
             raise CallerError(complaint, field=f"--{option.replace('_', '-')}")
     overrides = [word for word in words if "=" in word]
+    if tokenizer is not None:
+        if model_type != "prorl_model":
+            raise CallerError(f"is a setting of prorl_model; {model_type} has none", field="--tokenizer")
+        quoted = QuotedString(tokenizer, Quote.single).with_quotes()
+        overrides.insert(0, f"++policy_model.responses_api_models.prorl_model.policy.tokenizer={quoted}")
     if ray is not None:
         os.environ["RAY_AUTH_MODE"] = ray_auth_mode()  # Ray reads the variable on import, also by server modules
     await asyncio.to_thread(check_overrides, environments, model_type, overrides)

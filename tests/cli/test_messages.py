@@ -71,7 +71,10 @@ async def test_a_client_says_a_mistake_once_in_one_line(
         (["prorl_code", "--journal", "folder"], "--journal: is an option of the gateway and requires --ray"),
         (["prorl_code", "--policy-url", "127.0.0.1:8000/v1"], "--policy-url: '127.0.0.1:8000/v1' must be http(s)://"),
         (["prorl_code", "--head-port", "{taken}"], "port {taken} is in use"),
-        (["prorl_code", "--tokenizer", "t", "--model-type", "vllm_model", "--policy-url", NOWHERE], "'prorl_model'"),
+        (
+            ["prorl_code", "--tokenizer", "t", "--model-type", "vllm_model", "--policy-url", NOWHERE],
+            "--tokenizer: is a setting of prorl_model; vllm_model has none",
+        ),
         (["prorl_code", "++prorl_cod_agent.responses_api_agents.prorl_agent.x=1"], "the nearest: prorl_code_agent"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

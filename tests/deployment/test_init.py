@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,16 +20,46 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.servers.task_server import TaskServerConfig
 from tests.cli.command_line import prorl
 from tests.deployment.test_serve import Service
+from tests.policy.engines import MODEL
+from tests.policy.families import TEMPLATES
+from tests.policy.scripted_engine import ScriptedEngine, saved
+from tests.policy.tokenizers import tokenizer_of
+from tests.rollout.serving import serve
 
 
 SERVER = Path("resources_servers/adder")
+TOKENIZER = "a tokenizer, v=1"  # in the user's folder, and no name that Hydra takes without quotes
+
+
+class Adder(ScriptedEngine):
+    """A model that calls tools over tokens, and believes that 2 + 2 is 5."""
+
+    def say(self, body: dict[str, Any]) -> str:
+        prompt = self.tokenizer.decode(body["prompt"])
+        result = sum(map(int, re.findall(r"\d+", prompt.partition("the sum of ")[2].partition(" into")[0])))
+        written = 5 if result == 4 else result
+        call = {"name": "bash", "arguments": {"command": f"echo {written} > answer"}}
+        if "<tool_call>" in prompt:
+            call = {"name": "submit", "arguments": {}}
+        return f"<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>"
+
+
+@pytest.fixture
+async def adding_policy(tmp_path: Path) -> AsyncIterator[str]:
+    """URL of :class:`Adder`; its tokenizer lies in the user's folder."""
+    template = (TEMPLATES / "chatml.jinja").read_text()
+    tokenizer = tokenizer_of("bytes", template)
+    (tmp_path / TOKENIZER).mkdir()
+    saved(tmp_path / TOKENIZER, tokenizer, template)
+    async with serve(Adder(tokenizer).app()) as url:
+        yield f"{url}/v1"
 
 
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
 async def test_from_an_empty_folder_to_rewards_through_gyms_command_line(
-    scripted_policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adding_policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one path through Gym's command line of the first tier: init, serve, submit, show, and a clean end."""
     monkeypatch.chdir(tmp_path)
@@ -37,8 +69,9 @@ async def test_from_an_empty_folder_to_rewards_through_gyms_command_line(
     wrong = [{**rows[0], "answer": True}, {**rows[0], "responses_create_params": tools}]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *wrong]))  # noqa: ASYNC240
     own = Service(tmp_path, "adder")
+    own.model = MODEL
     try:
-        await own.start(scripted_policy)
+        await own.start(adding_policy, "--tokenizer", TOKENIZER)
         code, said = await prorl("submit", "rows.jsonl", "--output", "results.jsonl", url=own.urls["adder_agent"])
         assert (code, "5 succeeded" in said, "bad_row: 2" in said) == (1, True, True), said
         results = [json.loads(line) for line in Path("results.jsonl").read_text().splitlines()]  # noqa: ASYNC240
@@ -53,7 +86,7 @@ async def test_from_an_empty_folder_to_rewards_through_gyms_command_line(
     finally:
         assert await own.mark.kill(settle_s=5) == {}
         shutil.rmtree(own.state, ignore_errors=True)
-    mine = {"rows.jsonl", "results.jsonl", "serve.log", "tmp", "gym"}
+    mine = {TOKENIZER, "rows.jsonl", "results.jsonl", "serve.log", "tmp", "gym"}
     left = {path.name for path in tmp_path.iterdir()} - mine  # noqa: ASYNC240
     assert left == {"environments", "resources_servers"}, "Gym has written into the user's folder"
 

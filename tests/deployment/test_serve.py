@@ -44,6 +44,7 @@ class Service:
     """A running ``prorl serve`` whose whole process tree is marked."""
 
     key: str | None = None
+    model = MODEL_NAME
 
     def __init__(self, folder: Path, environment: str = "prorl_code") -> None:
         self.environment = environment
@@ -62,7 +63,7 @@ class Service:
     async def launch(self, policy: str | None, *overrides: str) -> None:
         command = "from nemo_gym_prorl.cli.app import main; main()"
         own = ("--policy-url", policy) if policy else ()
-        options = (*own, "--policy-model", MODEL_NAME, "--head-port", str(self.head_port))
+        options = (*own, "--policy-model", self.model, "--head-port", str(self.head_port))
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", command, "serve", self.environment, *overrides, *options),
