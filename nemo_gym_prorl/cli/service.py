@@ -222,7 +222,11 @@ def find_servers(head: str, token: str | None, implementation: str) -> dict[str,
 
 
 def cancel(url: str | None, token: str | None, ids: list[str], group: str | None) -> int:
-    """Cancel rollouts; return the number of unknown ids, or 1 for an unknown group."""
+    """Cancel rollouts; return the number of unknown ids, or 1 for an unknown group.
+
+    Raises:
+        CallerError: neither ids nor a group are given, or both.
+    """
     if bool(ids) == (group is not None):
         raise CallerError("give either ids of rollouts or --group", field="IDS")
     console = Console(highlight=False, soft_wrap=True)
@@ -271,7 +275,11 @@ def add_backend(
 
 
 def drain_backend(url: str | None, token: str | None, engine: str) -> None:
-    """Drain an engine, given by id or URL, at each model server that has it."""
+    """Drain an engine, given by id or URL, at each model server that has it.
+
+    Raises:
+        CallerError: no model server has the engine.
+    """
     drained = 0
     for model in _models(url, token):
         known = model.get(_BACKENDS, "backends")["backends"]
@@ -359,7 +367,11 @@ def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
 
 
 def show_rollouts(url: str | None, token: str | None, group: str | None, state: str | None, failed: bool) -> None:
-    """Print the rollouts that match, oldest first; with ``failed`` those with a failed attempt, and their failures."""
+    """Print the rollouts that match, oldest first; with ``failed`` those with a failed attempt, and their failures.
+
+    Raises:
+        CallerError: both a state and ``failed`` are given.
+    """
     if failed and state is not None:
         raise CallerError("cannot be combined with --state", field="--failed")
     console = Console(highlight=False, emoji=False)

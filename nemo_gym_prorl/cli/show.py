@@ -204,7 +204,11 @@ _LONG_INTEGER = re.compile(rb"(?<![\d.eE])\d{19,}(?![\d.eE])")
 
 
 def json_value(text: bytes) -> Any:
-    """Parse JSON with exact integers; orjson alone parses integers beyond 64 bits as floats."""
+    """Parse JSON with exact integers; orjson alone parses integers beyond 64 bits as floats.
+
+    Raises:
+        JSONDecodeError: the text is not JSON.
+    """
     value = orjson.loads(text)
     return json.loads(text) if _LONG_INTEGER.search(text) else value
 
@@ -237,7 +241,11 @@ def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]
 
 
 def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the rollouts of a file of results by line; the file may still be written."""
+    """Return the rollouts of a file of results by line; the file may still be written.
+
+    Raises:
+        CallerError: a line is not a rollout.
+    """
     found: dict[int, dict[str, Any]] = {}
     for number, row in json_lines(path, growing=True):
         if isinstance(row, CallerError):

@@ -215,6 +215,9 @@ async def services(url: str | None, token: str | None) -> AsyncIterator[list[Rol
     """Yield unopened clients of the services at ``url`` (comma-separated), or of the head server's ``prorl_agent``.
 
     The URL of the latter is updated while the context is open, because a restarted deployment has new ports.
+
+    Raises:
+        InfrastructureError, CallerError: see :func:`~nemo_gym_prorl.cli.service.find_service`.
     """
     if urls := split_urls(url):
         yield [RolloutClient(service_url, token) for service_url in urls]

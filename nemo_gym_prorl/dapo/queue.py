@@ -150,7 +150,11 @@ class StopConditions:
         self.reason = reason
 
     def check(self) -> None:
-        """Refuse to begin another group after too many groups of no use."""
+        """Refuse to begin another group after too many groups of no use.
+
+        Raises:
+            NothingToLearn: a bound is reached.
+        """
         if self.not_run >= self._config.max_dropped:
             raise self.nothing_runs()
         if self.zero_variance >= self._config.max_fruitless:

@@ -204,7 +204,11 @@ class DynamicSampler:
     # Decisions
 
     def decide(self) -> Decision:
-        """Return the actions that follow from the events since the last call."""
+        """Return the actions that follow from the events since the last call.
+
+        Raises:
+            NothingToLearn: training cannot make progress.
+        """
         while (batch := self._batch()) is not None:
             self._decision.batches.append(batch)
         self._settle_zero_variance(self._certainly_passed())

@@ -72,7 +72,10 @@ class ServerDeath:
     """End of a server in a supervised deployment, which restarts the server.
 
     Attributes:
+        name: instance name of the server.
         how: exit status or signal.
+        lived_s: seconds for which the server had run.
+        pause_s: seconds until the restart.
     """
 
     name: str
@@ -163,7 +166,11 @@ class GymDeployment:
         self._process: asyncio.subprocess.Process | None = None
 
     def url(self, name: str) -> str:
-        """Return the URL of a server by its instance name."""
+        """Return the URL of a server by its instance name.
+
+        Raises:
+            DeploymentError: no such instance; the error lists all instances.
+        """
         if name not in self.instances:
             raise DeploymentError(f"no instance {name!r} in this deployment; instances: {', '.join(self.instances)}")
         return self.instances[name].url
@@ -213,7 +220,11 @@ class GymDeployment:
             say(f"{time.monotonic() - start:.0f} s, waiting for {self._awaited}; {machine_load()}{last}")
 
     async def guard[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work``, and cancel it if the deployment dies."""
+        """Run ``work``, and cancel it if the deployment dies.
+
+        Raises:
+            DeploymentError: the deployment died, see :meth:`watch`.
+        """
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)

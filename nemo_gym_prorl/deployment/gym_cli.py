@@ -95,7 +95,11 @@ def _roots() -> list[Path]:
 
 
 def find_file(path: str) -> Path:
-    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder."""
+    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder.
+
+    Raises:
+        FileNotFoundError: no such file; the error lists the folders searched.
+    """
     roots = _roots()
     for root in roots:
         if (root / path).is_file():

@@ -61,6 +61,9 @@ async def served(
         port: TCP port; 0 takes a free one.
         certificate: files of the certificate and its key, for TLS.
         keep_alive_s: seconds for which an idle connection stays open.
+
+    Raises:
+        OSError: the port is taken.
     """
     cert, key = certificate or (None, None)
     config = uvicorn.Config(
@@ -92,7 +95,11 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Check a certificate before the server starts."""
+    """Check a certificate before the server starts.
+
+    Raises:
+        CallerError: the files are no certificate and its key.
+    """
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
     except OSError as error:  # ssl.SSLError is an OSError
@@ -102,7 +109,17 @@ def check_certificate(cert: Path, key: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def serve_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIterator[None]:
-    """Serve an application with TLS at a second port on all interfaces."""
+    """Serve an application with TLS at a second port on all interfaces.
+
+    Args:
+        app: the application.
+        cert: certificate chain.
+        key: key of the certificate.
+        port: TCP port.
+
+    Raises:
+        CallerError: the port is taken.
+    """
     async with contextlib.AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(served(app, "", port, certificate=(cert, key), keep_alive_s=30))

@@ -69,7 +69,11 @@ class HttpAnswer:
             return self.text(limit)
 
     def json(self) -> Any:
-        """Parse the body as JSON."""
+        """Parse the body as JSON.
+
+        Raises:
+            orjson.JSONDecodeError: the body is not JSON.
+        """
         return orjson.loads(self.body)
 
 

@@ -80,7 +80,11 @@ class RoutedExperts:
 
 
 def last_rows(text: str, rows: int) -> str:
-    """Return the text of the last rows."""
+    """Return the text of the last rows.
+
+    Raises:
+        ValueError: see :class:`RoutedExperts`.
+    """
     experts = RoutedExperts.read(text)
     return experts.of(experts.last(rows)).text
 

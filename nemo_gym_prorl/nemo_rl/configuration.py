@@ -254,6 +254,9 @@ def file_of(name: str, folder: str = "") -> Path:
     Args:
         name: path of a file, or name of a file that ships with the package.
         folder: subfolder of the recipes.
+
+    Raises:
+        CallerError: there is no such file.
     """
     if "/" in name or name.endswith((".yaml", ".yml")):
         path = Path(name)

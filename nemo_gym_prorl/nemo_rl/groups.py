@@ -115,7 +115,15 @@ def _as_prompt(inherited: Sequence[TurnTokens], others: Sequence[TurnTokens]) ->
 
 
 def training_group(rollouts: Sequence[TrainedRollout], reward_of: RewardFunction) -> TrainingGroup:
-    """Convert a group of a batch."""
+    """Convert a group of a batch.
+
+    Args:
+        rollouts: rollouts of one prompt.
+        reward_of: scaling and shaping of rewards.
+
+    Raises:
+        CallerError: no rollout has tokens to train on.
+    """
     members, prompts, why = [], [], ""
     for rollout in rollouts:
         try:

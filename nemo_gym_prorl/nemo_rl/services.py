@@ -65,7 +65,11 @@ class Servers:
 
     @property
     def key(self) -> str | None:
-        """Control token of the servers."""
+        """Control token of the servers.
+
+        Raises:
+            CallerError: the environment variable is not set.
+        """
         if self.key_env is None:
             return None
         key = os.environ.get(self.key_env)
@@ -255,6 +259,9 @@ def with_engines(servers: Servers, engines: Sequence[str | None], run: str) -> S
         servers: servers without engines.
         engines: base URLs of the generation workers; ``None`` for a worker without an HTTP server.
         run: run name of the engines.
+
+    Raises:
+        CallerError: no engine has an HTTP server.
     """
     urls = tuple(checked_url(url) for url in engines if url)
     if not urls:

@@ -157,7 +157,11 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Add variables and set the working directory of all commands; the directory is made."""
+        """Add variables and set the working directory of all commands; the directory is made.
+
+        Raises:
+            CallerError: the directory cannot be made.
+        """
         self.environment = {**self.environment, **env}
         if workdir:
             checked(workdir, SandboxPath, "workdir")
@@ -378,7 +382,11 @@ class Container:
         await self.ask(CheckRequest(self.name))
 
     async def pause(self) -> None:
-        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs."""
+        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs.
+
+        Raises:
+            SandboxRefused: a program does not stop.
+        """
         try:
             await self.ask(PauseRequest(self.name))
         except asyncio.CancelledError:
@@ -448,7 +456,11 @@ class Container:
 
 
 def container_of(handle: SandboxHandle) -> Container:
-    """Return the :class:`Container` of a handle of Gym's."""
+    """Return the :class:`Container` of a handle of Gym's.
+
+    Raises:
+        CallerError: the handle is another provider's.
+    """
     if not isinstance(handle.raw, Container):
         raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
     return handle.raw

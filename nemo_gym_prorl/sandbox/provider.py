@@ -86,7 +86,11 @@ class AsyncImageStore:
         return await self.locate(wanted, runtime)
 
     async def fetch(self, wanted: Reference | None, runtime: Runtime) -> None:
-        """Pull and unpack an image, so that a later start need not wait for either."""
+        """Pull and unpack an image, so that a later start need not wait for either.
+
+        Raises:
+            CallerError, InfrastructureError: as :meth:`locate` and :meth:`.store.ImageStore.open`.
+        """
         await self._unpack_once(await self.locate(wanted, runtime), runtime)
 
     async def _unpack_once(self, image: Path, runtime: Runtime) -> None:
@@ -105,6 +109,9 @@ class AsyncImageStore:
     async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[OpenImage]:
         """Open the root folder that a sandbox of ``image`` starts from, and keep it from removal during the
         block. A copy of the image's lock, held by another process, keeps it longer.
+
+        Raises:
+            CallerError, InfrastructureError: as :meth:`.store.ImageStore.open`.
         """
         await self._unpack_once(image, runtime)
         opening = asyncio.ensure_future(asyncio.to_thread(self._store.open, image, runtime))

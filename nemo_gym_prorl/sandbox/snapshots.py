@@ -198,7 +198,11 @@ def _open_fresh(path: Path) -> int:
 
 
 def find(folder: Path, snapshot: str) -> Path:
-    """Return the path of a snapshot."""
+    """Return the path of a snapshot.
+
+    Raises:
+        CallerError: the folder has no snapshot of that name.
+    """
     if not isinstance(snapshot, str) or not _NAME.fullmatch(snapshot) or not (folder / snapshot).is_file():
         raise CallerError(f"there is no snapshot {snapshot!r} in {folder}", field=SNAPSHOT)
     return folder / snapshot

@@ -116,7 +116,14 @@ class JudgeModelConfig(BaseModel):
     judge_concurrency: int = Field(default=32, ge=1)
 
     def judge_model(self, global_config: Any) -> TaskModel | None:
-        """Return the client of the judge model; ``None`` if none is configured."""
+        """Return the client of the judge model; ``None`` if none is configured.
+
+        Args:
+            global_config: Gym's merged configuration.
+
+        Raises:
+            InfrastructureError: the server does not exist; names ``judge_model_server``.
+        """
         if self.judge_model_server is None:
             return None
         config: Any = OmegaConf.to_container(global_config, resolve=True)

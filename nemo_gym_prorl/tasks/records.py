@@ -111,7 +111,11 @@ def lowered(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_answerable(record: Mapping[str, Any]) -> None:
-    """Raise if the problem is a programming task or needs a picture."""
+    """Raise if the problem is a programming task or needs a picture.
+
+    Raises:
+        UnusableRecord: names the field.
+    """
     for name in ("ability", "task_type"):
         kind = record.get(name)
         if isinstance(kind, str) and re.search(r"\bcod(?:e|ing)\b", kind.replace("_", " "), re.IGNORECASE):

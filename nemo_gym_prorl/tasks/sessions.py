@@ -209,7 +209,11 @@ class Sessions[Opened: OpenTools, Artefacts]:
             return {"state": state, "lost": lost, "snapshot": kept.name, "size": kept.size}
 
     async def call(self, key: str, tool: str, arguments: object) -> str:
-        """Execute a tool call and return the observation."""
+        """Execute a tool call and return the observation.
+
+        Raises:
+            InfrastructureError: ``session_lost``.
+        """
         session = self._require(key)
         with session.in_use():
             if not session.open and not session.tools.over:

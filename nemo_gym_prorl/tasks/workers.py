@@ -72,6 +72,8 @@ class WorkerPool:
         """Return a job's reply.
 
         Args:
+            job: JSON object.
+            cpu_s: CPU time limit in seconds.
             memory_mib: limit on the child's address space in MiB, imports included.
             file_mib: limit on the size of a file that the child writes, in MiB.
 

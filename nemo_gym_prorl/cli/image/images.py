@@ -67,7 +67,10 @@ class ImageOutcome:
     """Result of a job.
 
     Attributes:
+        name: registry address or name of the image.
+        state: how the job ended.
         reason: why there is no image; empty if there is one.
+        seconds: duration.
         bytes: size of the image on disk; 0 if another job has made the same image.
     """
 
@@ -334,7 +337,11 @@ def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
 
 
 def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
-    """Write outcomes as JSON lines, with the line of the Dockerfile that failed."""
+    """Write outcomes as JSON lines, with the line of the Dockerfile that failed.
+
+    Raises:
+        CallerError: the file cannot be written.
+    """
     lines = []
     for one in outcomes:
         line = re.search(r"\bDockerfile: line (\d+)\b", one.reason)

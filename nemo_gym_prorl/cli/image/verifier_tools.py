@@ -45,7 +45,11 @@ DEFAULT_PYTHON = "3.13"
 
 
 def needs_of_tasks(folder: Path) -> dict[str, VerifierNeeds]:
-    """Return the downloads of each test script of the tasks below a folder."""
+    """Return the downloads of each test script of the tasks below a folder.
+
+    Raises:
+        CallerError: there is no test script.
+    """
     scripts = sorted(folder.rglob("tests/test.sh"))
     if not scripts:
         raise CallerError(f"{folder} has no task with tests/test.sh", field="--tasks")

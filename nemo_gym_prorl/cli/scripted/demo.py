@@ -193,7 +193,11 @@ async def _only_model(url: str, api_key: str) -> str:
 
 
 def script_for(problem: HumanEvalProblem, variant: str) -> dict[str, list[Turn]]:
-    """Return a script of one of :data:`VARIANTS`."""
+    """Return a script of one of :data:`VARIANTS`.
+
+    Raises:
+        CallerError: unknown variant.
+    """
     return script_of(VARIANTS, problem, variant)
 
 

@@ -341,17 +341,26 @@ async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1"
     """Run the server inside the current event loop.
 
     Args:
+        config: settings of the policy.
+        host: address to listen on.
         port: TCP port; 0 selects a free port.
 
     Yields:
         The base URL for clients, ending in ``/v1``.
+
+    Raises:
+        OSError: the port is in use.
     """
     async with served(create_app(config), host, port) as url:
         yield f"{url}/v1"
 
 
 async def run(config: ScriptedConfig, host: str, port: int) -> None:
-    """Serve until cancelled, for ``prorl scripted``."""
+    """Serve until cancelled, for ``prorl scripted``.
+
+    Raises:
+        InfrastructureError: the address is not available.
+    """
     try:
         async with serve(config, host=host, port=port) as url:
             print(f"Scripted policy {config.model} (no language model) at {url}", flush=True)

@@ -210,7 +210,11 @@ def encode_ids(rendered: bytes) -> list[int]:
 
 
 def decode_ids(ids: Sequence[int]) -> bytes:
-    """Decode token ids into rendered bytes."""
+    """Decode token ids into rendered bytes.
+
+    Raises:
+        ScriptError: an id is outside the vocabulary.
+    """
     try:
         return bytes(ids)
     except (ValueError, TypeError) as error:

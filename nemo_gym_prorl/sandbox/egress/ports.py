@@ -134,7 +134,11 @@ def parse_head(data: bytes) -> Head:
 
 
 def parse_request_head(data: bytes) -> Head:
-    """Return the head of a request; it has no body if it does not say so."""
+    """Return the head of a request; it has no body if it does not say so.
+
+    Raises:
+        Refusal: the bytes are no such head.
+    """
     head = parse_head(data)
     method, version, chunked = head.first[0], head.first[-1], head.size is None
     if len(head.first) != 3 or version not in _VERSIONS or not method.isalpha() or (chunked and version < "HTTP/1.1"):
@@ -222,7 +226,11 @@ class SandboxPort(ABC):
 
 
 async def read_head(reader: ProgramReader, timeout_s: float) -> bytes:
-    """Read the head of the next request."""
+    """Read the head of the next request.
+
+    Raises:
+        Refusal: the head is too long.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             return await reader.readuntil(b"\r\n\r\n")

@@ -155,7 +155,11 @@ class Request:
 
 
 def parse_request(head: bytes) -> Request:
-    """Return the request of a head."""
+    """Return the request of a head.
+
+    Raises:
+        Refusal: the head is not one of a request to a proxy.
+    """
     message = parse_request_head(head)
     method, target, _version = message.first
     tunnel = method == "CONNECT"
@@ -174,6 +178,10 @@ class HostUse:
     Attributes:
         host: name or address as requested; ``*`` for all hosts beyond :data:`MAX_LOGGED_HOSTS`.
         port: the port; 0 for several.
+        allowed: whether the rules allow the host.
+        connections: number of requests.
+        bytes_out: bytes from the sandbox.
+        bytes_in: bytes to the sandbox.
         seconds: duration of the connections that have ended.
     """
 

@@ -189,7 +189,11 @@ def unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
 
 
 def check_space(work: Path) -> None:
-    """Refuse a build in a folder whose disk is nearly full."""
+    """Refuse a build in a folder whose disk is nearly full.
+
+    Raises:
+        InfrastructureError: too few bytes are free.
+    """
     free = free_bytes(work)
     if free < MIN_FREE_BYTES:
         raise InfrastructureError(

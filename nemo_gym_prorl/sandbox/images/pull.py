@@ -72,7 +72,11 @@ class Puller:
         return path
 
     def fetch(self, wanted: RegistryImage, work: Path, kind: Format, progress: Progress) -> tuple[Path, OciConfig]:
-        """Pull an image into the folder ``work``; return its path and its configuration."""
+        """Pull an image into the folder ``work``; return its path and its configuration.
+
+        Raises:
+            CallerError, InfrastructureError: as :meth:`pull`.
+        """
         progress(f"pulling {wanted.uri}")
         for tried in range(self.tries):
             try:

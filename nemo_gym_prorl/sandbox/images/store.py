@@ -54,6 +54,8 @@ class ImageInfo:
     Attributes:
         kind: ``image`` (built), ``pulled`` or ``copy`` (unpacked).
         source: origin of the image, for display.
+        format: format of the image.
+        bytes: size on disk.
         made: creation time; seconds since 1970.
         config: configuration of the registry's image that it comes from, if any.
     """

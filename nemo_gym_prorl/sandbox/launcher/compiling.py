@@ -35,6 +35,9 @@ _FLAGS = (
 def compile_for(machine: str, source: Path, target: Path, cache: Path | None = None) -> None:
     """Compile the launcher for an architecture of :data:`KERNEL_HEADERS`; a ``cache`` folder makes later compilations
     faster.
+
+    Raises:
+        subprocess.CalledProcessError: the source has an error.
     """
     import ziglang
 

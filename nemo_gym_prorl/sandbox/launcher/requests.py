@@ -159,7 +159,11 @@ class Request:
             self._body += _WORD.pack(number & 0xFFFFFFFFFFFFFFFF)
 
     def text(self, *texts: str | bytes) -> None:
-        """Add texts."""
+        """Add texts.
+
+        Raises:
+            OSError: a text contains a NUL.
+        """
         for each in texts:
             encoded = os.fsencode(each)
             if b"\0" in encoded:
@@ -182,7 +186,11 @@ class Request:
             self.words(*limit)
 
     def rules(self) -> None:
-        """Add the system call filter."""
+        """Add the system call filter.
+
+        Raises:
+            OSError: this machine has no filter.
+        """
         if not seccomp.FILTER:
             raise OSError(errno.ENOSYS, f"sandboxes have no system call filter for {os.uname().machine}")
         self.content(seccomp.FILTER)

@@ -277,7 +277,11 @@ class Group:
         return int(found[1]) if found else 0
 
     def remove(self) -> None:
-        """Remove the group, which proves that it is empty. Idempotent; blocks for up to :data:`REMOVE_S`."""
+        """Remove the group, which proves that it is empty. Idempotent; blocks for up to :data:`REMOVE_S`.
+
+        Raises:
+            OSError: processes are left in the group.
+        """
         deadline = time.monotonic() + REMOVE_S
         while True:
             try:

@@ -56,7 +56,11 @@ class Process:
 
 
 def read_stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on."""
+    """Return the fields of ``/proc/PID/stat`` from the state on.
+
+    Raises:
+        OSError: the process has ended.
+    """
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].decode().split()
 
@@ -81,6 +85,9 @@ def living_thread(pid: int) -> int:
     """Return a thread that has not ended, by whose number ``/proc`` describes the process.
 
     A process whose first thread ends looks like an ended process, but continues.
+
+    Raises:
+        OSError: the process has ended.
     """
     for thread in map(int, os.listdir(f"/proc/{pid}/task")):
         with contextlib.suppress(OSError):
@@ -185,6 +192,7 @@ class DiskUsage:
     """Result of a scan.
 
     Attributes:
+        disk: bytes on disk.
         largest: size of the largest file in bytes.
         crowded: whether there are more than :data:`MAX_FOLDERS` folders.
         seconds: processor time of the scan.

@@ -74,7 +74,11 @@ def host_sources() -> list[AptSource]:
 
 
 def parse_sources(listing: str) -> list[AptSource]:
-    """Choose sources from lines of ``SITE SUITE COMPONENT``."""
+    """Choose sources from lines of ``SITE SUITE COMPONENT``.
+
+    Raises:
+        InfrastructureError: no line has the component ``main``.
+    """
     sources = [
         AptSource(fields[0], fields[1])
         for fields in (line.split() for line in listing.splitlines())

@@ -189,7 +189,11 @@ def image_variables(reported: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_environment(path: str) -> dict[str, str]:
-    """Return the variables in a file with the format of ``/proc/PID/environ``."""
+    """Return the variables in a file with the format of ``/proc/PID/environ``.
+
+    Raises:
+        OSError: the variables have more than :data:`MAX_ENVIRONMENT_BYTES`.
+    """
     with Path(path).open("rb") as file:
         variables = file.read(MAX_ENVIRONMENT_BYTES + 1)
     if len(variables) > MAX_ENVIRONMENT_BYTES:

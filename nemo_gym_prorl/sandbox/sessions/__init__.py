@@ -26,8 +26,13 @@ async def blame_agent(container: Container, program: str, process: SandboxProces
     """Raise if the agent is the cause of a session's program not starting.
 
     Args:
+        container: the sandbox.
+        program: name of the program.
         process: the program's process; ``None`` if it could not be started.
         trouble: observed failure, for the message.
+
+    Raises:
+        SandboxBroken: the agent broke the program.
     """
     if process is not None and (not process.ended.done() or process.ended.result() == -signal.SIGKILL):
         return

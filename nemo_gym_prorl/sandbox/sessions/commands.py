@@ -139,6 +139,8 @@ async def complete(
         spawn: starts the process with these open files from 0 on: empty input and two output streams. If cancelled,
             ``spawn`` leaves nothing running.
         kill: kills the process group.
+        timeout_s: time limit; ``None`` for no limit.
+        output_limit: bytes to keep of each stream.
     """
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     streams = [_Stream(output_limit), _Stream(output_limit)]

@@ -108,7 +108,9 @@ class Kernel:
         """Run one cell. A cancelled call interrupts the cell.
 
         Args:
+            code: Python source.
             timeout_s: time limit. The cell is then interrupted, and the kernel is killed if the cell does not end.
+            output_limit: bytes of text to keep.
 
         Raises:
             SandboxBroken: programs in the kernel have ended the kernel; :meth:`restart` starts another.

@@ -356,7 +356,11 @@ def encoded(text: str) -> bytes:
 
 
 def refuse_input(*_arguments: Any, **_named: Any) -> str:
-    """Refuse ``input`` and ``getpass``."""
+    """Refuse ``input`` and ``getpass``.
+
+    Raises:
+        StdinNotImplementedError: always.
+    """
     raise StdinNotImplementedError("input() is not available in this kernel: put the value into the code")
 
 

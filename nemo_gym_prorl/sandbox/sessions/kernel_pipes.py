@@ -161,7 +161,11 @@ class RichResults:
         self._clear()
 
     def take(self, kind: str, parts: list[bytes]) -> None:
-        """Apply an event."""
+        """Apply an event.
+
+        Raises:
+            Violation: the event is malformed.
+        """
         match kind, parts:
             case "data" | "update", [name, *pairs] if len(pairs) % 2 == 0:
                 self._show(name, pairs, update=kind == "update")

@@ -257,7 +257,11 @@ class Shell:
 
     @property
     def terminal(self) -> ContainerTerminal:
-        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on."""
+        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on.
+
+        Raises:
+            CallerError: the shell is closed.
+        """
         if self._terminal is None:
             raise self._ended_error()
         return self._terminal

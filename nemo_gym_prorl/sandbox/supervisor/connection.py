@@ -59,6 +59,8 @@ class Packet:
     """A message that is ready to send.
 
     Attributes:
+        data: the bytes of the packet.
+        files: open files that travel with the packet.
         own: files that the packet owns; closed once it is sent or dropped.
         sent: whether the kernel has taken the packet.
         waiter: resolved when the packet is sent or has failed.

@@ -48,7 +48,11 @@ class Egress:
         self._number = 0
 
     async def open(self, sandbox: Sandbox, port: int, access: Message) -> None:
-        """Serve a port of a sandbox whose first process is recorded, by ``network`` or by ``url`` and ``key``."""
+        """Serve a port of a sandbox whose first process is recorded, by ``network`` or by ``url`` and ``key``.
+
+        Raises:
+            Refused: the socket cannot be opened.
+        """
         _reply, files = await self._launcher.run(requests.listen(sandbox.place_to_join(), port))
         self._serving[sandbox.name, port] = {"serve": sandbox.name, "port": port, **access}, files[0]
         if not self._started:

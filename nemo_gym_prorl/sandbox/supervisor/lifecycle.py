@@ -96,14 +96,22 @@ class Sandboxes:
         """Pids started per sandbox since the last report to the watchdog."""
 
     def up(self, name: str) -> Sandbox:
-        """Return a sandbox that is up."""
+        """Return a sandbox that is up.
+
+        Raises:
+            NoSandbox: the sandbox does not exist or is not up.
+        """
         sandbox = self._all.get(name)
         if sandbox is None or sandbox.stage is not SandboxStage.UP:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
     async def check_not_ending(self, name: str) -> None:
-        """Check that a sandbox is up and not about to end; wait for the end of a sandbox that is about to end."""
+        """Check that a sandbox is up and not about to end; wait for the end of a sandbox that is about to end.
+
+        Raises:
+            NoSandbox: the sandbox has ended.
+        """
         sandbox = self.up(name)
         if sandbox.pid_namespace and sandbox.pid_namespace.ending:
             await sandbox.wait_gone()

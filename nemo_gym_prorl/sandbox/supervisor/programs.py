@@ -104,6 +104,9 @@ class Programs:
 
         Returns:
             The pid, and the controlling end of the program's terminal if it has one.
+
+        Raises:
+            Refused: the program does not start.
         """
         name = spawn.spawn
         if name in self._all:
@@ -246,7 +249,11 @@ _STOPPED = "TtZX"
 async def pause(
     children: Children, launcher: Launcher, namespace: state_dir.PidNamespace, place: SandboxNamespaces
 ) -> Reply:
-    """Stop all programs of a sandbox, also those that they start meanwhile."""
+    """Stop all programs of a sandbox, also those that they start meanwhile.
+
+    Raises:
+        Refused: programs do not stop in time.
+    """
     deadline = time.monotonic() + STOP_TIMEOUT_S
     await children.run(partial(_stop_each, namespace, time.monotonic() + ONE_BY_ONE_S))
     stopped = False

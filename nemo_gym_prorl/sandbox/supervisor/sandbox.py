@@ -179,7 +179,11 @@ class Sandbox:
                     end.set_result(None)
 
     def place_to_join(self) -> SandboxNamespaces:
-        """Return the namespaces to join of a sandbox that is up."""
+        """Return the namespaces to join of a sandbox that is up.
+
+        Raises:
+            Refused: the sandbox is paused.
+        """
         if self.paused:
             raise Refused({"error": "the sandbox is paused; resume it first"})
         assert self.place

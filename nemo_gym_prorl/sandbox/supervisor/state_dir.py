@@ -369,7 +369,11 @@ OTHER_USERS_ERRORS = frozenset({errno.EPERM, errno.EACCES})
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, as ``rm -rf``. Blocks."""
+    """Remove a folder, as ``rm -rf``. Blocks.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
     number = _erase(folder)
     if number in OTHER_USERS_ERRORS and not is_machine_root():
         parent, one_user = user_ids.make_parent_namespace()

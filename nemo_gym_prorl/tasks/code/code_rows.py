@@ -202,7 +202,11 @@ def read_problem(metadata: Metadata, tests_folder: Path | None) -> CodeProblem:
 
 
 def find_tests_file(metadata: Metadata, tests_folder: Path | None) -> Path | None:
-    """Return the path of a row's tests file; ``None`` if the row names none."""
+    """Return the path of a row's tests file; ``None`` if the row names none.
+
+    Raises:
+        CallerError: the file does not exist; names the field.
+    """
     if metadata.tests_file is None:
         return None
     field = f"{METADATA}.tests_file"

@@ -313,7 +313,11 @@ async def grade(
 async def grade_in(
     sandbox: Sandbox, problem: CodeProblem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
 ) -> Grade | NoVerdict:
-    """Grade a candidate once in the given sandbox."""
+    """Grade a candidate once in the given sandbox.
+
+    Raises:
+        TaskError: the row's checker program does not work.
+    """
     job = {"source": source.removeprefix(BYTE_ORDER_MARK), "stop_at_failure": rule == "all"}
     job |= _tests(problem, limits)
     try:

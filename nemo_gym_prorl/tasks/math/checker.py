@@ -61,7 +61,9 @@ class CheckLimits:
     """Bounds of comparisons.
 
     Attributes:
+        cpu_s: CPU seconds of a comparison.
         memory_mib: address space of a comparison in MiB; sympy alone takes about 150.
+        workers: number of concurrent comparisons.
     """
 
     cpu_s: int = 5

@@ -196,7 +196,11 @@ class Math:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """Check that the expected answer is gradeable, and write the question into the working folder."""
+        """Check that the expected answer is gradeable, and write the question into the working folder.
+
+        Raises:
+            CallerError: the expected answer is not gradeable.
+        """
         try:
             await self._checker.require_gradeable(expected_answer(row))
         except TaskError as error:

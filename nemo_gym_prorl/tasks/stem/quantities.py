@@ -128,11 +128,6 @@ _SYMBOL = re.compile(r"kmol|mmol|mol|kg|km|cm|mm|nm|kJ|kN|kW|kV|kPa|MPa|MeV|keV|
 _POWER_AND_SYMBOL = re.compile(r"(\*\*[+-]?[0-9])(?=[A-Za-z])")
 _GLUED = re.compile(rf"(?<![A-Za-zµ_])([A-Za-z]{{2,12}})({_EXPONENT})(?![A-Za-z_]|\*\*)")
 _ALIASES = {"AU": "au", "mph": "mile/hour", "cc": "cm^3", "Wh": "W hour", "kWh": "kW hour", "rev": "turn"}
-_ASKED_IN = re.compile(r"\b(?:in|how many)\s+|[(\[]\s*", re.IGNORECASE)
-MAX_UNIT_WORDS = 5
-"""Maximum number of words of a unit in a question, as in meters per second per second."""
-
-_PERCENT = re.compile(r"%|\bpercent", re.IGNORECASE)
 _REWRITES = (
     (re.compile(rf"(?<![A-Za-z])(?:{'|'.join(_ALIASES)})(?![A-Za-z])"), lambda found: _ALIASES[found[0]]),
     (re.compile(r"\\(?:Omega|ohm)(?![A-Za-z])"), "ohm"),
@@ -163,7 +158,11 @@ _REWRITES = (
 
 
 def read(text: str) -> Quantity | None:
-    """Parse a quantity in a usual notation, including LaTeX; return ``None`` for any other text."""
+    """Parse a quantity in a usual notation, including LaTeX; return ``None`` for any other text.
+
+    Raises:
+        InfrastructureError: ``pint`` is not installed.
+    """
     if len(text) > 2 * MAX_CHARS:
         return None
     text = _MICRO.sub("µ", _DOLLARS.sub("", text)).replace("{,}", ",")
@@ -182,30 +181,10 @@ def read(text: str) -> Quantity | None:
             return None
         rest = rest[uncertainty.end() :]
     written = plain(rest).strip(" .")
-    units = _read_units(written)
+    units = read_units(written)
     if digits is None and value.denominator != 1 and re.fullmatch(r"(?:[A-Za-z](?:\^\{?[0-9]\}?)?\s*){2,}", written):
         return None  # a fraction times a product of letters is a formula
     return Quantity(value, digits, half_step, units[0], written, tuple(units[1:])) if units else None
-
-
-def names_unit(question: str, quantity: Quantity) -> bool:
-    """Return whether a question asks for the quantity in its unit.
-
-    The unit's name or symbol follows "in", "how many" or an opening bracket. A symbol of three or more characters may
-    be anywhere, and so may the word percent.
-    """
-    if quantity.unit == "percent" and _PERCENT.search(question):
-        return True
-    symbol = spaceless(quantity.written)
-    if len(symbol) > 2 and symbol in spaceless(question):
-        return True
-    question = plain(_DOLLARS.sub("", question))
-    for asked in _ASKED_IN.finditer(question):
-        following = question[asked.end() :].split()[:MAX_UNIT_WORDS]
-        texts = (" ".join(following[:count]).rstrip(".,;:?!)]") for count in range(1, len(following) + 1))
-        if any(text and quantity.unit in _read_units(text) for text in texts):
-            return True
-    return False
 
 
 def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLERANCE) -> Comparison:
@@ -358,7 +337,7 @@ def _registry() -> Any:
     return _pint().UnitRegistry(autoconvert_offset_to_baseunit=True, cache_folder=None)
 
 
-def _read_units(text: str) -> list[str]:
+def read_units(text: str) -> list[str]:
     """Return the readings of a unit in pint's notation, the likeliest first; empty if the text is no unit.
 
     An empty text has the empty unit. Adjacent symbols are also read separately (``Nm``, ``ms^-2``), and symbols after

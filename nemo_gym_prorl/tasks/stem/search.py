@@ -110,7 +110,11 @@ class OpenSearch:
         self._call_stats = ToolCallStats()
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Return a page of results, or the error in the call."""
+        """Return a page of results, or the error in the call.
+
+        Raises:
+            InfrastructureError: the engine failed.
+        """
         observation = await self._call(tool, arguments)
         self._call_stats.count(tool, observation)
         return observation
@@ -152,7 +156,11 @@ class SearchTool:
         self._limits = limits
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> OpenSearch:
-        """Prepare the engine and return the tool of a session."""
+        """Prepare the engine and return the tool of a session.
+
+        Raises:
+            InfrastructureError: the engine cannot be prepared.
+        """
         await self._engine.prepare()
         return OpenSearch(self._engine, self._limits)
 

@@ -27,7 +27,7 @@ from nemo_gym_prorl.tasks.stem.problems import (
     letter_of,
     problem_of,
 )
-from nemo_gym_prorl.tasks.stem.quantities import Comparison, plain, spaceless, words
+from nemo_gym_prorl.tasks.stem.quantities import Comparison, Quantity, plain, spaceless, words
 from nemo_gym_prorl.tasks.stem.search import OpenSearch, SearchTool
 from nemo_gym_prorl.tasks.task import AsyncCloseable, CombinedTools, CombinedToolSet, Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
@@ -35,6 +35,12 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
 QUESTION_FILE = "question.txt"
+
+_ASKED_IN = re.compile(r"\b(?:in|how many)\s+|[(\[]\s*", re.IGNORECASE)
+MAX_UNIT_WORDS = 5
+"""Maximum number of words of a unit in a question, as in meters per second per second."""
+
+_PERCENT = re.compile(r"%|\bpercent", re.IGNORECASE)
 
 Tools = CombinedTools[Workspace, OpenSearch]
 
@@ -220,7 +226,7 @@ class Rules:
                 return False, "another quantity"
             case Comparison.UNIT_MISSING:
                 quantity = expected if expected.unit else said
-                if quantities.names_unit(problem.question, quantity):
+                if _names_unit(problem.question, quantity):
                     return True, f"the expected number, and the question names its unit, {quantity.written}"
                 return None, "the expected number; only one of the two has a unit"
 
@@ -306,3 +312,23 @@ def _names_in(formula: str) -> set[str]:
 def _is_long(answer: str) -> bool:
     """Return whether an answer is prose rather than a formula."""
     return len(re.findall(r"[A-Za-z]{4,}", re.sub(r"\\[A-Za-z]+", " ", answer))) > 2
+
+
+def _names_unit(question: str, quantity: Quantity) -> bool:
+    """Return whether a question asks for the quantity in its unit.
+
+    The unit's name or symbol follows "in", "how many" or an opening bracket. A symbol of three or more characters may
+    be anywhere, and so may the word percent.
+    """
+    if quantity.unit == "percent" and _PERCENT.search(question):
+        return True
+    symbol = spaceless(quantity.written)
+    if len(symbol) > 2 and symbol in spaceless(question):
+        return True
+    question = plain(question.replace("$", ""))
+    for asked in _ASKED_IN.finditer(question):
+        following = question[asked.end() :].split()[:MAX_UNIT_WORDS]
+        texts = (" ".join(following[:count]).rstrip(".,;:?!)]") for count in range(1, len(following) + 1))
+        if any(text and quantity.unit in quantities.read_units(text) for text in texts):
+            return True
+    return False

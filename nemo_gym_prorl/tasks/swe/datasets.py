@@ -189,7 +189,11 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def test_files(test_patch: str) -> list[str]:
-    """Return the test files that a patch changes, without data files."""
+    """Return the test files that a patch changes, without data files.
+
+    Raises:
+        CallerError: the patch changes no test file.
+    """
     files = [file for file in _CHANGED.findall(test_patch) if not file.endswith(_DATA)]
     if not files:
         raise CallerError("changes no test file", field="test_patch")

@@ -76,7 +76,11 @@ class WorkFolder:
         return await self._files.extract_file(name, limit=limit)
 
     async def text(self, name: str) -> str:
-        """Read a required text file of the folder."""
+        """Read a required text file of the folder.
+
+        Raises:
+            PatchExtractionError: the file cannot be read.
+        """
         taken = await self.read(name, limit=MAX_LISTING_BYTES)
         if taken.content is None:
             raise PatchExtractionError(taken.problem or name)
@@ -262,6 +266,9 @@ class Repositories:
         """Apply a solution's allowed changes and the hidden tests to a prepared repository.
 
         If the row has ``before_tests``, the tests are applied afterwards by :meth:`apply_tests`.
+
+        Raises:
+            InfrastructureError: the sandbox failed.
         """
         kept, tests = "kept" if instance.before_tests else "", Protection(instance).tests
         stream = changes.import_stream(solution, base.commit)

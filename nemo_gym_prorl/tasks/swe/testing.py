@@ -167,6 +167,9 @@ async def apply_mutations(
 
     Returns:
         The applied solution with the changed hashes, and the names of the changed tests.
+
+    Raises:
+        InfrastructureError: the sandbox failed.
     """
     work, hashes, changed = applied.work, dict(applied.files), frozenset[str]()
     paths = sorted(applied.tests & applied.files.keys())

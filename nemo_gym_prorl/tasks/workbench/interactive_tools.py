@@ -201,7 +201,11 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
     """Tool ``bash`` as a persistent shell.
 
     Args:
+        sandbox: the sandbox of the shell.
+        folder: initial working folder.
         silence_s: seconds without output after which a command is reported as waiting.
+        limit: maximum bytes of an observation.
+        require_sandbox: raises if the sandbox has ended.
         variables: environment variables, overriding the image's.
     """
 
@@ -227,6 +231,9 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         """Start the shell before the first call, so that the policy does not wait for it.
 
         If no shell can be started, the first call reports why.
+
+        Raises:
+            InfrastructureError: ``session_lost``.
         """
         async with self._lock:
             with suppress(_SessionUnavailable):
@@ -396,6 +403,7 @@ class StatelessTools:
 
     Args:
         ask: sends a request to the toolbox.
+        limit: maximum bytes of an observation.
     """
 
     def __init__(self, ask: Ask, limit: int) -> None:

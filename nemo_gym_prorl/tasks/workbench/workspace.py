@@ -187,7 +187,11 @@ _PROBE_IMAGE = (
 
 
 async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
-    """Return the programs of a fresh sandbox's image."""
+    """Return the programs of a fresh sandbox's image.
+
+    Raises:
+        InfrastructureError: the probe failed.
+    """
     result = await sandbox.exec(_PROBE_IMAGE, cwd="/", timeout_s=ANSWER_MARGIN_S)
     if result.error_type is not None:
         raise InfrastructureError(f"could not probe the image: {(result.stderr or '')[:MAX_REASON_CHARS]}")
@@ -243,7 +247,11 @@ class Workspace:
                 self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
     async def write(self, contents: Mapping[str, str | bytes]) -> None:
-        """Write files into the working folder: path (relative to it, or absolute) to content."""
+        """Write files into the working folder: path (relative to it, or absolute) to content.
+
+        Raises:
+            InfrastructureError: the sandbox failed.
+        """
         try:
             for name, content in contents.items():
                 data = content if isinstance(content, bytes) else content.encode()

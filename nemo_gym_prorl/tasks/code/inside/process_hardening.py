@@ -43,13 +43,21 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def hide() -> None:
-    """Make this process and its descendants uninspectable for unprivileged processes of the same user."""
+    """Make this process and its descendants uninspectable for unprivileged processes of the same user.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     if LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities irreversibly: a sandbox may run as root of its own user namespace."""
+    """Drop all capabilities irreversibly: a sandbox may run as root of its own user namespace.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for capability in range(64):
@@ -88,7 +96,11 @@ class FilterProgram(ctypes.Structure):
 
 
 def filter_calls(program: bytes) -> None:
-    """Install a seccomp filter."""
+    """Install a seccomp filter.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     given = FilterProgram(len(program) // 8, program)
     if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "seccomp")
@@ -100,7 +112,11 @@ def landlock_version() -> int:
 
 
 def write_only_in(folder: str, version: int) -> None:
-    """Restrict writing, creating and removing files to ``folder`` and a few devices."""
+    """Restrict writing, creating and removing files to ``folder`` and a few devices.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     rights = WRITE_FILE | MAKE_AND_REMOVE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
     handled = ctypes.c_uint64(rights)
     ruleset = LIBC.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(8), 0)

@@ -79,7 +79,11 @@ def send(channel: socket.socket, message: Any, descriptors: tuple[int, ...] = ()
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Receive a message with file descriptors."""
+    """Receive a message with file descriptors.
+
+    Raises:
+        ChannelClosed: the peer has closed the channel.
+    """
     try:
         data, rights, _, _ = channel.recvmsg(MESSAGE_BYTES, 1024)
     except ConnectionError as error:
