@@ -23,6 +23,7 @@ from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.code_rows import MAX_TEST_BYTES, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
+from nemo_gym_prorl.tasks.code.convert import row_of as code_row
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
@@ -230,7 +231,8 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
     [
         ("assert f(1, 'a') == [2]", [[[1, "a"], [2]]]),
         ("assert [2] == f(1)", [[[1], [2]]]),
-        ("assert f(x=1, y=-2) is None", [[[1, -2], None]]),
+        ("assert f(1, -2) is None", [[[1, -2], None]]),
+        ("assert f(x=1) is None", None),
         ("def check(candidate):\n    assert candidate({'a': 1}) == (1, 2), 'no'", [[[{"a": 1}], [1, 2]]]),
         ("assert f() == '21'", [[[], "21"]]),
         ("assert Solution().f(1) == 2\nassert solution.f(0) == 1", [[[1], 2], [[0], 1]]),
@@ -261,3 +263,40 @@ def test_asserts(source: str, kept: list[Any] | None) -> None:
         test.expected if isinstance(test.expected, list) else json.loads(test.expected) for test in problem.tests
     ]
     assert [[test.input, value] for test, value in zip(problem.tests, values, strict=True)] == kept
+
+
+HEAD = "def f(x, step: int = 1, scale=-1, *, key=0) -> dict[str, int]:"
+SIGNED: list[dict[str, Any]] = [
+    {"text": Q, "code": f"{HEAD}\n    return x\n", "test_list": ["assert CALL == 2"]},
+    {"question": f"Write `f`:\n```python\n{HEAD}\n```\nNote: be quick.", "test_cases": ["assert CALL == 2"]},
+    {"question": Q, "solution": f"{HEAD}\n  return x", "test": "from solution import f\ndef test():\n  assert CALL == 2"},
+    {"task_id": "mine/0", "prompt": f"{HEAD}\n    'Doc.'\n", "entry_point": "f", "test": "assert CALL == 2"},
+    {"question": Q, "starter_code": f"class Solution:\n    {HEAD.replace('(x', '(self, x')}\n        ", "test": "assert CALL == 2"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("f(1)", [1]),
+        ("f(1, 2)", [1, 2]),
+        ("f(x=1)", [1]),
+        ("f(step=2, x=1)", [1, 2]),
+        ("f(1, scale=2)", [1, 1, 2]),
+        ("f(scale=3, step=2, x=1)", [1, 2, 3]),
+        ("f(step=2)", None),
+        ("f(1, x=2)", None),
+        ("f(1, key=2)", None),
+        ("f(1, other=2)", None),
+        ("f(1, 2, 3, 4, x=2)", None),
+    ],
+)
+def test_arguments_by_name_follow_the_signature(call: str, arguments: list[Any] | None) -> None:
+    for record in SIGNED:
+        record = json.loads(json.dumps(record).replace("CALL", call))
+        if arguments is None:
+            with pytest.raises(UnusableRecord, match="do not fit"):
+                code_row(record)
+        else:
+            [test] = read_problem(read_metadata(code_row(record)), None).tests
+            assert test.input == arguments

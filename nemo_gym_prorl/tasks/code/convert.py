@@ -43,6 +43,9 @@ from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed,
 _TEXT_OPCODES = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
 _IDLE_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
+_SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
+"""Fields that may define the function under test; what the policy sees comes first."""
+_COLON = re.compile(":")
 
 
 def unpacked(text: str, field: str) -> Any:
@@ -92,29 +95,40 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
     return tests | ({"fn_name": called} if called else {})
 
 
-def of_asserts(source: str, field: str, candidates: Sequence[str] = ()) -> dict[str, Any]:
+def of_asserts(
+    source: str, field: str, candidates: Sequence[str] = (), record: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Convert asserts that compare the result of a call with a value (HumanEval, MBPP, KodCode, AceCode, LeetCode).
 
     Args:
         source: Python source, which is parsed and never run.
         field: name of the field, for errors.
         candidates: names of the function under test; the last one is its real name.
+        record: record whose texts may define the function; arguments passed by name need its signature.
 
     Raises:
         CallerError: the source is not Python; names the field.
-        UnusableRecord: a test is not such an assert.
+        UnusableRecord: a test is not such an assert; has the first one as its example.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CallerError(f"is not Python: {error}", field=field) from error
+    tree = _tree(source)
+    if isinstance(tree, Exception):
+        raise CallerError(f"is not Python: {tree}", field=field) from tree
     inputs, outputs, names = list[Any](), list[Any](), set[str]()
-    for name, arguments, expected in _compared(tree.body, field):
-        names.add(candidates[-1] if name in candidates else name)
-        inputs.append(arguments)
-        outputs.append(json.dumps(expected))
+    for statement in _statements(tree.body):
+        try:
+            call, wanted = _comparison(statement)
+            name = _called(call.func)
+            if name is None or any(word.arg is None for word in call.keywords):
+                raise UnusableRecord("its tests call more than a function by its name")
+            name = candidates[-1] if name in candidates else name
+            inputs.append([_literal(value, tuples=False) for value in _positional(call, name, record or {})])
+            outputs.append(json.dumps(_literal(wanted)))
+        except UnusableRecord as error:
+            example = ast.unparse(statement).split("\n")[0]
+            raise UnusableRecord(error.complaint, field=field, example=example) from None
+        names.add(name)
     if len(names) > 1:
-        raise UnusableRecord("its tests call more than one function", field=field)
+        raise UnusableRecord("its tests call more than one function", field=field, example=", ".join(sorted(names)))
     if not names:
         raise UnusableRecord("its tests have no assert", field=field)
     return {"inputs": inputs, "outputs": outputs, "fn_name": names.pop()}
@@ -152,31 +166,68 @@ def _function_of(case: Mapping[str, Any]) -> str | None:
     return str(name) if name else None
 
 
-def _compared(body: Sequence[ast.stmt], field: str) -> Iterator[tuple[str, list[Any], Any]]:
-    """Yield the function, arguments and expected result of each assert."""
+def _tree(source: str) -> ast.Module | Exception:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return error
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of tests, also inside of functions, without imports and docstrings."""
     for statement in body:
         match statement:
             case ast.FunctionDef(body=inner):
-                yield from _compared(inner, field)
-            case (
-                ast.Assert(
-                    test=ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[expected])
-                )
-                | ast.Assert(
-                    test=ast.Compare(left=expected, ops=[ast.Eq() | ast.Is()], comparators=[ast.Call() as call])
-                )
-            ):
-                name = _called(call.func)
-                if name is None or any(word.arg is None for word in call.keywords):
-                    raise UnusableRecord("its tests call more than a function by its name", field=field)
-                arguments = [*call.args, *(word.value for word in call.keywords)]
-                yield name, [_literal(value, field, tuples=False) for value in arguments], _literal(expected, field)
-            case ast.Expr(value=ast.Constant()):
-                pass
-            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # in HumanEval's tests
+                yield from _statements(inner)
+            case ast.Expr(value=ast.Constant()) | ast.Assign(targets=[ast.Name(id="METADATA")]):  # HumanEval has both
                 pass
             case _ if not isinstance(statement, _SCAFFOLDING):
-                raise UnusableRecord("its tests do more than compare the result of a call with a value", field=field)
+                yield statement
+
+
+def _comparison(statement: ast.stmt) -> tuple[ast.Call, ast.expr]:
+    """Return the call and the expected result of an assert."""
+    match statement:
+        case (
+            ast.Assert(test=ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[expected]))
+            | ast.Assert(test=ast.Compare(left=expected, ops=[ast.Eq() | ast.Is()], comparators=[ast.Call() as call]))
+        ):
+            return call, expected
+    raise UnusableRecord("its tests do more than compare the result of a call with a value")
+
+
+def _positional(call: ast.Call, name: str, record: Mapping[str, Any]) -> list[ast.expr]:
+    """Return a call's arguments in the order of the function's parameters; defaults fill gaps."""
+    if not call.keywords:
+        return call.args
+    signature = next((function.args for function in _definitions(record, name)), None)
+    if signature is None:
+        raise UnusableRecord("its tests pass arguments by name, and the record has no definition of the function")
+    names = [one.arg for one in (*signature.posonlyargs, *signature.args)]
+    values = dict(zip(reversed(names), reversed(signature.defaults), strict=False))
+    if names[:1] == ["self"]:
+        del names[0]
+    given = dict(zip(names, call.args, strict=False)) | {str(word.arg): word.value for word in call.keywords}
+    needed = names[: 1 + max((index for index, one in enumerate(names) if one in given), default=0)]
+    values |= given
+    if len(given) < len(call.args) + len(call.keywords) or not given.keys() <= {*names} or not values.keys() >= {*needed}:
+        raise UnusableRecord("its tests pass arguments that do not fit the function's positional parameters")
+    return [values[one] for one in needed]
+
+
+def _definitions(record: Mapping[str, Any], name: str) -> Iterator[ast.FunctionDef]:
+    """Yield the definitions of a function in a record's texts; the body is ``pass`` where the text is not Python."""
+    for field in _SIGNED:
+        text = record.get(field)
+        if not isinstance(text, str) or not (found := re.search(rf"\bdef {name}\s*\(", text)):
+            continue
+        begin = found.start()
+        heads = (text[begin : colon.end()] + " pass" for colon in _COLON.finditer(text, begin, begin + 2000))
+        for source in (text, *heads):
+            if isinstance(tree := _tree(source), ast.Module):
+                nodes = ast.walk(tree)
+                yield from (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+                break
 
 
 def _called(function: ast.expr) -> str | None:
@@ -191,13 +242,13 @@ def _called(function: ast.expr) -> str | None:
     return None
 
 
-def _literal(node: ast.expr, field: str, *, tuples: bool = True) -> Any:
+def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError):
-        raise UnusableRecord("its tests compute what they pass or expect", field=field) from None
+        raise UnusableRecord("its tests compute what they pass or expect") from None
     if not _is_json(value, tuples=tuples):
-        raise UnusableRecord("its tests have values that JSON does not have", field=field)
+        raise UnusableRecord("its tests have values that JSON does not have")
     return value
 
 
@@ -327,7 +378,7 @@ def _asserted(record: Record) -> dict[str, Any]:
             raise UnsupportedSet("HumanEval+ cannot be used: its tests are loops, not asserts; use HumanEval")
         return {**humaneval_row(problem), "data_source": "humaneval"}
     candidates = ("candidate", str(record.get("entry_point", "candidate")).rpartition(".")[2])
-    tests = of_asserts(_text(record, "test"), "test", candidates)
+    tests = of_asserts(_text(record, "test"), "test", candidates, record)
     asked = next((name for name in ("problem_description", "question") if record.get(name)), "prompt")
     return _row(
         _with_starter(_text(record, asked), record), tests, DATA_SOURCE, wrapped=False, dataset=record.get("subset")
@@ -341,7 +392,7 @@ def _listed_asserts(record: Record) -> dict[str, Any]:
     if not isinstance(asserts, list) or not all(isinstance(line, str) for line in asserts):
         raise CallerError("must be a list of asserts", field=field)
     asked = next((name for name in ("text", "question") if record.get(name)), "prompt")
-    tests = of_asserts("\n".join(asserts), field)
+    tests = of_asserts("\n".join(asserts), field, (), record)
     return _row(_text(record, asked), tests, DATA_SOURCE, wrapped=False, dataset=record.get("source"))
 
 
