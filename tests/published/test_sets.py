@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.code_rows import MAX_TEST_BYTES, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.code_rows import MAX_TEST_BYTES, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.convert import row_of as code_row
 from nemo_gym_prorl.tasks.math.checker import MathChecker
@@ -300,3 +300,13 @@ def test_arguments_by_name_follow_the_signature(call: str, arguments: list[Any] 
         else:
             [test] = read_problem(read_metadata(code_row(record)), None).tests
             assert test.input == arguments
+
+
+@pytest.mark.parametrize("task", ["HumanEval/9", "mine/9"])
+@pytest.mark.parametrize("shipped", [True, False])
+def test_shipped_problem_replaces_only_itself(task: str, shipped: bool) -> None:
+    shipped_prompt = problems()["HumanEval/9"].prompt
+    own = {"task_id": task, "entry_point": "f", "test": "def check(candidate):\n    assert candidate([1]) == 1"}
+    row = code_row(own | {"prompt": shipped_prompt.strip() if shipped else "def f(xs):\n    'First.'\n"})
+    replaced = shipped and task == "HumanEval/9"
+    assert read_problem(read_metadata(row), None).function == ("rolling_max" if replaced else "f")

@@ -376,7 +376,8 @@ def _asserted(record: Record) -> dict[str, Any]:
     if problem is not None:
         if "assertion(" in _text(record, "test"):
             raise UnsupportedSet("HumanEval+ cannot be used: its tests are loops, not asserts; use HumanEval")
-        return {**humaneval_row(problem), "data_source": "humaneval"}
+        if _text(record, "prompt").strip() == problem.prompt.strip():
+            return {**humaneval_row(problem), "data_source": "humaneval"}
     candidates = ("candidate", str(record.get("entry_point", "candidate")).rpartition(".")[2])
     tests = of_asserts(_text(record, "test"), "test", candidates, record)
     asked = next((name for name in ("problem_description", "question") if record.get(name)), "prompt")
