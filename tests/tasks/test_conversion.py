@@ -176,7 +176,13 @@ def test_unreadable_answer_is_refused_by_line(tmp_path: Path) -> None:
 
 
 def test_dropped_records_are_counted_with_the_first_of_each_reason(tmp_path: Path) -> None:
-    tests = ["assert f(1) == 2", "assert f(g(1)) == 2", "assert f(1) == 2\nassert f(g(2)) == 2", "assert f(1) == 2", ""]
+    tests = [
+        "assert f(1) == 2",
+        "assert f(g(1)) == 2",
+        "assert f(1) == 2\nassert f(g(2)) == 2",
+        "assert f(1) == 2",
+        "",
+    ]
     tests += ["for x in [1]:\n    assert f(x) == 2", "assert f(1) == 2\nassert g(1) == 2", "assert f(x=1) == 2"]
     records = [{"question": "?", "test": f"import f\n{test}"} for test in tests]
     done = prorl_data("code", written(tmp_path / "set.jsonl", records), "--dry-run")

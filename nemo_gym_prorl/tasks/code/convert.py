@@ -18,13 +18,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
+import operator
 import pickletools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.code_rows import (
@@ -46,6 +48,13 @@ _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
 """Fields that may define the function under test; what the policy sees comes first."""
 _COLON = re.compile(":")
+_NO_COMPARISON = "its tests do more than compare the result of a call with a value"
+_FOLDED_CHARS = 1 << 16
+"""Bound of the values that tests compute from literals."""
+_ARITHMETIC = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}  # fmt: skip
 
 
 def unpacked(text: str, field: str) -> Any:
@@ -113,25 +122,43 @@ def of_asserts(
     tree = _tree(source)
     if isinstance(tree, Exception):
         raise CallerError(f"is not Python: {tree}", field=field) from tree
+    lines = source.split("\n")
     inputs, outputs, names = list[Any](), list[Any](), set[str]()
+    tolerances, truths, boolean = set[tuple[float, float]](), list[str](), False
     for statement in _statements(tree.body):
+        example = "".join(lines[statement.lineno - 1 : statement.lineno]).strip()
         try:
-            call, wanted = _comparison(statement)
-            name = _called(call.func)
-            if name is None or any(word.arg is None for word in call.keywords):
+            test = _comparison(statement)
+            name = _called(test.call.func)
+            if name is None or any(word.arg is None for word in test.call.keywords):
                 raise UnusableRecord("its tests call more than a function by its name")
             name = candidates[-1] if name in candidates else name
-            inputs.append([_literal(value, tuples=False) for value in _positional(call, name, record or {})])
-            outputs.append(json.dumps(_literal(wanted)))
+            inputs.append([_literal(value, tuples=False) for value in _positional(test.call, name, record or {})])
+            expected = _number(test.expected) if test.tolerance else _literal(test.expected)
         except UnusableRecord as error:
-            example = ast.unparse(statement).split("\n")[0]
             raise UnusableRecord(error.complaint, field=field, example=example) from None
         names.add(name)
+        outputs.append(json.dumps(expected))
+        tolerances.add(test.tolerance or EXACT)
+        truths += [example] if test.truth else []
+        boolean |= isinstance(expected, bool) and not test.truth
     if len(names) > 1:
         raise UnusableRecord("its tests call more than one function", field=field, example=", ".join(sorted(names)))
     if not names:
         raise UnusableRecord("its tests have no assert", field=field)
-    return {"inputs": inputs, "outputs": outputs, "fn_name": names.pop()}
+    called = names.pop()
+    if truths and not boolean and not any(map(_returns_bool, _definitions(record or {}, called))):
+        raise UnusableRecord(
+            "its tests check whether a result that may be no boolean is true", field=field, example=truths[0]
+        )
+    tests = {"inputs": inputs, "outputs": outputs, "fn_name": called}
+    if tolerances == {EXACT}:
+        return tests
+    absolute, relative = map(min, zip(*tolerances, strict=True))
+    # A result that must be exact may have a smaller tolerance than usual, and no larger one.
+    if len(tolerances - {EXACT}) > 1 or (EXACT in tolerances and (absolute, relative) not in tolerances - {EXACT}):
+        raise UnusableRecord("its tests have different tolerances", field=field)
+    return tests | {"checker": {"kind": "float", "absolute": absolute, "relative": relative}}
 
 
 def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,15 +212,78 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 yield statement
 
 
-def _comparison(statement: ast.stmt) -> tuple[ast.Call, ast.expr]:
-    """Return the call and the expected result of an assert."""
-    match statement:
-        case (
-            ast.Assert(test=ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[expected]))
-            | ast.Assert(test=ast.Compare(left=expected, ops=[ast.Eq() | ast.Is()], comparators=[ast.Call() as call]))
+class _Test(NamedTuple):
+    """An assert.
+
+    Attributes:
+        tolerance: absolute and relative tolerance of the result; ``None`` for equality.
+        truth: whether any true or false result would do.
+    """
+
+    call: ast.Call
+    expected: ast.expr
+    tolerance: tuple[float, float] | None = None
+    truth: bool = False
+
+
+def _comparison(statement: ast.stmt) -> _Test:
+    match statement.test if isinstance(statement, ast.Assert) else None:
+        case ast.Compare(left=one, ops=[ast.Eq() | ast.Is()], comparators=[other]):
+            return _Test(*_sides(one, other))
+        case ast.Compare(
+            left=ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=one, op=ast.Sub(), right=other)]),
+            ops=[ast.Lt() | ast.LtE() as order],
+            comparators=[limit],
         ):
+            bound = _number(limit)
+            below = math.nextafter(bound, 0) if isinstance(order, ast.Lt) else bound
+            return _Test(*_sides(one, other), tolerance=(below, 0.0))
+        case ast.Call(
+            func=ast.Name(id="isclose") | ast.Attribute(value=ast.Name(id="math"), attr="isclose"),
+            args=[one, other],
+            keywords=words,
+        ):
+            given = {word.arg: _number(word.value) for word in words}
+            return _Test(*_sides(one, other), tolerance=(given.get("abs_tol", 0.0), given.get("rel_tol", 1e-9)))
+        case ast.Call() as call:
+            return _Test(call, ast.Constant(True), truth=True)
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
+            return _Test(call, ast.Constant(False), truth=True)
+    raise UnusableRecord(_NO_COMPARISON)
+
+
+def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr]:
+    """Return the call and the expected result, whichever comes first."""
+    for call, expected in ((one, other), (other, one)):
+        if isinstance(call, ast.Call) and not _is_constructor(call):
             return call, expected
-    raise UnusableRecord("its tests do more than compare the result of a call with a value")
+    raise UnusableRecord(_NO_COMPARISON)
+
+
+def _is_constructor(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in ("float", "list")
+
+
+def _returns_bool(function: ast.FunctionDef) -> bool:
+    """Return whether a function returns only booleans, by its annotation or by its return statements."""
+    if isinstance(function.returns, ast.Name):
+        return function.returns.id == "bool"
+    results = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    return isinstance(function.body[-1], ast.Return) and all(map(_is_boolean, results))
+
+
+def _is_boolean(node: ast.expr | None) -> bool:
+    match node:
+        case ast.BoolOp(values=values):
+            return all(map(_is_boolean, values))
+        case (
+            ast.Compare()
+            | ast.UnaryOp(op=ast.Not())
+            | ast.Constant(value=bool())
+            | ast.Call(func=ast.Name(id="all" | "any" | "bool" | "isinstance"))
+        ):
+            return True
+    return False
 
 
 def _positional(call: ast.Call, name: str, record: Mapping[str, Any]) -> list[ast.expr]:
@@ -210,7 +300,11 @@ def _positional(call: ast.Call, name: str, record: Mapping[str, Any]) -> list[as
     given = dict(zip(names, call.args, strict=False)) | {str(word.arg): word.value for word in call.keywords}
     needed = names[: 1 + max((index for index, one in enumerate(names) if one in given), default=0)]
     values |= given
-    if len(given) < len(call.args) + len(call.keywords) or not given.keys() <= {*names} or not values.keys() >= {*needed}:
+    if (
+        len(given) < len(call.args) + len(call.keywords)
+        or not given.keys() <= {*names}
+        or not values.keys() >= {*needed}
+    ):
         raise UnusableRecord("its tests pass arguments that do not fit the function's positional parameters")
     return [values[one] for one in needed]
 
@@ -244,12 +338,56 @@ def _called(function: ast.expr) -> str | None:
 
 def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
     try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, RecursionError, MemoryError):
+        value = _folded(node)
+    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
         raise UnusableRecord("its tests compute what they pass or expect") from None
     if not _is_json(value, tuples=tuples):
         raise UnusableRecord("its tests have values that JSON does not have")
     return value
+
+
+def _number(node: ast.expr) -> float:
+    value = _literal(node)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise UnusableRecord("its tests have a tolerance for a value that is no number")
+    return float(value)
+
+
+def _folded(node: ast.expr) -> Any:
+    """Return the value of literals, arithmetic with literals, ``float("inf")`` and ``list(range(3))``.
+
+    Raises:
+        ValueError, TypeError, ArithmeticError: the expression is another one, fails, or its value is too large.
+    """
+    match node:
+        case ast.List(elts=parts):
+            return [*map(_folded, parts)]
+        case ast.Tuple(elts=parts):
+            return tuple(map(_folded, parts))
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {_folded(key): _folded(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_folded(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            one, other = _folded(left), _folded(right)
+            if isinstance(op, ast.Mult) and isinstance(one, int):
+                one, other = other, one
+            repeats = isinstance(op, ast.Pow) or (isinstance(op, ast.Mult) and not isinstance(one, int | float))
+            if repeats and isinstance(other, int) and len(repr(one)) * abs(other) > _FOLDED_CHARS:
+                raise ValueError("too large")
+            value = _ARITHMETIC[type(op)](one, other)
+            repr(value)  # raises ValueError for an integer that JSON text cannot have
+            return value
+        case ast.Call(
+            func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "Infinity" | "infinity")], keywords=[]
+        ):
+            return math.inf
+        case ast.Call(func=ast.Name(id="list"), args=[ast.Call(func=ast.Name(id="range"), args=parts)], keywords=[]):
+            numbers = range(*map(_folded, parts))
+            if len(numbers) > _FOLDED_CHARS:
+                raise ValueError("too large")
+            return [*numbers]
+    return ast.literal_eval(node)
 
 
 def _is_json(value: Any, *, tuples: bool) -> bool:
@@ -261,6 +399,9 @@ def _is_json(value: Any, *, tuples: bool) -> bool:
 
 
 Record = Mapping[str, Any]
+
+EXACT = (1e-6, 1e-6)
+"""Absolute and relative tolerance of fractional results that tests compare for equality."""
 
 TIME_FACTOR = 5.0
 """Multiplier of time limits that were set for compiled programs, to leave room for an interpreter."""
@@ -466,7 +607,7 @@ def _row(
     statement: str, tests: Mapping[str, Any], data_source: str, *, wrapped: bool = True, **more: Any
 ) -> dict[str, Any]:
     function = tests.get("fn_name")
-    checker = CALL_CHECKER if function is not None and wrapped else CHECKER
+    checker = tests.get("checker") or (CALL_CHECKER if function is not None and wrapped else CHECKER)
     unit_tests = dict(tests) if function is None else as_json_text(tests)
     metadata = {"unit_tests": unit_tests, "checker": checker} | {k: v for k, v in more.items() if v is not None}
     return row_for(statement, metadata, function=function, data_source=data_source)

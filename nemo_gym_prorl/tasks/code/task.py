@@ -3,9 +3,8 @@
 """Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`.
 
 Rows with tools have their solution in a file, initially empty. Rows without tools are answered in text, like NeMo
-Gym's ``code_gen``: of the last message, the last Python block counts that defines the function or, for a program, reads
-standard input; so examples of use are ignored. Without such a block, the last Python block counts. A block is Python if
-its fence says so, or if the fence has no label and the content looks like code; so sample output is ignored, too.
+Gym's ``code_gen``: :func:`program_in` chooses a block of the last message. A block is Python if its fence says so, or
+if the fence has no label and the content looks like code; so sample output after the program is ignored.
 """
 
 from __future__ import annotations
