@@ -71,6 +71,7 @@ def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
             "tests": [[test.input, test.expected] for test in problem.tests],
             "function": problem.function,
             "wrapped": problem.checker.get("wrapped"),
+            "checker": problem.checker["kind"],
             "limits": [problem.time_limit_s, problem.memory_limit_mib],
             "about": {name: row["verifier_metadata"].get(name) for name in ("dataset", "difficulty")},
         }

@@ -44,6 +44,9 @@ from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed,
 
 _TEXT_OPCODES = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
 _IDLE_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
+_INPUTS = ("input", "stdin")
+_OUTPUTS = ("output", "expected_output", "stdout")
+_CASES = 'must be a list of objects such as {"input": "1 2\\n", "output": "3\\n"}'
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
 """Fields that may define the function under test; what the policy sees comes first."""
@@ -82,6 +85,8 @@ def unpacked(text: str, field: str) -> Any:
 def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, Any]:
     """Convert a list of objects with ``input`` and ``output`` (LiveCodeBench, DeepCoder, PrimeIntellect, open-r1).
 
+    ``stdin``, ``stdout`` and ``expected_output`` mean the same.
+
     Args:
         cases: the objects. ``fn_name``, or ``func_name`` in ``metadata``, names the function under test.
         field: name of the field, for errors.
@@ -91,7 +96,10 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
         CallerError: the list is malformed, or its cases name different functions; names the field.
     """
     if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
-        raise CallerError("must be a list of objects with input and output", field=field)
+        raise CallerError(_CASES, field=field)
+    for names in (_INPUTS, _OUTPUTS):
+        if not all(case.keys() & {*names} for case in cases):
+            raise CallerError(_CASES, field=field)
     names = {_function_of(case) or function for case in cases}
     if len(names) > 1:
         raise CallerError("calls more than one function", field=field)
@@ -100,7 +108,10 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
         case.get("type", case.get("testtype")) in ("function_call", "functional") for case in cases
     ):
         raise CallerError("names no function to call", field=field)
-    tests = {"inputs": [case.get("input") for case in cases], "outputs": [case.get("output") for case in cases]}
+    inputs, outputs = (
+        [next(case[name] for name in names if name in case) for case in cases] for names in (_INPUTS, _OUTPUTS)
+    )
+    tests = {"inputs": inputs, "outputs": outputs}
     return tests | ({"fn_name": called} if called else {})
 
 
@@ -406,11 +417,8 @@ EXACT = (1e-6, 1e-6)
 TIME_FACTOR = 5.0
 """Multiplier of time limits that were set for compiled programs, to leave room for an interpreter."""
 
-CHECKER = {"kind": "float"}
-"""Token-wise comparison with 1e-6 tolerance for fractional numbers, as nearly all such problems specify."""
-
-CALL_CHECKER = {"kind": "float", "wrapped": True}
-"""APPS, TACO and derived sets wrap some results in a list, without a marker."""
+TOKEN_SETS = frozenset({"codecontests", "codeforces"})
+"""Sets whose own checkers ignore line breaks; those of the others compare lines."""
 
 DATA_SOURCE = "code"
 """``data_source`` of rows whose set is unknown."""
@@ -528,13 +536,16 @@ def _asserted(record: Record) -> dict[str, Any]:
 
 
 def _listed_asserts(record: Record) -> dict[str, Any]:
-    """Convert MBPP, its sanitized edition and AceCode."""
+    """Convert MBPP, its sanitized edition and AceCode; also inputs and outputs in these fields."""
     field = next(name for name in ("test_list", "test_cases") if name in record)
-    asserts = record[field]
-    if not isinstance(asserts, list) or not all(isinstance(line, str) for line in asserts):
-        raise CallerError("must be a list of asserts", field=field)
-    asked = next((name for name in ("text", "question") if record.get(name)), "prompt")
-    tests = of_asserts("\n".join(asserts), field, (), record)
+    asserts = parsed(record[field])
+    asked = next((name for name in ("text", "question", "problem") if record.get(name)), "prompt")
+    if isinstance(asserts, list) and any(isinstance(case, Mapping) for case in asserts):
+        tests = of_cases(asserts, field, _function_of(record))
+    elif isinstance(asserts, list) and all(isinstance(line, str) for line in asserts):
+        tests = of_asserts("\n".join(asserts), field, (), record)
+    else:
+        raise CallerError('must be a list of asserts such as "assert f(1) == 2"', field=field)
     return _row(_text(record, asked), tests, DATA_SOURCE, wrapped=False, dataset=record.get("source"))
 
 
@@ -607,7 +618,10 @@ def _row(
     statement: str, tests: Mapping[str, Any], data_source: str, *, wrapped: bool = True, **more: Any
 ) -> dict[str, Any]:
     function = tests.get("fn_name")
-    checker = tests.get("checker") or (CALL_CHECKER if function is not None and wrapped else CHECKER)
+    checker: dict[str, Any] = {"kind": "float" if function is not None or data_source in TOKEN_SETS else "lines"}
+    if function is not None and wrapped:  # APPS, TACO and derived sets wrap some results in a list, without a marker
+        checker["wrapped"] = True
+    checker = tests.get("checker", checker)
     unit_tests = dict(tests) if function is None else as_json_text(tests)
     metadata = {"unit_tests": unit_tests, "checker": checker} | {k: v for k, v in more.items() if v is not None}
     return row_for(statement, metadata, function=function, data_source=data_source)
