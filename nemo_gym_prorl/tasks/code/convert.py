@@ -95,11 +95,10 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
     Raises:
         CallerError: the list is malformed, or its cases name different functions; names the field.
     """
-    if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
+    if not isinstance(cases, list) or not all(
+        isinstance(case, Mapping) and case.keys() & {*_INPUTS} and case.keys() & {*_OUTPUTS} for case in cases
+    ):
         raise CallerError(_CASES, field=field)
-    for names in (_INPUTS, _OUTPUTS):
-        if not all(case.keys() & {*names} for case in cases):
-            raise CallerError(_CASES, field=field)
     names = {_function_of(case) or function for case in cases}
     if len(names) > 1:
         raise CallerError("calls more than one function", field=field)
@@ -108,11 +107,9 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
         case.get("type", case.get("testtype")) in ("function_call", "functional") for case in cases
     ):
         raise CallerError("names no function to call", field=field)
-    inputs, outputs = (
-        [next(case[name] for name in names if name in case) for case in cases] for names in (_INPUTS, _OUTPUTS)
-    )
-    tests = {"inputs": inputs, "outputs": outputs}
-    return tests | ({"fn_name": called} if called else {})
+    inputs = [next(case[name] for name in _INPUTS if name in case) for case in cases]
+    outputs = [next(case[name] for name in _OUTPUTS if name in case) for case in cases]
+    return {"inputs": inputs, "outputs": outputs} | ({"fn_name": called} if called else {})
 
 
 def of_asserts(
@@ -266,13 +263,9 @@ def _comparison(statement: ast.stmt) -> _Test:
 def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr]:
     """Return the call and the expected result, whichever comes first."""
     for call, expected in ((one, other), (other, one)):
-        if isinstance(call, ast.Call) and not _is_constructor(call):
+        if isinstance(call, ast.Call) and _called(call.func) not in ("float", "list"):
             return call, expected
     raise UnusableRecord(_NO_COMPARISON)
-
-
-def _is_constructor(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id in ("float", "list")
 
 
 def _returns_bool(function: ast.FunctionDef) -> bool:
@@ -349,8 +342,8 @@ def _called(function: ast.expr) -> str | None:
 
 def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
     try:
-        value = _folded(node)
-    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
+        value = ast.literal_eval(_Folder().visit(node))
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError):
         raise UnusableRecord("its tests compute what they pass or expect") from None
     if not _is_json(value, tuples=tuples):
         raise UnusableRecord("its tests have values that JSON does not have")
@@ -364,41 +357,29 @@ def _number(node: ast.expr) -> float:
     return float(value)
 
 
-def _folded(node: ast.expr) -> Any:
-    """Return the value of literals, arithmetic with literals, ``float("inf")`` and ``list(range(3))``.
+class _Folder(ast.NodeTransformer):
+    """Replace arithmetic with literals, ``float("inf")`` and ``list(range(3))`` by values of bounded size."""
 
-    Raises:
-        ValueError, TypeError, ArithmeticError: the expression is another one, fails, or its value is too large.
-    """
-    match node:
-        case ast.List(elts=parts):
-            return [*map(_folded, parts)]
-        case ast.Tuple(elts=parts):
-            return tuple(map(_folded, parts))
-        case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {_folded(key): _folded(value) for key, value in zip(keys, values, strict=True) if key is not None}
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_folded(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            one, other = _folded(left), _folded(right)
-            if isinstance(op, ast.Mult) and isinstance(one, int):
-                one, other = other, one
-            repeats = isinstance(op, ast.Pow) or (isinstance(op, ast.Mult) and not isinstance(one, int | float))
-            if repeats and isinstance(other, int) and len(repr(one)) * abs(other) > _FOLDED_CHARS:
-                raise ValueError("too large")
-            value = _ARITHMETIC[type(op)](one, other)
-            repr(value)  # raises ValueError for an integer that JSON text cannot have
-            return value
-        case ast.Call(
-            func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "Infinity" | "infinity")], keywords=[]
-        ):
-            return math.inf
-        case ast.Call(func=ast.Name(id="list"), args=[ast.Call(func=ast.Name(id="range"), args=parts)], keywords=[]):
-            numbers = range(*map(_folded, parts))
-            if len(numbers) > _FOLDED_CHARS:
-                raise ValueError("too large")
-            return [*numbers]
-    return ast.literal_eval(node)
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        one, other = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
+        if isinstance(node.op, ast.Mult) and isinstance(one, int):
+            one, other = other, one
+        repeats = isinstance(node.op, ast.Pow) or not isinstance(one, int | float)
+        if repeats and isinstance(other, int) and len(repr(one)) * abs(other) > _FOLDED_CHARS:
+            raise ValueError("too large")
+        value = _ARITHMETIC[type(node.op)](one, other)
+        repr(value)  # raises ValueError for an integer that JSON text cannot have
+        return ast.Constant(value)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        match node:
+            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "Infinity" | "infinity")]):
+                return ast.Constant(math.inf)
+            case ast.Call(func=ast.Name(id="list"), args=[ast.Call(func=ast.Name(id="range"), args=parts)]):
+                numbers = range(*(ast.literal_eval(self.visit(part)) for part in parts))
+                if len(numbers) <= _FOLDED_CHARS:
+                    return ast.List([ast.Constant(number) for number in numbers])
+        return node
 
 
 def _is_json(value: Any, *, tuples: bool) -> bool:
