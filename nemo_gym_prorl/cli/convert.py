@@ -57,12 +57,21 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True)
 class Summary:
-    """Outcome of a conversion: records kept, dropped and refused."""
+    """Outcome of a conversion: records kept, dropped and refused.
+
+    Attributes:
+        first_dropped: place and example of the first record dropped for a reason.
+    """
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: dict[str, Refusal] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
     samples: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def drop(self, place: int | str, reason: str, example: str = "") -> None:
+        self.dropped[reason] += 1
+        self.first_dropped.setdefault(reason, Refusal(place, example))
 
     @property
     def records(self) -> int:
@@ -147,14 +156,14 @@ def _convert(
         except (UnusableRecord, UnsupportedSet) as error:
             if isinstance(error, UnsupportedSet) and not summary.kept:
                 raise UnsupportedSet(error.complaint, field=title) from error
-            summary.dropped[error.reason] += 1
+            summary.drop(place, error.reason, getattr(error, "example", ""))
         except CallerError as error:
             summary.refused.append(Refusal(place, error.reason))
         except orjson.JSONEncodeError as error:
             summary.refused.append(Refusal(place, f"cannot be written as JSON: {error}"))
         else:
             if (digest := hashlib.sha256(line).digest()) in seen:
-                summary.dropped["makes the same row as an earlier one"] += 1
+                summary.drop(place, "makes the same row as an earlier one")
                 continue
             seen.add(digest)
             summary.kept += 1
@@ -174,7 +183,8 @@ def _print(summary: Summary, unit: str) -> None:
     for refusal in summary.refused[:MAX_MESSAGES]:
         say(f"{unit} {refusal.place}: {refusal.reason}")
     for reason, count in summary.dropped.most_common(MAX_MESSAGES):
-        say(f"dropped {count}: {reason}")
+        first, example = summary.first_dropped[reason]
+        say(f"dropped {count}: {reason}; first is {unit} {first}" + (f": {_short(example)}" if example else ""))
     for number, row in enumerate(summary.samples, 1):
         prompt = row.get("responses_create_params", {}).get("input")
         last = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt

@@ -41,7 +41,15 @@ _AFTER_HASHES = re.compile(r"^\s*####[ \t]*(.+?)\s*$", re.MULTILINE)
 
 
 class UnusableRecord(CallerError):
-    """A well-formed record that no environment can grade."""
+    """A well-formed record that no environment can grade.
+
+    Args:
+        example: part of the record that shows the reason; not in the reason, by which records are counted.
+    """
+
+    def __init__(self, reason: str, *, field: str | None = None, example: str = "") -> None:
+        super().__init__(reason, field=field)
+        self.example = example
 
 
 class UnsupportedSet(CallerError):

@@ -21,8 +21,10 @@ from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.code_rows import MAX_TEST_BYTES, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.code_rows import MAX_TEST_BYTES, problems, read_metadata, read_problem
 from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
+from nemo_gym_prorl.tasks.code.convert import row_of as code_row
+from nemo_gym_prorl.tasks.code.inside.checkers import values_match
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import row_of as math_row
 from nemo_gym_prorl.tasks.records import UnusableRecord
@@ -230,18 +232,36 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
     [
         ("assert f(1, 'a') == [2]", [[[1, "a"], [2]]]),
         ("assert [2] == f(1)", [[[1], [2]]]),
-        ("assert f(x=1, y=-2) is None", [[[1, -2], None]]),
+        ("assert f(1, -2) is None", [[[1, -2], None]]),
+        ("assert f(x=1) is None", None),
         ("def check(candidate):\n    assert candidate({'a': 1}) == (1, 2), 'no'", [[[{"a": 1}], [1, 2]]]),
         ("assert f() == '21'", [[[], "21"]]),
         ("assert Solution().f(1) == 2\nassert solution.f(0) == 1", [[[1], 2], [[0], 1]]),
         ("assert f(1) == 2\nassert g(1) == 2", None),
         ("assert f(1)", None),
+        ("assert not f(1)", None),
+        ("assert f(1)\nassert not f(2)", None),
+        ("assert f(1)\nassert f(2) == False", [[[1], True], [[2], False]]),
+        ("assert f(2) is True\nassert not f(1)", [[[2], True], [[1], False]]),
+        ("assert f(2) == 5\nassert f(1)", None),
+        ("assert isinstance(f(1), int)", None),
+        ("assert f(list(range(1, 4))) == 'ab' * 2", [[[[1, 2, 3]], "abab"]]),
+        ("assert f(-2**3, [10**9 + 7], {'a': 3 - 1}) == (1 / 2, -1)", [[[-8, [10**9 + 7], {"a": 2}], [0.5, -1]]]),
+        ("assert f(100000**2) == float('inf')", [[[10**10], float("inf")]]),
+        ("assert -float('inf') == f([0] * 3)", [[[[0, 0, 0]], -float("inf")]]),
+        ("assert f(2**99999) == 1", None),
+        ("assert f(10**5000) == 1", None),
+        ("assert f('a' * 10**9) == 1", None),
+        ("assert f([[0] * 9999] * 9999) == 1", None),
+        ("assert f(list(range(10**9))) == 1", None),
+        ("assert f(1 / 0) == 1", None),
+        ("assert f('%999999999d' % 1) == 1", None),
+        ("assert f(float('nan')) == 1", None),
         ("assert f(g(1)) == 2", None),
         ("assert f((1, 2)) == 2", None),
         ("assert f(1) == {1, 2}", None),
         ("assert f('a').lower() == 'a'", None),
         ("assert np.f([1]) == 1", None),
-        ("assert abs(f(1) - 2) < 0.1", None),
         ("assert f(*[1]) == 2", None),
         ("for x in [1]:\n    assert f(x) == 2", None),
         ("import os\nos.remove('x')\nassert f(1) == 2", None),
@@ -261,3 +281,101 @@ def test_asserts(source: str, kept: list[Any] | None) -> None:
         test.expected if isinstance(test.expected, list) else json.loads(test.expected) for test in problem.tests
     ]
     assert [[test.input, value] for test, value in zip(problem.tests, values, strict=True)] == kept
+
+
+HEAD = "def f(x, step: int = 1, scale=-1, *, key=0) -> dict[str, int]:"
+SIGNED: list[dict[str, Any]] = [
+    {"text": Q, "code": f"{HEAD}\n    return x\n", "test_list": ["assert CALL == 2"]},
+    {"question": f"Write `f`:\n```python\n{HEAD}\n```\nNote: be quick.", "test_cases": ["assert CALL == 2"]},
+    {"question": Q, "solution": f"{HEAD}\n  return x", "test": "import f\ndef test():\n  assert CALL == 2"},
+    {"task_id": "mine/0", "prompt": f"{HEAD}\n    'Doc.'\n", "entry_point": "f", "test": "assert CALL == 2"},
+    {"question": Q, "starter_code": f"class S:\n    {HEAD.replace('(x', '(self, x')}\n", "test": "assert CALL == 2"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("f(1)", [1]),
+        ("f(1, 2)", [1, 2]),
+        ("f(x=1)", [1]),
+        ("f(step=2, x=1)", [1, 2]),
+        ("f(1, scale=2)", [1, 1, 2]),
+        ("f(scale=3, step=2, x=1)", [1, 2, 3]),
+        ("f(step=2)", None),
+        ("f(1, x=2)", None),
+        ("f(1, key=2)", None),
+        ("f(1, other=2)", None),
+        ("f(1, 2, 3, 4, x=2)", None),
+    ],
+)
+def test_arguments_by_name_follow_the_signature(call: str, arguments: list[Any] | None) -> None:
+    for record in SIGNED:
+        record = json.loads(json.dumps(record).replace("CALL", call))
+        if arguments is None:
+            with pytest.raises(UnusableRecord, match="do not fit"):
+                code_row(record)
+        else:
+            [test] = read_problem(read_metadata(code_row(record)), None).tests
+            assert test.input == arguments
+
+
+@pytest.mark.parametrize(
+    ("source", "right", "wrong"),
+    [
+        ("assert abs(f(3) - 1.5) < 1e-6", 1.5000009, 1.5000011),
+        ("assert abs(1.5 - f(3)) <= 0.1", 1.59, 1.61),
+        ("assert abs(f(3) - 5) < 1", 5.9, 6),
+        ("assert math.isclose(f(3), 2.0)", 2.000000001, 2.00000001),
+        ("import math\nassert math.isclose(2, f(3), rel_tol=0.0, abs_tol=0.5)", 2.5, 2.6),
+        ("assert abs(f(3) - 1.5) < 1e-6\nassert f(1) == 2", 1.5000009, 1.5000011),
+        ("assert abs(f(3) - 1.5) < 0.1\nassert f(1) == 2", None, None),
+        ("assert abs(f(3) - 1.5) < 0.1\nassert abs(f(1) - 1.5) < 0.2", None, None),
+        ("assert math.isclose(f(3), 2.0, rel_tol=x)", None, None),
+        ("assert abs(f(3) - 'a') < 1", None, None),
+        ("assert abs(f(3)) < 1", None, None),
+        ("assert abs(f(3) - 1.5) > 0.1", None, None),
+        ("assert abs(f(3) - f(2)) < 0.1", None, None),
+    ],
+)
+def test_asserted_tolerance(source: str, right: float | None, wrong: float | None) -> None:
+    record = {"question": Q, "test": source}
+    if right is None:
+        with pytest.raises(UnusableRecord, match="its tests"):
+            code_row(record)
+        return
+    problem = read_problem(read_metadata(code_row(record)), None)
+    matched = [values_match(value, problem.tests[0].expected, dict(problem.checker)) for value in (right, wrong)]
+    assert matched == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("solution", "boolean"),
+    [
+        ("def f(x) -> bool:\n    return g(x)", True),
+        ("def f(x):\n    if not x:\n        return False\n    return x > 1 and not x == 2", True),
+        ("def f(x):\n    return any(x)", True),
+        ("def f(x) -> int:\n    return x > 1", False),
+        ("def f(x):\n    return x and x > 1", False),
+        ("def f(x):\n    if x:\n        return True", False),
+        ("def f(x):\n    print(x)", False),
+        ("def g(x):\n    return True", False),
+    ],
+)
+def test_bare_assert_needs_a_boolean(solution: str, boolean: bool) -> None:
+    record = {"question": Q, "solution": solution, "test": "assert f(2)\nassert not f(0)"}
+    if boolean:
+        assert [test.expected for test in read_problem(read_metadata(code_row(record)), None).tests] == [True, False]
+    else:
+        with pytest.raises(UnusableRecord, match="may be no boolean"):
+            code_row(record)
+
+
+@pytest.mark.parametrize("task", ["HumanEval/9", "mine/9"])
+@pytest.mark.parametrize("shipped", [True, False])
+def test_shipped_problem_replaces_only_itself(task: str, shipped: bool) -> None:
+    shipped_prompt = problems()["HumanEval/9"].prompt
+    own = {"task_id": task, "entry_point": "f", "test": "def check(candidate):\n    assert candidate([1]) == 1"}
+    row = code_row(own | {"prompt": shipped_prompt.strip() if shipped else "def f(xs):\n    'First.'\n"})
+    replaced = shipped and task == "HumanEval/9"
+    assert read_problem(read_metadata(row), None).function == ("rolling_max" if replaced else "f")

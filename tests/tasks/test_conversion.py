@@ -71,6 +71,7 @@ def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
             "tests": [[test.input, test.expected] for test in problem.tests],
             "function": problem.function,
             "wrapped": problem.checker.get("wrapped"),
+            "checker": problem.checker["kind"],
             "limits": [problem.time_limit_s, problem.memory_limit_mib],
             "about": {name: row["verifier_metadata"].get(name) for name in ("dataset", "difficulty")},
         }
@@ -173,6 +174,29 @@ def test_unreadable_answer_is_refused_by_line(tmp_path: Path) -> None:
     for line in (2, 4):
         assert f"line {line}: expected_answer: " in done.output
     assert done.output.count("can't read") == 2
+
+
+def test_dropped_records_are_counted_with_the_first_of_each_reason(tmp_path: Path) -> None:
+    tests = [
+        "assert f(1) == 2",
+        "assert f(g(1)) == 2",
+        "assert f(1) == 2\nassert f(g(2)) == 2",
+        "assert f(1) == 2",
+        "",
+    ]
+    tests += ["for x in [1]:\n    assert f(x) == 2", "assert f(1) == 2\nassert g(1) == 2", "assert f(x=1) == 2"]
+    records = [{"question": "?", "test": f"import f\n{test}"} for test in tests]
+    done = prorl_data("code", written(tmp_path / "set.jsonl", records), "--dry-run")
+    for said in (
+        "dropped 2: test: its tests compute what they pass or expect; first is line 2: assert f(g(1)) == 2\n",
+        "dropped 1: makes the same row as an earlier one; first is line 4\n",
+        "dropped 1: test: its tests have no assert; first is line 5\n",
+        "first is line 6: for x in [1]:\n",
+        "first is line 7: f, g\n",
+        "first is line 8: assert f(x=1) == 2\n",
+    ):
+        assert said in done.stderr
+    assert (done.exit_code, "1 kept, 7 dropped, 0 refused" in done.stderr) == (0, True)
 
 
 def test_output_must_not_be_the_dataset(tmp_path: Path) -> None:

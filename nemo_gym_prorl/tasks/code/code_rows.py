@@ -235,7 +235,9 @@ def _read_file(metadata: Metadata, tests_folder: Path | None) -> UnitTests:
 def _run(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
     for name, value in (("inputs", given), ("outputs", expected)):
         if not isinstance(value, str):
-            raise CallerError("must be text: a program reads and prints text", field=f"{field}.{name}.{index}")
+            raise CallerError(
+                'must be text such as "1 2\\n"; for a function, add fn_name', field=f"{field}.{name}.{index}"
+            )
     return CodeTestCase(given, expected)
 
 

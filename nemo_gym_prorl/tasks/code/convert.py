@@ -18,13 +18,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
+import operator
 import pickletools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.code_rows import (
@@ -42,7 +44,20 @@ from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed,
 
 _TEXT_OPCODES = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})
 _IDLE_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"})
+_INPUTS = ("input", "stdin")
+_OUTPUTS = ("output", "expected_output", "stdout")
+_CASES = 'must be a list of objects such as {"input": "1 2\\n", "output": "3\\n"}'
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
+_SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
+"""Fields that may define the function under test; what the policy sees comes first."""
+_COLON = re.compile(":")
+_NO_COMPARISON = "its tests do more than compare the result of a call with a value"
+_FOLDED_CHARS = 1 << 16
+"""Bound of the values that tests compute from literals."""
+_ARITHMETIC = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}  # fmt: skip
 
 
 def unpacked(text: str, field: str) -> Any:
@@ -70,6 +85,8 @@ def unpacked(text: str, field: str) -> Any:
 def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, Any]:
     """Convert a list of objects with ``input`` and ``output`` (LiveCodeBench, DeepCoder, PrimeIntellect, open-r1).
 
+    ``stdin``, ``stdout`` and ``expected_output`` mean the same.
+
     Args:
         cases: the objects. ``fn_name``, or ``func_name`` in ``metadata``, names the function under test.
         field: name of the field, for errors.
@@ -78,8 +95,10 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
     Raises:
         CallerError: the list is malformed, or its cases name different functions; names the field.
     """
-    if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
-        raise CallerError("must be a list of objects with input and output", field=field)
+    if not isinstance(cases, list) or not all(
+        isinstance(case, Mapping) and case.keys() & {*_INPUTS} and case.keys() & {*_OUTPUTS} for case in cases
+    ):
+        raise CallerError(_CASES, field=field)
     names = {_function_of(case) or function for case in cases}
     if len(names) > 1:
         raise CallerError("calls more than one function", field=field)
@@ -88,36 +107,66 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
         case.get("type", case.get("testtype")) in ("function_call", "functional") for case in cases
     ):
         raise CallerError("names no function to call", field=field)
-    tests = {"inputs": [case.get("input") for case in cases], "outputs": [case.get("output") for case in cases]}
-    return tests | ({"fn_name": called} if called else {})
+    inputs = [next(case[name] for name in _INPUTS if name in case) for case in cases]
+    outputs = [next(case[name] for name in _OUTPUTS if name in case) for case in cases]
+    return {"inputs": inputs, "outputs": outputs} | ({"fn_name": called} if called else {})
 
 
-def of_asserts(source: str, field: str, candidates: Sequence[str] = ()) -> dict[str, Any]:
+def of_asserts(
+    source: str, field: str, candidates: Sequence[str] = (), record: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Convert asserts that compare the result of a call with a value (HumanEval, MBPP, KodCode, AceCode, LeetCode).
 
     Args:
         source: Python source, which is parsed and never run.
         field: name of the field, for errors.
         candidates: names of the function under test; the last one is its real name.
+        record: record whose texts may define the function; arguments passed by name need its signature.
 
     Raises:
         CallerError: the source is not Python; names the field.
-        UnusableRecord: a test is not such an assert.
+        UnusableRecord: a test is not such an assert; has the first one as its example.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CallerError(f"is not Python: {error}", field=field) from error
+    tree = _tree(source)
+    if isinstance(tree, Exception):
+        raise CallerError(f"is not Python: {tree}", field=field) from tree
+    lines = source.split("\n")
     inputs, outputs, names = list[Any](), list[Any](), set[str]()
-    for name, arguments, expected in _compared(tree.body, field):
-        names.add(candidates[-1] if name in candidates else name)
-        inputs.append(arguments)
+    tolerances, truths, boolean = set[tuple[float, float]](), list[str](), False
+    for statement in _statements(tree.body):
+        example = "".join(lines[statement.lineno - 1 : statement.lineno]).strip()
+        try:
+            test = _comparison(statement)
+            name = _called(test.call.func)
+            if name is None or any(word.arg is None for word in test.call.keywords):
+                raise UnusableRecord("its tests call more than a function by its name")
+            name = candidates[-1] if name in candidates else name
+            inputs.append([_literal(value, tuples=False) for value in _positional(test.call, name, record or {})])
+            expected = _number(test.expected) if test.tolerance else _literal(test.expected)
+        except UnusableRecord as error:
+            raise UnusableRecord(error.complaint, field=field, example=example) from None
+        names.add(name)
         outputs.append(json.dumps(expected))
+        tolerances.add(test.tolerance or EXACT)
+        truths += [example] if test.truth else []
+        boolean |= isinstance(expected, bool) and not test.truth
     if len(names) > 1:
-        raise UnusableRecord("its tests call more than one function", field=field)
+        raise UnusableRecord("its tests call more than one function", field=field, example=", ".join(sorted(names)))
     if not names:
         raise UnusableRecord("its tests have no assert", field=field)
-    return {"inputs": inputs, "outputs": outputs, "fn_name": names.pop()}
+    called = names.pop()
+    if truths and not boolean and not any(map(_returns_bool, _definitions(record or {}, called))):
+        raise UnusableRecord(
+            "its tests check whether a result that may be no boolean is true", field=field, example=truths[0]
+        )
+    tests = {"inputs": inputs, "outputs": outputs, "fn_name": called}
+    if tolerances == {EXACT}:
+        return tests
+    absolute, relative = map(min, zip(*tolerances, strict=True))
+    # A result that must be exact may have a smaller tolerance than usual, and no larger one.
+    if len(tolerances - {EXACT}) > 1 or (EXACT in tolerances and (absolute, relative) not in tolerances - {EXACT}):
+        raise UnusableRecord("its tests have different tolerances", field=field)
+    return tests | {"checker": {"kind": "float", "absolute": absolute, "relative": relative}}
 
 
 def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,31 +201,131 @@ def _function_of(case: Mapping[str, Any]) -> str | None:
     return str(name) if name else None
 
 
-def _compared(body: Sequence[ast.stmt], field: str) -> Iterator[tuple[str, list[Any], Any]]:
-    """Yield the function, arguments and expected result of each assert."""
+def _tree(source: str) -> ast.Module | Exception:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return error
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of tests, also inside of functions, without imports and docstrings."""
     for statement in body:
         match statement:
             case ast.FunctionDef(body=inner):
-                yield from _compared(inner, field)
-            case (
-                ast.Assert(
-                    test=ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[expected])
-                )
-                | ast.Assert(
-                    test=ast.Compare(left=expected, ops=[ast.Eq() | ast.Is()], comparators=[ast.Call() as call])
-                )
-            ):
-                name = _called(call.func)
-                if name is None or any(word.arg is None for word in call.keywords):
-                    raise UnusableRecord("its tests call more than a function by its name", field=field)
-                arguments = [*call.args, *(word.value for word in call.keywords)]
-                yield name, [_literal(value, field, tuples=False) for value in arguments], _literal(expected, field)
-            case ast.Expr(value=ast.Constant()):
-                pass
-            case ast.Assign(targets=[ast.Name(id="METADATA")]):  # in HumanEval's tests
+                yield from _statements(inner)
+            case ast.Expr(value=ast.Constant()) | ast.Assign(targets=[ast.Name(id="METADATA")]):  # HumanEval has both
                 pass
             case _ if not isinstance(statement, _SCAFFOLDING):
-                raise UnusableRecord("its tests do more than compare the result of a call with a value", field=field)
+                yield statement
+
+
+class _Test(NamedTuple):
+    """An assert.
+
+    Attributes:
+        tolerance: absolute and relative tolerance of the result; ``None`` for equality.
+        truth: whether any true or false result would do.
+    """
+
+    call: ast.Call
+    expected: ast.expr
+    tolerance: tuple[float, float] | None = None
+    truth: bool = False
+
+
+def _comparison(statement: ast.stmt) -> _Test:
+    match statement.test if isinstance(statement, ast.Assert) else None:
+        case ast.Compare(left=one, ops=[ast.Eq() | ast.Is()], comparators=[other]):
+            return _Test(*_sides(one, other))
+        case ast.Compare(
+            left=ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=one, op=ast.Sub(), right=other)]),
+            ops=[ast.Lt() | ast.LtE() as order],
+            comparators=[limit],
+        ):
+            bound = _number(limit)
+            below = math.nextafter(bound, 0) if isinstance(order, ast.Lt) else bound
+            return _Test(*_sides(one, other), tolerance=(below, 0.0))
+        case ast.Call(
+            func=ast.Name(id="isclose") | ast.Attribute(value=ast.Name(id="math"), attr="isclose"),
+            args=[one, other],
+            keywords=words,
+        ):
+            given = {word.arg: _number(word.value) for word in words}
+            return _Test(*_sides(one, other), tolerance=(given.get("abs_tol", 0.0), given.get("rel_tol", 1e-9)))
+        case ast.Call() as call:
+            return _Test(call, ast.Constant(True), truth=True)
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
+            return _Test(call, ast.Constant(False), truth=True)
+    raise UnusableRecord(_NO_COMPARISON)
+
+
+def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr]:
+    """Return the call and the expected result, whichever comes first."""
+    for call, expected in ((one, other), (other, one)):
+        if isinstance(call, ast.Call) and _called(call.func) not in ("float", "list"):
+            return call, expected
+    raise UnusableRecord(_NO_COMPARISON)
+
+
+def _returns_bool(function: ast.FunctionDef) -> bool:
+    """Return whether a function returns only booleans, by its annotation or by its return statements."""
+    if isinstance(function.returns, ast.Name):
+        return function.returns.id == "bool"
+    results = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    return isinstance(function.body[-1], ast.Return) and all(map(_is_boolean, results))
+
+
+def _is_boolean(node: ast.expr | None) -> bool:
+    match node:
+        case ast.BoolOp(values=values):
+            return all(map(_is_boolean, values))
+        case (
+            ast.Compare()
+            | ast.UnaryOp(op=ast.Not())
+            | ast.Constant(value=bool())
+            | ast.Call(func=ast.Name(id="all" | "any" | "bool" | "isinstance"))
+        ):
+            return True
+    return False
+
+
+def _positional(call: ast.Call, name: str, record: Mapping[str, Any]) -> list[ast.expr]:
+    """Return a call's arguments in the order of the function's parameters; defaults fill gaps."""
+    if not call.keywords:
+        return call.args
+    signature = next((function.args for function in _definitions(record, name)), None)
+    if signature is None:
+        raise UnusableRecord("its tests pass arguments by name, and the record has no definition of the function")
+    names = [one.arg for one in (*signature.posonlyargs, *signature.args)]
+    values = dict(zip(reversed(names), reversed(signature.defaults), strict=False))
+    if names[:1] == ["self"]:
+        del names[0]
+    given = dict(zip(names, call.args, strict=False)) | {str(word.arg): word.value for word in call.keywords}
+    needed = names[: 1 + max((index for index, one in enumerate(names) if one in given), default=0)]
+    values |= given
+    if (
+        len(given) < len(call.args) + len(call.keywords)
+        or not given.keys() <= {*names}
+        or not values.keys() >= {*needed}
+    ):
+        raise UnusableRecord("its tests pass arguments that do not fit the function's positional parameters")
+    return [values[one] for one in needed]
+
+
+def _definitions(record: Mapping[str, Any], name: str) -> Iterator[ast.FunctionDef]:
+    """Yield the definitions of a function in a record's texts; the body is ``pass`` where the text is not Python."""
+    for field in _SIGNED:
+        text = record.get(field)
+        if not isinstance(text, str) or not (found := re.search(rf"\bdef {name}\s*\(", text)):
+            continue
+        begin = found.start()
+        heads = (text[begin : colon.end()] + " pass" for colon in _COLON.finditer(text, begin, begin + 2000))
+        for source in (text, *heads):
+            if isinstance(tree := _tree(source), ast.Module):
+                nodes = ast.walk(tree)
+                yield from (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+                break
 
 
 def _called(function: ast.expr) -> str | None:
@@ -191,14 +340,46 @@ def _called(function: ast.expr) -> str | None:
     return None
 
 
-def _literal(node: ast.expr, field: str, *, tuples: bool = True) -> Any:
+def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
     try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        raise UnusableRecord("its tests compute what they pass or expect", field=field) from None
+        value = ast.literal_eval(_Folder().visit(node))
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError):
+        raise UnusableRecord("its tests compute what they pass or expect") from None
     if not _is_json(value, tuples=tuples):
-        raise UnusableRecord("its tests have values that JSON does not have", field=field)
+        raise UnusableRecord("its tests have values that JSON does not have")
     return value
+
+
+def _number(node: ast.expr) -> float:
+    value = _literal(node)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise UnusableRecord("its tests have a tolerance for a value that is no number")
+    return float(value)
+
+
+class _Folder(ast.NodeTransformer):
+    """Replace arithmetic with literals, ``float("inf")`` and ``list(range(3))`` by values of bounded size."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        one, other = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
+        if isinstance(node.op, ast.Mult) and isinstance(one, int):
+            one, other = other, one
+        repeats = isinstance(node.op, ast.Pow) or not isinstance(one, int | float)
+        if repeats and isinstance(other, int) and len(repr(one)) * abs(other) > _FOLDED_CHARS:
+            raise ValueError("too large")
+        value = _ARITHMETIC[type(node.op)](one, other)
+        repr(value)  # raises ValueError for an integer that JSON text cannot have
+        return ast.Constant(value)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        match node:
+            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "Infinity" | "infinity")]):
+                return ast.Constant(math.inf)
+            case ast.Call(func=ast.Name(id="list"), args=[ast.Call(func=ast.Name(id="range"), args=parts)]):
+                numbers = range(*(ast.literal_eval(self.visit(part)) for part in parts))
+                if len(numbers) <= _FOLDED_CHARS:
+                    return ast.List([ast.Constant(number) for number in numbers])
+        return node
 
 
 def _is_json(value: Any, *, tuples: bool) -> bool:
@@ -211,14 +392,14 @@ def _is_json(value: Any, *, tuples: bool) -> bool:
 
 Record = Mapping[str, Any]
 
+EXACT = (1e-6, 1e-6)
+"""Absolute and relative tolerance of fractional results that tests compare for equality."""
+
 TIME_FACTOR = 5.0
 """Multiplier of time limits that were set for compiled programs, to leave room for an interpreter."""
 
-CHECKER = {"kind": "float"}
-"""Token-wise comparison with 1e-6 tolerance for fractional numbers, as nearly all such problems specify."""
-
-CALL_CHECKER = {"kind": "float", "wrapped": True}
-"""APPS, TACO and derived sets wrap some results in a list, without a marker."""
+TOKEN_SETS = frozenset({"codecontests", "codeforces"})
+"""Sets whose own checkers ignore line breaks; those of the others compare lines."""
 
 DATA_SOURCE = "code"
 """``data_source`` of rows whose set is unknown."""
@@ -325,9 +506,10 @@ def _asserted(record: Record) -> dict[str, Any]:
     if problem is not None:
         if "assertion(" in _text(record, "test"):
             raise UnsupportedSet("HumanEval+ cannot be used: its tests are loops, not asserts; use HumanEval")
-        return {**humaneval_row(problem), "data_source": "humaneval"}
+        if _text(record, "prompt").strip() == problem.prompt.strip():
+            return {**humaneval_row(problem), "data_source": "humaneval"}
     candidates = ("candidate", str(record.get("entry_point", "candidate")).rpartition(".")[2])
-    tests = of_asserts(_text(record, "test"), "test", candidates)
+    tests = of_asserts(_text(record, "test"), "test", candidates, record)
     asked = next((name for name in ("problem_description", "question") if record.get(name)), "prompt")
     return _row(
         _with_starter(_text(record, asked), record), tests, DATA_SOURCE, wrapped=False, dataset=record.get("subset")
@@ -335,13 +517,16 @@ def _asserted(record: Record) -> dict[str, Any]:
 
 
 def _listed_asserts(record: Record) -> dict[str, Any]:
-    """Convert MBPP, its sanitized edition and AceCode."""
+    """Convert MBPP, its sanitized edition and AceCode; also inputs and outputs in these fields."""
     field = next(name for name in ("test_list", "test_cases") if name in record)
-    asserts = record[field]
-    if not isinstance(asserts, list) or not all(isinstance(line, str) for line in asserts):
-        raise CallerError("must be a list of asserts", field=field)
-    asked = next((name for name in ("text", "question") if record.get(name)), "prompt")
-    tests = of_asserts("\n".join(asserts), field)
+    asserts = parsed(record[field])
+    asked = next((name for name in ("text", "question", "problem") if record.get(name)), "prompt")
+    if isinstance(asserts, list) and any(isinstance(case, Mapping) for case in asserts):
+        tests = of_cases(asserts, field, _function_of(record))
+    elif isinstance(asserts, list) and all(isinstance(line, str) for line in asserts):
+        tests = of_asserts("\n".join(asserts), field, (), record)
+    else:
+        raise CallerError('must be a list of asserts such as "assert f(1) == 2"', field=field)
     return _row(_text(record, asked), tests, DATA_SOURCE, wrapped=False, dataset=record.get("source"))
 
 
@@ -414,7 +599,10 @@ def _row(
     statement: str, tests: Mapping[str, Any], data_source: str, *, wrapped: bool = True, **more: Any
 ) -> dict[str, Any]:
     function = tests.get("fn_name")
-    checker = CALL_CHECKER if function is not None and wrapped else CHECKER
+    checker: dict[str, Any] = {"kind": "float" if function is not None or data_source in TOKEN_SETS else "lines"}
+    if function is not None and wrapped:  # APPS, TACO and derived sets wrap some results in a list, without a marker
+        checker["wrapped"] = True
+    checker = tests.get("checker", checker)
     unit_tests = dict(tests) if function is None else as_json_text(tests)
     metadata = {"unit_tests": unit_tests, "checker": checker} | {k: v for k, v in more.items() if v is not None}
     return row_for(statement, metadata, function=function, data_source=data_source)

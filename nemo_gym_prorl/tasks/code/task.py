@@ -3,8 +3,8 @@
 """Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`.
 
 Rows with tools have their solution in a file, initially empty. Rows without tools are answered in text, like NeMo
-Gym's ``code_gen``: the last Python block of the last message counts. A block is Python if its fence says so, or if the
-fence has no label and the content looks like code; so sample output after the program is ignored.
+Gym's ``code_gen``: :func:`program_in` chooses a block of the last message. A block is Python if its fence says so, or
+if the fence has no label and the content looks like code; so sample output after the program is ignored.
 """
 
 from __future__ import annotations
@@ -39,18 +39,26 @@ _CODE = re.compile(
     r"|^[\w.,\[\] \t]+[-+*/]?=[^=]|\b(?:print|input|int|map|sys\.std\w+|open)\s*[.(]",
     re.MULTILINE,
 )
+_READS_INPUT = re.compile(r"\binput\s*\(|\bstdin\b|\bfileinput\b|\b(?:open|read|fdopen)\(\s*(?:0|['\"]/dev/stdin)")
 
 
 Block = tuple[str, str]
 """Label of a fenced block and its lines without the fence's indentation."""
 
 
-def program_in(message: str) -> str:
-    """Return the last Python block of a message, else the last block, else the whole message."""
+def program_in(message: str, function: str | None = None) -> str:
+    """Return the program of a message.
+
+    That is the last Python block that defines the function or, without one, reads standard input; else the last Python
+    block, else the last block, else the whole message.
+    """
     blocks = blocks_in(message)
     if not blocks:
         return message
-    return next((code for label, code in reversed(blocks) if _is_python(label, code)), blocks[-1][1])
+    programs = [code for label, code in reversed(blocks) if _is_python(label, code)] or [blocks[-1][1]]
+    defines = rf"^[ \t]*(?:async +)?def +{function}\b|^{function}[ \t]*(?::[^=\n]*)?=(?!=)"
+    fits = _READS_INPUT if function is None else re.compile(defines, re.MULTILINE)
+    return next(filter(fits.search, programs), programs[0])
 
 
 def blocks_in(message: str) -> list[Block]:
@@ -153,14 +161,14 @@ class ProgrammingProblems:
             source = (artefacts.content or b"").decode()
         except UnicodeDecodeError:
             return failed(CodeVerdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
+        problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)
         if not _has_tools(row) and not source.strip():  # an agent program writes the file without the row's tools
-            source = program_in(last_message_text(response))
+            source = program_in(last_message_text(response), problem.function)
         if not source.strip():
             empty = (
                 f"{SOLUTION_FILE} is empty, as it was at the start" if _has_tools(row) else "the answer has no Python"
             )
             return failed(CodeVerdict.NO_SOLUTION, artefacts.problem or empty)
-        problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)
         graded = await grade(open_sandbox, problem, source, self._limits, self._root, self._rule)
         return replace(graded, fields={**graded.fields, "solution": source[:MAX_SOLUTION_FIELD_CHARS]})
 

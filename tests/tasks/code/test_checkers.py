@@ -28,7 +28,10 @@ FLOAT = {"kind": "float", "absolute": 1e-6, "relative": 1e-6}
         ("0.3333333\n", "0.33333331\n", {"lines", "float"}),
         ("3.0000000001\n", "3\n", {"lines"}),
         ("1.2345678901234568e17\n", "123456789012345678\n", set()),
-        ("yes\nNO\n", "Yes\nNo\n", {"lines"}),
+        ("yes\nNO\n", "Yes\nNo\n", {"lines", "float"}),
+        ("yes no\n", "Yes\nNo\n", {"float"}),
+        ("Abc\n", "abc\n", set()),
+        ("yes\n", "no\n", set()),
         ("1000001\n", "1000000\n", set()),  # a count is exact, whatever the tolerance
         ("10000001\n", "1e7\n", {"lines", "float"}),
         ("50000000000000001\n", "50000000000000000\n", set()),

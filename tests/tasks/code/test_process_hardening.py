@@ -144,7 +144,7 @@ async def test_other_tests_and_expected_outputs_are_unreachable(judge: Judge) ->
         "raise Exception(found, os.listdir('.'), opened, len(texts) > 50)\n"
     )
     said = await told(judge, source, NEEDLES)
-    assert said == "test 2 of 3: Exception: (['NEEDLE-IN-2'], [], [0, 1, 2, 3], True)", said
+    assert said.startswith("test 3 of 3 failed: Exception: (['NEEDLE-IN-2'], [], [0, 1, 2, 3], True)"), said
 
 
 @of_one_loop
@@ -166,7 +166,7 @@ async def test_own_memory_contains_no_secrets(judge: Judge) -> None:
         "raise Exception(sorted(found), len(data) > 1 << 20)\n"
     )
     said = await told(judge, source, NEEDLES)
-    assert said == "test 2 of 3: Exception: (['NEEDLE-IN-2'], True)", said
+    assert said.startswith("test 3 of 3 failed: Exception: (['NEEDLE-IN-2'], True)"), said
 
 
 @of_one_loop

@@ -150,6 +150,33 @@ def test_program_of_a_message(case: list[str]) -> None:
     assert program_in(message).rstrip("\n") == (program[0] if program else PROGRAM).rstrip("\n")
 
 
+ADD = "def add(a, b):\n    return a + b"
+READS = "def solve(text):\n    return text\nprint(solve(input()))"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "function", "chosen"),
+    [
+        ([ADD, "print(add(2, 3))"], "add", 0),
+        ([ADD, "assert add(2, 3) == 5\nassert add(0, 0) == 0"], "add", 0),
+        ([ADD, "def test_add():\n    assert add(2, 3) == 5"], "add", 0),
+        (["def add(a, b): pass", ADD, "add(2, 3)"], "add", 1),
+        (["class Solution:\n    def add(self, a, b):\n        return a + b", "Solution().add(2, 3)"], "add", 0),
+        (["add = lambda a, b: a + b", "total = add(2, 3)"], "add", 0),
+        (["def plus(a, b): pass", "def minus(a, b): pass"], "add", 1),
+        ([READS, "solve('1')"], None, 0),
+        ([READS, "# Example\nprint(solve('1'))  # the input is 1"], None, 0),
+        (["import sys\nprint(sys.stdin.read())", "print('usage')"], None, 0),
+        (["print(open(0).read())", "print('usage')"], None, 0),
+        ([READS, READS + "\n# better"], None, 1),
+        (["print(1)", "print(2)"], None, 1),
+    ],
+)
+def test_examples_of_use_are_no_program(blocks: list[str], function: str | None, chosen: int) -> None:
+    message = "\nThen:\n".join(f"```python\n{block}\n```" for block in blocks)
+    assert program_in(message, function) == blocks[chosen] + "\n"
+
+
 @given(st.text(alphabet="`~ \npython:=1-", max_size=80))
 def test_any_message_can_be_parsed(message: str) -> None:
     assert isinstance(program_in(message), str)

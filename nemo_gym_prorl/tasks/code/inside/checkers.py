@@ -24,7 +24,7 @@ LONG_INTEGER = "prorl_long_integer"
 """Key of an object that encodes an integer with more digits than Python reads by default."""
 
 _ANY_CASE = ("yes", "no")
-"""Lines compared without case, as contests do."""
+"""Lines, or tokens of ``float``, compared without case, as contests do."""
 
 
 def number(token: str) -> Decimal | None:
@@ -111,10 +111,10 @@ def close(token: str, expected: str, absolute: float, relative: float) -> bool:
 
 
 def floats(output: str, expected: str, absolute: float, relative: float) -> bool:
-    """Compare tokens, numbers within a tolerance."""
+    """Compare tokens, numbers within a tolerance; ``YES`` equals ``yes``."""
     said, wanted = output.split(), expected.split()
     return len(said) == len(wanted) and all(
-        close(one, other, absolute, relative)
+        close(one, other, absolute, relative) or (other.lower() in _ANY_CASE and one.lower() == other.lower())
         for one, other in zip(said, wanted)  # noqa: B905 - Python 3.8
     )
 

@@ -49,6 +49,12 @@ ANSWER_BYTES = 8 << 20
 MAX_INT_DIGITS = 1 << 16
 """Maximum digits of an integer read from a candidate: parsing takes quadratic time."""
 
+EXCERPT_CHARS = 200
+"""Maximum characters of an input, expected output or output in the first failure's detail."""
+
+RETURNED = '["returned", '
+"""Beginning of a child's report of a result."""
+
 MAX_FAILURES_REPORTED = 20
 """Failed tests listed in the report, to bound its size."""
 
@@ -334,8 +340,8 @@ class CandidateReport:
         self.detail = ""
         self.killed = False
 
-    def add(self, index: int, verdict: str, why: str, ended: ChildResult | None = None) -> None:
-        """Add a test's result; the first failure is the candidate's verdict."""
+    def add(self, index: int, verdict: str, why: str, ended: ChildResult | None = None, told: str = "") -> None:
+        """Add a test's result; the first failure is the candidate's verdict, with what is ``told`` of its test."""
         fields = self.fields
         if ended is not None:
             fields["run"] += 1
@@ -347,9 +353,28 @@ class CandidateReport:
             fields["passed"] += 1
             return
         if self.verdict == "passed":
-            self.verdict, self.detail = verdict, f"test {index} of {fields['total']}: {why}".rstrip(": ")
+            told = "; ".join(filter(None, (why, told)))
+            self.verdict, self.detail = verdict, f"test {index + 1} of {fields['total']} failed: {told}"
         if len(fields["failures"]) < MAX_FAILURES_REPORTED:
             fields["failures"].append({"test": index, "verdict": verdict, "why": why})
+
+
+def excerpt(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+    except RecursionError:
+        return "(nested too deeply)"
+    return repr(text) if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]!r} ({len(text)} characters)"
+
+
+def told_of(test: dict[str, Any], ended: ChildResult, verdict: str, *, called: bool) -> str:
+    """Return a failed test's input and, for a wrong answer, the expected and the actual output."""
+    told = f"input {excerpt(test['input'])}"
+    if verdict != "wrong_answer":
+        return told
+    # The report of a call is not parsed here, since it may be nested too deeply.
+    actual = (ended.report[len(RETURNED) : -1] if called else ended.output).decode("utf-8", "replace")
+    return f"{told}, expected {excerpt(test['expected'])}, got {excerpt(actual)}"
 
 
 def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: ScratchFolder) -> CandidateReport:
@@ -374,7 +399,8 @@ def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Scr
             right, why = checker.judge(ended, test, called=runner.called)
             verdict = "passed" if right else "wrong_answer"
             report.fields["strict"] += right and checker.strictly(ended, test, called=runner.called)
-        report.add(index, verdict, why, ended)
+        first = verdict != "passed" and report.verdict == "passed"
+        report.add(index, verdict, why, ended, told_of(test, ended, verdict, called=runner.called) if first else "")
         if verdict in ("no_solution",) or (verdict != "passed" and job["stop_at_failure"]):
             break
     return report
