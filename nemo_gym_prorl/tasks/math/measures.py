@@ -43,7 +43,14 @@ ALIASES = {
 
 PER_HOUR = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 UNITS = frozenset(ALIASES.values())
-CURRENCY = {r"\$": "dollar", "€": "euro", r"\euro": "euro", "£": "pound sterling", r"\pounds": "pound sterling"}
+CURRENCY = {
+    r"\$": "dollar",
+    "USD": "dollar",
+    "€": "euro",
+    r"\euro": "euro",
+    "£": "pound sterling",
+    r"\pounds": "pound sterling",
+}
 FILLING = frozenset(re.findall(r"\w+", "of the a an total is are each all about approximately exactly roughly around"))
 
 _SYMBOLS = frozenset(["m", "g", "s", "h", "L", "l", "N", "J", "W", "V"])
@@ -168,17 +175,18 @@ _TRAILING = re.compile(
     re.DOTALL,
 )
 _LEADING = re.compile(
-    rf"\s*(?:{_COMMAND}\s*\{{\s*)?(?:(?:the|final|answer|value|result|is|equals|approximately|about|exactly|roughly"
+    rf"\s*(?:(?P<opened>{_COMMAND}\s*\{{)\s*)?(?:(?:the|final|answer|value|result|is|equals|approximately|about|exactly|roughly"
     r"|around|approx\.?|there|are|it|so|thus|therefore|minimum|maximum|smallest|largest|greatest|total|area|perimeter"
-    r"|volume|probability)\b[\s:,]*)+(?:\}[\s:]*)?",
+    r"|volume|probability)\b[\s:,]*)+(?(opened)\}[\s:]*)",
     re.IGNORECASE,
 )
+_NAME = re.compile(rf"\s*{_COMMAND}\s*\{{[^{{}}\d]*\}}\s*=")
 _CLOSING = re.compile(
     rf"{_COMMAND}\s*\{{\s*is\s+(?:the\s+)?(?:(?:final|correct|only|smallest|largest|greatest|minimum|maximum)\s*)*"
     r"(?:(?:answer|result|value|solution|number|one)\s*)?\.?\s*\}\s*$",
     re.IGNORECASE,
 )
-_MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
+_MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|USD|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
 _ONE_OF_IT = re.compile(rf"(?P<angle>{_DEGREE}|{_PRIME})|{_IN_COMMAND}|{_SPEED}|{_BARE}|{_SLASHED}", re.DOTALL)
 _PART = re.compile(r"[a-zA-Z]+|\^\s*\{?\s*(-?\d)\s*\}?|/")
 _WORDY = re.compile(rf"{_COMMAND}\s*\{{([^{{}}\\$]*)\}}")
@@ -213,6 +221,8 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
         nouns: nouns that may be counted.
     """
     text = _CLOSING.sub("", text)
+    if named := _NAME.match(text):
+        text = text[named.end() :]
     if leading := _LEADING.match(text):
         text = text[leading.end() :]
     unit: dict[str, int] = {}
@@ -224,7 +234,7 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
         return Measure(text.strip(), unit)
     powers, scale = _read(text[begin:])
     for name, power in powers.items():
-        unit[name] = unit.get(name, 0) + power
+        unit[name] = power if name in CURRENCY.values() else unit.get(name, 0) + power
     return Measure(_END_SPACES.sub("", text[:begin]), unit, scale)
 
 

@@ -95,11 +95,18 @@ _RELATIONS = (
     (r"\text{\$}", r"\$"),
     (r"\checkmark", ""),
 )
+_SPACE = r"\s|~|\\[,;:! ]"
 _ROW_END = re.compile(r"\\\\\*?\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in|mu|\\baselineskip)\s*\]")
 """End of a row with the space below the row."""
 
 _NOUN_IN_BRACKETS = re.compile(r"(?<=\d)\s+\(\s*((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,}){0,3})\s*\)$")
 """Noun as in ASDiv's ``5 (apples)``."""
+
+_ALL_IN_TEXT = re.compile(
+    rf"{_WORDY}\s*\{{\s*(?:(?P<value>(?:[a-zA-Z]\s*=\s*)?-?(?:\\?\$)?\d[\d.,/]*)(?:{_SPACE})*(?P<words>[a-zA-Z%][^{{}}]*)?"
+    rf"|\(?(?P<letter>[A-H])[).:]+(?:{_SPACE})*(?![^{{}}]*\b[A-H][).:]\s*[^\s}}])(?P<option>[^\s{{}}][^{{}}]*))\}}"
+)
+"""Number with its words, or letter of an option with its text, in one command."""
 
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
@@ -153,6 +160,7 @@ def normalized(answer: str) -> str:
     text = unwrapped(_DECORATION.sub(r" \1", text.translate(_CHARACTERS)))
     text = _PI.sub(r"\\pi ", _ROW_END.sub(r"\\\\", text))
     text = _NOUN_IN_BRACKETS.sub(r"\\text{ \1}", text.strip())
+    text = _ALL_IN_TEXT.sub(_opened, text) if _ALL_IN_TEXT.fullmatch(text) else text
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)
@@ -217,6 +225,13 @@ def repeats_question(answer: str, question: str) -> bool:
 def has_adjacent_numbers(answer: str) -> bool:
     """Return whether two numbers are adjacent without an operator, which is ambiguous."""
     return _SIDE_BY_SIDE.search(_BASE.sub(r"\1", _BETWEEN_DIGITS.sub(" ", answer))) is not None
+
+
+def _opened(found: re.Match[str]) -> str:
+    if found["letter"]:
+        return rf"\text{{({found['letter']})}} \text{{{found['option']}}}"
+    value = found["value"].replace("$", r"\$").replace(r"\\$", r"\$")
+    return rf"{value}\text{{ {found['words']}}}" if found["words"] else value
 
 
 def _fraction(found: re.Match[str]) -> str:
