@@ -32,7 +32,7 @@ g: g gram; kg: kg kilogram; lb: lb pound; oz: oz ounce; s: s sec second; min: mi
 week: wk week; month: month; year: yr year; L: l liter litre; mL: ml milliliter millilitre;
 dollar: dollar usd buck; cent: cent; euro: euro eur; degree: degree deg; radian: radian rad; unit: unit; am: am;
 pm: pm; N: n newton; J: j joule; W: w watt; V: v volt; Hz: hz hertz; Pa: pa pascal; mol: mol mole; knot: knot;
-acre: acre
+acre: acre; cup: cup
 """
 ALIASES = {
     name: unit.strip()
@@ -75,17 +75,25 @@ _NO_NOUNS = frozenset(
     larger smaller maybe possibly
     """.split()  # noqa: SIM905
 )
-_COUNTED = frozenset("people person student child children way point solution value element digit unit".split())  # noqa: SIM905
+_COUNTED = frozenset("people person student child children way point solution value element digit unit left".split())  # noqa: SIM905
 """Nouns that may be counted although the question lacks them."""
 
 _ORDINAL = re.compile(r"\w+(?:ths?|teen)|first")
-_WORD = re.compile(r"[A-Za-z]+")
-_UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[A-Za-z]+\.?(?:\^?\{?-?[1-9]\}?)?(?:[\s/^{}·*-]|\\[,;:! ])*)+")
+_WORD = re.compile(r"[^\W\d_]+")
+_SYLLABLE = re.compile(r"[ぁ-ヿ一-鿿가-힣]")
+_COUNTERS = frozenset(
+    "个個只隻支枝张張条條人名位头頭棵朵辆輛件块塊元円圓圆本枚匹冊册台歳岁歲天年月日次回页頁개명원마리권장대살년월일"
+)
+"""Common counters and currencies of Chinese, Japanese and Korean, one character each."""
+
+_NO_COUNTERS = frozenset("十百千万萬亿億半倍分之不非或和余多십백천만억반배")
+_UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[^\W\d_]+\.?(?:\^?\{?-?[1-9]\}?)?(?:[\s/^{}·*-]|\\[,;:! ])*)+")
 
 
 def nouns_of(text: str) -> frozenset[str]:
     """Return the words of a text, with their singular forms, as nouns that an answer may count."""
-    return frozenset(form for word in _WORD.findall(text) for form in _forms(word.lower()))
+    forms = (form for word in _WORD.findall(text) for form in _forms(word.lower()))
+    return frozenset((*forms, *_SYLLABLE.findall(text)))
 
 
 def is_unit(
@@ -103,6 +111,9 @@ def is_unit(
     """
     if not _UNIT_TEXT.fullmatch(text):
         return False
+    if syllables := _SYLLABLE.findall(text):
+        counted = {*syllables} <= (nouns | _COUNTERS) - _NO_COUNTERS
+        return counted and any(map(_SYLLABLE.fullmatch, nouns))
     words, known = _WORD.findall(text), False
     for word in words:
         if word.lower() in ("squared", "cubed"):
@@ -188,7 +199,7 @@ _CLOSING = re.compile(
 )
 _MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|USD|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
 _ONE_OF_IT = re.compile(rf"(?P<angle>{_DEGREE}|{_PRIME})|{_IN_COMMAND}|{_SPEED}|{_BARE}|{_SLASHED}", re.DOTALL)
-_PART = re.compile(r"[a-zA-Z]+|\^\s*\{?\s*(-?\d)\s*\}?|/")
+_PART = re.compile(rf"{_SYLLABLE.pattern}|[^\W\d_]+|\^\s*\{{?\s*(-?\d)\s*\}}?|/")
 _WORDY = re.compile(rf"{_COMMAND}\s*\{{([^{{}}\\$]*)\}}")
 _TEXT = re.compile(rf"{_COMMAND}\s*\{{([^{{}}]*)")
 
