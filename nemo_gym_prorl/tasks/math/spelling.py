@@ -100,7 +100,8 @@ _ROW_END = re.compile(r"\\\\\*?\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in|mu|\\base
 """End of a row with the space below the row."""
 
 _NOUN_IN_BRACKETS = re.compile(
-    rf"(?<=\d)(?:\s+|(?:{_SPACE})*{_WORDY}\s*\{{\s*)\(\s*((?!mod\b)[A-Za-z]{{3,}}(?:[ -][A-Za-z]{{2,}}){{0,3}})\s*\)(?:\s*\}})?$"
+    rf"(?<=\d)(?:\s+|(?:{_SPACE})*{_WORDY}\s*\{{\s*)"
+    r"\(\s*((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,}){0,3})\s*\)(?:\s*\})?$"
 )
 """Noun as in ASDiv's ``5 (apples)``."""
 
