@@ -191,7 +191,7 @@ _LEADING = re.compile(
     r"|volume|probability)\b[\s:,]*)+(?(opened)\}[\s:]*)",
     re.IGNORECASE,
 )
-_NAME = re.compile(rf"\s*{_COMMAND}\s*\{{[^{{}}\d]*\}}\s*=")
+_NAME = re.compile(rf"\s*{_COMMAND}\s*\{{(?!\s*not\b)[^{{}}\d]*\}}\s*=")
 _CLOSING = re.compile(
     rf"{_COMMAND}\s*\{{\s*is\s+(?:the\s+)?(?:(?:final|correct|only|smallest|largest|greatest|minimum|maximum)\s*)*"
     r"(?:(?:answer|result|value|solution|number|one)\s*)?\.?\s*\}\s*$",

@@ -250,7 +250,7 @@ def has_adjacent_numbers(answer: str) -> bool:
 def _opened(found: re.Match[str]) -> str:
     if found["letter"]:
         return rf"\text{{({found['letter']})}} \text{{{found['option']}}}"
-    value = found["value"].replace("$", r"\$").replace(r"\\$", r"\$")
+    value = found["value"].rstrip(".,").replace("$", r"\$").replace(r"\\$", r"\$")
     return rf"{value}\text{{ {found['words']}}}" if found["words"] else value
 
 
