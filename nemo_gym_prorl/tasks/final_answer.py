@@ -9,7 +9,7 @@ All task families share these rules:
   list.
 - Without a box, the answer follows the last ``Answer:`` at the beginning of a line, or the last ``answer is`` of the
   last lines, up to the end of the sentence. A revision ("no, wait, 6") replaces what comes before it.
-- The line below a heading "Final Answer" and the content of the last ``<answer>`` tag are answers, too.
+- The line below a heading "Answer" and the content of the last ``<answer>`` tag are answers, too.
 - In a multiple choice, a letter that is stated after the box counts instead, also as "option B is correct".
 - A bare number elsewhere in the message is ignored.
 
@@ -143,17 +143,32 @@ _BOX = re.compile(
 )
 _JOINED = re.compile(r"(?:\s|[$,;]|\\[()\[\],;:! ]|\\q?quad|\\(?:text|mathrm)\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
 _KIND = r"(?:answers?|(?:correct|right|best)\s+(?:option|choice))"
-_IS = r"(?:(?:\s+(?:is|are))?\s*[:=]|\s+(?:is|are)\b)"
-_SAID = re.compile(rf"(?i)^.*\b{_KIND}(?:\s+(?:to|for|of)\b[^.:=]{{0,60}}?)?{_IS}[\s:]*(?P<said>.*)$")
-_LABELLED = re.compile(
-    r"(?i)^[\s>#*_-]*(?:the\s+)?(?:(?:final|correct|my)\s+)?answer(?:\s+is)?\s*[:=]\s*(?P<said>.*)$"
+_IS = r"(?:(?:\s+(?:is|are))?\s*[:：=]|\s+(?P<is>is|are|(?:should|must|would)\s+be)\b)"
+_TRANSLATED = (
+    r"(?:(?:答案|答え|解答|正解|정답|답|答)\s*(?:[:：=]|是|[为為]|は|[은는])"
+    r"|\b(?:antwort|r[ée]ponse|respuesta|ответ|risposta|resposta)(?:\s*[:：=]|\s+(?:ist|est|es|è|é)\b))"
 )
-_HEADING = re.compile(r"(?i)^(?:[\s>#-]*(?:the\s+|my\s+)?(?:final|correct)|\s*#+)\s+answer\s*$")
+_SAID = re.compile(
+    rf"(?i)^.*(?:\b{_KIND}(?:\s+(?:to|for|of)\b[^.:=]{{0,60}}?)?{_IS}|{_TRANSLATED})[\s:：]*(?P<said>.*)$"
+)
+_LABELLED = re.compile(
+    r"(?i)^[\s>#*_-]*(?:(?:the\s+)?(?:(?:final|correct|my)\s+)?answer(?:\s+is)?\s*[:：=]"
+    rf"|(?:最[终終]|正[确確])?{_TRANSLATED})\s*(?P<said>.*)$"
+)
+_HEADING = re.compile(r"(?i)^(?:[\s>#-]*(?:the\s+|my\s+)?(?:final|correct)\s+|[\s#]*)answer\s*$")
 _CHOSEN = re.compile(r"(?i)\b(?:option|choice)\s+[(\[]?([A-Z])[)\]]?\s+is\s+(?:the\s+)?(?:correct|right)\b")
 _DISPLAY = re.compile(r"\s*(?:\$\$|\\\[|\\\])?\s*")
 """Empty line, or line with only a delimiter of displayed mathematics."""
 
-_EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)__|__(?!\w)|`")
+_EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)__|__(?!\w)|`|</?(?:b|strong|i|em|u)>|\s*[✅✔☑🎉]\ufe0f?")
+_PAIRED = re.compile(
+    r"(?i)(?<![^\s(])(?:\*(?=[^\s*])(?P<star>[^*\n]+)(?<=\S)\*(?![\w(*])|_(?=\w)(?P<bar>[^_\n]+)_(?![\w{]))"
+    r"|\\text(?:bf|it)?\s*\{(?P<label>[^{}\n]*\banswer\s*:?)\s*\}"
+)
+"""Emphasis with one star or underscore on each side, or a label in TeX."""
+
+_BEHIND_NUMBER = re.compile(r"(?is)(?<=[\d$}])[\s,;]+(?:since|because)\b.*$|。.*$")
+_EXCLAIMED = re.compile(r"(-?\d[\d,.]*)!")
 _SENTENCE = re.compile(r"(?<!\b[SDM][trs])\.\s+(?![A-Z](?:[.),]|$))(?=[A-Z$\\(\"'*\[]).*$")
 _NAME_WITH_INITIALS = re.compile(r"(?:[A-Z]\.\s*)+[A-Z][a-z]+\.?")
 _REVISION = re.compile(
@@ -222,13 +237,17 @@ def _boxed(message: str, boxes: list[re.Match[str]]) -> str | None:
 def _stated(message: str, letters: str) -> str | None:
     if (tagged := _tagged(message)) is not None:
         return tagged
-    lines = [line for line in _EMPHASIS.sub("", message).splitlines() if not _DISPLAY.fullmatch(line)]
+    plain = _PAIRED.sub(lambda found: next(filter(None, found.groups())), _EMPHASIS.sub("", message))
+    lines = [line for line in plain.splitlines() if not _DISPLAY.fullmatch(line)]
     for place in range(len(lines) - 1, -1, -1):
         line, near_end = lines[place][-MAX_ANSWER_CHARS:], place >= len(lines) - LAST_LINES
         if found := (_SAID if near_end else _LABELLED).search(line):
             below = lines[place + 1 :] if near_end else lines[place + 1 : place + 2]
             said = found["said"].strip(" :$") and found["said"]
             said = _last_said("\n".join([said, *(below if near_end else [])] if said else below))
+            said = _BEHIND_NUMBER.sub("", said)
+            if near_end and found["is"] and (exclaimed := _EXCLAIMED.fullmatch(said)):
+                return exclaimed[1]
             # A letter of a multiple choice may be followed by a sentence, but is not the initial of a name.
             is_name = not letters and _NAME_WITH_INITIALS.fullmatch(said)
             return (said if is_name else _SENTENCE.sub("", said).strip()) or None

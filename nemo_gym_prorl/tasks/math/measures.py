@@ -32,7 +32,7 @@ g: g gram; kg: kg kilogram; lb: lb pound; oz: oz ounce; s: s sec second; min: mi
 week: wk week; month: month; year: yr year; L: l liter litre; mL: ml milliliter millilitre;
 dollar: dollar usd buck; cent: cent; euro: euro eur; degree: degree deg; radian: radian rad; unit: unit; am: am;
 pm: pm; N: n newton; J: j joule; W: w watt; V: v volt; Hz: hz hertz; Pa: pa pascal; mol: mol mole; knot: knot;
-acre: acre
+acre: acre; cup: cup
 """
 ALIASES = {
     name: unit.strip()
@@ -43,7 +43,14 @@ ALIASES = {
 
 PER_HOUR = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 UNITS = frozenset(ALIASES.values())
-CURRENCY = {r"\$": "dollar", "€": "euro", r"\euro": "euro", "£": "pound sterling", r"\pounds": "pound sterling"}
+CURRENCY = {
+    r"\$": "dollar",
+    "USD": "dollar",
+    "€": "euro",
+    r"\euro": "euro",
+    "£": "pound sterling",
+    r"\pounds": "pound sterling",
+}
 FILLING = frozenset(re.findall(r"\w+", "of the a an total is are each all about approximately exactly roughly around"))
 
 _SYMBOLS = frozenset(["m", "g", "s", "h", "L", "l", "N", "J", "W", "V"])
@@ -68,17 +75,25 @@ _NO_NOUNS = frozenset(
     larger smaller maybe possibly
     """.split()  # noqa: SIM905
 )
-_COUNTED = frozenset("people person student child children way point solution value element digit unit".split())  # noqa: SIM905
+_COUNTED = frozenset("people person student child children way point solution value element digit unit left".split())  # noqa: SIM905
 """Nouns that may be counted although the question lacks them."""
 
 _ORDINAL = re.compile(r"\w+(?:ths?|teen)|first")
-_WORD = re.compile(r"[A-Za-z]+")
-_UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[A-Za-z]+\.?(?:\^?\{?-?[1-9]\}?)?(?:[\s/^{}·*-]|\\[,;:! ])*)+")
+_WORD = re.compile(r"[^\W\d_]+")
+_SYLLABLE = re.compile(r"[ぁ-ヿ一-鿿가-힣]")
+_COUNTERS = frozenset(
+    "个個只隻支枝张張条條人名位头頭棵朵辆輛件块塊元円圓圆本枚匹冊册台歳岁歲天年月日次回页頁개명원마리권장대살년월일"
+)
+"""Common counters and currencies of Chinese, Japanese and Korean, one character each."""
+
+_NO_COUNTERS = frozenset("十百千万萬亿億半倍分之不非或和余多십백천만억반배")
+_UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[^\W\d_]+\.?(?:\^?\{?-?[1-9]\}?)?(?:[\s/^{}·*-]|\\[,;:! ])*)+")
 
 
 def nouns_of(text: str) -> frozenset[str]:
     """Return the words of a text, with their singular forms, as nouns that an answer may count."""
-    return frozenset(form for word in _WORD.findall(text) for form in _forms(word.lower()))
+    forms = (form for word in _WORD.findall(text) for form in _forms(word.lower()))
+    return frozenset((*forms, *_SYLLABLE.findall(text)))
 
 
 def is_unit(
@@ -96,6 +111,9 @@ def is_unit(
     """
     if not _UNIT_TEXT.fullmatch(text):
         return False
+    if syllables := _SYLLABLE.findall(text):
+        counted = {*syllables} <= (nouns | _COUNTERS) - _NO_COUNTERS
+        return counted and any(map(_SYLLABLE.fullmatch, nouns))
     words, known = _WORD.findall(text), False
     for word in words:
         if word.lower() in ("squared", "cubed"):
@@ -168,19 +186,20 @@ _TRAILING = re.compile(
     re.DOTALL,
 )
 _LEADING = re.compile(
-    rf"\s*(?:{_COMMAND}\s*\{{\s*)?(?:(?:the|final|answer|value|result|is|equals|approximately|about|exactly|roughly"
+    rf"\s*(?:(?P<opened>{_COMMAND}\s*\{{)\s*)?(?:(?:the|final|answer|value|result|is|equals|approximately|about|exactly|roughly"
     r"|around|approx\.?|there|are|it|so|thus|therefore|minimum|maximum|smallest|largest|greatest|total|area|perimeter"
-    r"|volume|probability)\b[\s:,]*)+(?:\}[\s:]*)?",
+    r"|volume|probability)\b[\s:,]*)+(?(opened)\}[\s:]*)",
     re.IGNORECASE,
 )
+_NAME = re.compile(rf"\s*{_COMMAND}\s*\{{(?!\s*not\b)[^{{}}\d]*\}}\s*=")
 _CLOSING = re.compile(
     rf"{_COMMAND}\s*\{{\s*is\s+(?:the\s+)?(?:(?:final|correct|only|smallest|largest|greatest|minimum|maximum)\s*)*"
     r"(?:(?:answer|result|value|solution|number|one)\s*)?\.?\s*\}\s*$",
     re.IGNORECASE,
 )
-_MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
+_MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|USD|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
 _ONE_OF_IT = re.compile(rf"(?P<angle>{_DEGREE}|{_PRIME})|{_IN_COMMAND}|{_SPEED}|{_BARE}|{_SLASHED}", re.DOTALL)
-_PART = re.compile(r"[a-zA-Z]+|\^\s*\{?\s*(-?\d)\s*\}?|/")
+_PART = re.compile(rf"{_SYLLABLE.pattern}|[^\W\d_]+|\^\s*\{{?\s*(-?\d)\s*\}}?|/")
 _WORDY = re.compile(rf"{_COMMAND}\s*\{{([^{{}}\\$]*)\}}")
 _TEXT = re.compile(rf"{_COMMAND}\s*\{{([^{{}}]*)")
 
@@ -213,6 +232,8 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
         nouns: nouns that may be counted.
     """
     text = _CLOSING.sub("", text)
+    if named := _NAME.match(text):
+        text = text[named.end() :]
     if leading := _LEADING.match(text):
         text = text[leading.end() :]
     unit: dict[str, int] = {}
@@ -224,7 +245,7 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
         return Measure(text.strip(), unit)
     powers, scale = _read(text[begin:])
     for name, power in powers.items():
-        unit[name] = unit.get(name, 0) + power
+        unit[name] = power if name in CURRENCY.values() else unit.get(name, 0) + power
     return Measure(_END_SPACES.sub("", text[:begin]), unit, scale)
 
 

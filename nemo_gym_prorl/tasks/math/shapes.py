@@ -57,6 +57,7 @@ _IS_NAME = re.compile(
 )
 _TUPLE_OF_NAMES = re.compile(r"\(\s*([a-zA-Z](?:_\{?\w\}?)?(?:\s*,\s*[a-zA-Z](?:_\{?\w\}?)?)+)\s*(?:\\right)?\s*\)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_WORDS = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox)\s*\{[^{}\d]*\}")
 _SPACES = re.compile(r"^(?:\s|\\q?quad(?![a-z])|\\[,;:! ])+|(?:\s|\\q?quad|\\[,;:! ])+$")
 _STOPS = re.compile(r"^(?:\s|,|\\[,;:! ]|\\q?quad)+|(?:[\s.,;]|\\[,;:! ]|\\q?quad)+$")
 _GREATER = re.compile(r"(>|\\(?:gt|geq?|geqslant)(?![a-zA-Z]))")
@@ -93,7 +94,7 @@ class Shape:
 def readings(text: str) -> list[str]:
     """Return a text, and the text with commas read as thousands separators, since ``1,234`` is ambiguous."""
     text = plain_brackets(text)
-    if re.search(r"[(\[{]", text) and ", " not in text:
+    if re.search(r"[(\[{]", _WORDS.sub("", text)) and ", " not in text:
         return [text]
     joined = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     return [text] if joined == text else [joined, text]

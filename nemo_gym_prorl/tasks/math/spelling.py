@@ -76,7 +76,7 @@ _CHARACTERS = str.maketrans({
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "⩾": r"\ge ", "⩽": r"\le ",
     "π": r"\pi ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}",
     "¾": r"\frac{3}{4}", "²": "^2", "³": "^3", "¢": r"\text{ cents}", "~": " ", "\u00a0": " ", "\u202f": " ",
-    "\u2009": " ",
+    "\u2009": " ", "。": ".",
 })  # fmt: skip
 _FULL_WIDTH = re.compile(r"[\uff01-\uff5e]+")
 _UNICODE_ROOT = re.compile(r"√\s*(\d+)")
@@ -95,11 +95,34 @@ _RELATIONS = (
     (r"\text{\$}", r"\$"),
     (r"\checkmark", ""),
 )
+_SPACE = r"\s|~|\\[,;:! ]"
 _ROW_END = re.compile(r"\\\\\*?\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in|mu|\\baselineskip)\s*\]")
 """End of a row with the space below the row."""
 
-_NOUN_IN_BRACKETS = re.compile(r"(?<=\d)\s+\(\s*((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,}){0,3})\s*\)$")
+_NOUN_IN_BRACKETS = re.compile(
+    rf"(?<=\d)(?:\s+|(?:{_SPACE})*{_WORDY}\s*\{{\s*)"
+    r"\(\s*((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,}){0,3})\s*\)(?:\s*\})?$"
+)
 """Noun as in ASDiv's ``5 (apples)``."""
+
+_OTHER_LETTER = "[À-ÖØ-öø-ɏЀ-ӿぁ-ヿ一-鿿가-힣]"
+_OTHER_WORDS = re.compile(
+    rf"(?<=\d)\s*((?:[a-zA-Z]|{_OTHER_LETTER}|\s)*{_OTHER_LETTER}(?:[a-zA-Z]|{_OTHER_LETTER})*)$"
+)
+_CURRENCY_BEHIND = re.compile(rf"(-?)(\d[\d.,]*)(?:{_SPACE})*(?:{_WORDY}\s*\{{\s*)?([€£])\s*\}}?")
+_FILLING = (
+    (re.compile(rf"(?<=\d)((?:{_SPACE})*(?:{_WORDY}\s*\{{)?\s*)more\b(?!\s*(?:than|or)\b)"), r"\1"),
+    (re.compile(r"\b(years?)[\s-]+old\b"), r"\1"),
+    (re.compile(r"\ba(?=\s+(?:second|minute|hour|day|week|month|year)\b)"), "per"),
+    (re.compile(rf"(?<=\d)(?:{_SPACE})*{_WORDY}\s*\{{\s*\}}$"), ""),
+)
+"""Words beside a number that change no value."""
+
+_ALL_IN_TEXT = re.compile(
+    rf"{_WORDY}\s*\{{\s*(?:(?P<value>(?:[a-zA-Z]\s*=\s*)?-?(?:\\?\$)?\d[\d.,/]*)(?:{_SPACE})*(?P<words>(?:[a-zA-Z%€£]|{_OTHER_LETTER})[^{{}}]*)?"
+    rf"|\(?(?P<letter>[A-H])[).:]+(?:{_SPACE})*(?![^{{}}]*\b[A-H][).:]\s*[^\s}}])(?P<option>[^\s{{}}][^{{}}]*))\}}"
+)
+"""Number with its words, or letter of an option with its text, in one command."""
 
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
@@ -153,6 +176,11 @@ def normalized(answer: str) -> str:
     text = unwrapped(_DECORATION.sub(r" \1", text.translate(_CHARACTERS)))
     text = _PI.sub(r"\\pi ", _ROW_END.sub(r"\\\\", text))
     text = _NOUN_IN_BRACKETS.sub(r"\\text{ \1}", text.strip())
+    text = _ALL_IN_TEXT.sub(_opened, text) if _ALL_IN_TEXT.fullmatch(text) else text
+    text = _CURRENCY_BEHIND.sub(r"\1\3\2", text) if _CURRENCY_BEHIND.fullmatch(text) else text
+    text = _OTHER_WORDS.sub(r"\\text{ \1}", text)
+    for pattern, replacement in _FILLING:
+        text = pattern.sub(replacement, text)
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)
@@ -217,6 +245,13 @@ def repeats_question(answer: str, question: str) -> bool:
 def has_adjacent_numbers(answer: str) -> bool:
     """Return whether two numbers are adjacent without an operator, which is ambiguous."""
     return _SIDE_BY_SIDE.search(_BASE.sub(r"\1", _BETWEEN_DIGITS.sub(" ", answer))) is not None
+
+
+def _opened(found: re.Match[str]) -> str:
+    if found["letter"]:
+        return rf"\text{{({found['letter']})}} \text{{{found['option']}}}"
+    value = found["value"].rstrip(".,").replace("$", r"\$").replace(r"\\$", r"\$")
+    return rf"{value}\text{{ {found['words']}}}" if found["words"] else value
 
 
 def _fraction(found: re.Match[str]) -> str:

@@ -58,6 +58,13 @@ _AROUND = re.compile(
 _VALIDITY = ("problem_is_valid", "solution_is_valid")
 """Fields of NuminaMath-1.5 that are ``Yes`` or the reason why a problem is invalid."""
 
+_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
+_OPTION = re.compile(r"\(?([A-H])[.)]\s+[^\d\\$]+")
+_STATED = re.compile(r"[A-Z][a-z]+(?: [a-z]+){0,8} (?:is|are|was|equals) (\\?\$?-?\d[^a-z\s]*?)\.?")
+_SENTENCE = re.compile(
+    r"[A-Z][a-z]+ (?:[a-z]+ ){0,8}(?:is|are|was|were|has|have|had|will|needs?|gets?|takes?|costs?|equals?) [^\\]*\d"
+)
+_TWO_UNITS = re.compile(r"\d+ [a-z]+ \d+ [a-z]+\.?")
 _SENTENCES = re.compile(r"[a-z]{2}[.!?]\s+[A-Z]")
 _WORD = re.compile(r"(?<!\\)\b[a-z]{3,}")
 
@@ -83,7 +90,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
             raise UnusableRecord(f"the set says {plain[name]!r}", field=name)
     name, asked = question_of(plain, record)
     question = text_of(_AROUND.sub("", asked), name)
-    answer = _final(plain, record)
+    answer = _final(plain, record, question)
     return {
         "responses_create_params": create_params(SYSTEM_PROMPT, question, workbench_schemas(TOOLS), parallel=False),
         "question": question,
@@ -107,12 +114,12 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     return _answer(row["expected_answer"], "expected_answer")
 
 
-def _final(record: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _final(record: Mapping[str, Any], given: Mapping[str, Any], question: str) -> str:
     """Return the final answer of a record: its answer field, or the box of its worked solution."""
     if (found := answer_of(record)) is not None:
         name, value = found[0], gold(found[1], found[0])
         if not _is_worked(value):
-            return _answer(value, name)
+            return _value_of(_answer(value, name), name, question)
     elif isinstance(record.get("solution"), str):
         name, value = "solution", record["solution"]
     else:
@@ -120,6 +127,22 @@ def _final(record: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     if (boxed := extract_final_answer(value) if "boxed" in value else None) is None:
         raise UnusableRecord("is a worked solution without its final answer in a box", field=name)
     return _answer(gold(boxed, name), name)
+
+
+def _value_of(answer: str, field: str, question: str) -> str:
+    """Return the value of an answer in words, or the letter of an option that the question shows."""
+    text = answer.strip()
+    if (option := _OPTION.fullmatch(text)) and re.search(rf"(?m)(?:^|\s)\(?{option[1]}[.)]\s", question):
+        return option[1]
+    if text.lower() in _NUMBERS:
+        return str(_NUMBERS.index(text.lower()))
+    if stated := _STATED.fullmatch(text):
+        return stated[1]
+    if _SENTENCE.match(text):
+        raise UnusableRecord("is a sentence, not a value", field=field)
+    if _TWO_UNITS.fullmatch(text):
+        raise UnusableRecord("has two units, which are not added up", field=field)
+    return answer
 
 
 def _is_worked(answer: str) -> bool:
