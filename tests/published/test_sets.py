@@ -21,9 +21,10 @@ from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code.asserts import of_asserts
 from nemo_gym_prorl.tasks.code.code_rows import MAX_TEST_BYTES, problems, read_metadata, read_problem
-from nemo_gym_prorl.tasks.code.convert import of_asserts, unpacked
 from nemo_gym_prorl.tasks.code.convert import row_of as code_row
+from nemo_gym_prorl.tasks.code.convert import unpacked
 from nemo_gym_prorl.tasks.code.inside.checkers import values_match
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import row_of as math_row

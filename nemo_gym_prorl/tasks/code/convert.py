@@ -7,7 +7,6 @@ kept unchanged.
 
 Published tests are untrusted: conversion never executes or unpickles them. LiveCodeBench packs private tests as base64
 of zlib of a pickle of JSON text. The pickle is read opcode by opcode, and only opcodes of a single text are accepted.
-Asserts are read from the syntax tree, and only calls with literal arguments are accepted.
 
 Time limits of CodeContests and Codeforces are meant for compiled programs, so rows multiply them by
 :data:`TIME_FACTOR`. The server's own limit still applies.
@@ -15,20 +14,18 @@ Time limits of CodeContests and Codeforces are meant for compiled programs, so r
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
-import math
-import operator
 import pickletools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code.asserts import of_asserts
 from nemo_gym_prorl.tasks.code.code_rows import (
     MAX_TEST_BYTES,
     METADATA,
@@ -47,17 +44,6 @@ _IDLE_OPCODES = frozenset({"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_B
 _INPUTS = ("input", "stdin")
 _OUTPUTS = ("output", "expected_output", "stdout")
 _CASES = 'must be a list of objects such as {"input": "1 2\\n", "output": "3\\n"}'
-_SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
-_SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
-"""Fields that may define the function under test; what the policy sees comes first."""
-_COLON = re.compile(":")
-_NO_COMPARISON = "its tests do more than compare the result of a call with a value"
-_FOLDED_CHARS = 1 << 16
-"""Bound of the values that tests compute from literals."""
-_ARITHMETIC = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}  # fmt: skip
 
 
 def unpacked(text: str, field: str) -> Any:
@@ -112,63 +98,6 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
     return {"inputs": inputs, "outputs": outputs} | ({"fn_name": called} if called else {})
 
 
-def of_asserts(
-    source: str, field: str, candidates: Sequence[str] = (), record: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Convert asserts that compare the result of a call with a value (HumanEval, MBPP, KodCode, AceCode, LeetCode).
-
-    Args:
-        source: Python source, which is parsed and never run.
-        field: name of the field, for errors.
-        candidates: names of the function under test; the last one is its real name.
-        record: record whose texts may define the function; arguments passed by name need its signature.
-
-    Raises:
-        CallerError: the source is not Python; names the field.
-        UnusableRecord: a test is not such an assert; has the first one as its example.
-    """
-    tree = _tree(source)
-    if isinstance(tree, Exception):
-        raise CallerError(f"is not Python: {tree}", field=field) from tree
-    lines = source.split("\n")
-    inputs, outputs, names = list[Any](), list[Any](), set[str]()
-    tolerances, truths, boolean = set[tuple[float, float]](), list[str](), False
-    for statement in _statements(tree.body):
-        example = "".join(lines[statement.lineno - 1 : statement.lineno]).strip()
-        try:
-            test = _comparison(statement)
-            name = _called(test.call.func)
-            if name is None or any(word.arg is None for word in test.call.keywords):
-                raise UnusableRecord("its tests call more than a function by its name")
-            name = candidates[-1] if name in candidates else name
-            inputs.append([_literal(value, tuples=False) for value in _positional(test.call, name, record or {})])
-            expected = _number(test.expected) if test.tolerance else _literal(test.expected)
-        except UnusableRecord as error:
-            raise UnusableRecord(error.complaint, field=field, example=example) from None
-        names.add(name)
-        outputs.append(json.dumps(expected))
-        tolerances.add(test.tolerance or EXACT)
-        truths += [example] if test.truth else []
-        boolean |= isinstance(expected, bool) and not test.truth
-    if len(names) > 1:
-        raise UnusableRecord("its tests call more than one function", field=field, example=", ".join(sorted(names)))
-    if not names:
-        raise UnusableRecord("its tests have no assert", field=field)
-    called = names.pop()
-    if truths and not boolean and not any(map(_returns_bool, _definitions(record or {}, called))):
-        raise UnusableRecord(
-            "its tests check whether a result that may be no boolean is true", field=field, example=truths[0]
-        )
-    tests = {"inputs": inputs, "outputs": outputs, "fn_name": called}
-    if tolerances == {EXACT}:
-        return tests
-    absolute, relative = map(min, zip(*tolerances, strict=True))
-    # A result that must be exact may have a smaller tolerance than usual, and no larger one.
-    if len(tolerances - {EXACT}) > 1 or (EXACT in tolerances and (absolute, relative) not in tolerances - {EXACT}):
-        raise UnusableRecord("its tests have different tolerances", field=field)
-    return tests | {"checker": {"kind": "float", "absolute": absolute, "relative": relative}}
-
-
 def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
     """Return tests of a function with arguments and results as JSON text, which preserves integers of any size."""
     inputs = [
@@ -201,199 +130,8 @@ def _function_of(case: Mapping[str, Any]) -> str | None:
     return str(name) if name else None
 
 
-def _tree(source: str) -> ast.Module | Exception:
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return error
-
-
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of tests, also inside of functions, without imports and docstrings."""
-    for statement in body:
-        match statement:
-            case ast.FunctionDef(body=inner):
-                yield from _statements(inner)
-            case ast.Expr(value=ast.Constant()) | ast.Assign(targets=[ast.Name(id="METADATA")]):  # HumanEval has both
-                pass
-            case _ if not isinstance(statement, _SCAFFOLDING):
-                yield statement
-
-
-class _Test(NamedTuple):
-    """An assert.
-
-    Attributes:
-        tolerance: absolute and relative tolerance of the result; ``None`` for equality.
-        truth: whether any true or false result would do.
-    """
-
-    call: ast.Call
-    expected: ast.expr
-    tolerance: tuple[float, float] | None = None
-    truth: bool = False
-
-
-def _comparison(statement: ast.stmt) -> _Test:
-    match statement.test if isinstance(statement, ast.Assert) else None:
-        case ast.Compare(left=one, ops=[ast.Eq() | ast.Is()], comparators=[other]):
-            return _Test(*_sides(one, other))
-        case ast.Compare(
-            left=ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=one, op=ast.Sub(), right=other)]),
-            ops=[ast.Lt() | ast.LtE() as order],
-            comparators=[limit],
-        ):
-            bound = _number(limit)
-            below = math.nextafter(bound, 0) if isinstance(order, ast.Lt) else bound
-            return _Test(*_sides(one, other), tolerance=(below, 0.0))
-        case ast.Call(
-            func=ast.Name(id="isclose") | ast.Attribute(value=ast.Name(id="math"), attr="isclose"),
-            args=[one, other],
-            keywords=words,
-        ):
-            given = {word.arg: _number(word.value) for word in words}
-            return _Test(*_sides(one, other), tolerance=(given.get("abs_tol", 0.0), given.get("rel_tol", 1e-9)))
-        case ast.Call() as call:
-            return _Test(call, ast.Constant(True), truth=True)
-        case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
-            return _Test(call, ast.Constant(False), truth=True)
-    raise UnusableRecord(_NO_COMPARISON)
-
-
-def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr]:
-    """Return the call and the expected result, whichever comes first."""
-    for call, expected in ((one, other), (other, one)):
-        if isinstance(call, ast.Call) and _called(call.func) not in ("float", "list"):
-            return call, expected
-    raise UnusableRecord(_NO_COMPARISON)
-
-
-def _returns_bool(function: ast.FunctionDef) -> bool:
-    """Return whether a function returns only booleans, by its annotation or by its return statements."""
-    if isinstance(function.returns, ast.Name):
-        return function.returns.id == "bool"
-    results = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-    return isinstance(function.body[-1], ast.Return) and all(map(_is_boolean, results))
-
-
-def _is_boolean(node: ast.expr | None) -> bool:
-    match node:
-        case ast.BoolOp(values=values):
-            return all(map(_is_boolean, values))
-        case (
-            ast.Compare()
-            | ast.UnaryOp(op=ast.Not())
-            | ast.Constant(value=bool())
-            | ast.Call(func=ast.Name(id="all" | "any" | "bool" | "isinstance"))
-        ):
-            return True
-    return False
-
-
-def _positional(call: ast.Call, name: str, record: Mapping[str, Any]) -> list[ast.expr]:
-    """Return a call's arguments in the order of the function's parameters; defaults fill gaps."""
-    if not call.keywords:
-        return call.args
-    signature = next((function.args for function in _definitions(record, name)), None)
-    if signature is None:
-        raise UnusableRecord("its tests pass arguments by name, and the record has no definition of the function")
-    names = [one.arg for one in (*signature.posonlyargs, *signature.args)]
-    values = dict(zip(reversed(names), reversed(signature.defaults), strict=False))
-    if names[:1] == ["self"]:
-        del names[0]
-    given = dict(zip(names, call.args, strict=False)) | {str(word.arg): word.value for word in call.keywords}
-    needed = names[: 1 + max((index for index, one in enumerate(names) if one in given), default=0)]
-    values |= given
-    if (
-        len(given) < len(call.args) + len(call.keywords)
-        or not given.keys() <= {*names}
-        or not values.keys() >= {*needed}
-    ):
-        raise UnusableRecord("its tests pass arguments that do not fit the function's positional parameters")
-    return [values[one] for one in needed]
-
-
-def _definitions(record: Mapping[str, Any], name: str) -> Iterator[ast.FunctionDef]:
-    """Yield the definitions of a function in a record's texts; the body is ``pass`` where the text is not Python."""
-    for field in _SIGNED:
-        text = record.get(field)
-        if not isinstance(text, str) or not (found := re.search(rf"\bdef {name}\s*\(", text)):
-            continue
-        begin = found.start()
-        heads = (text[begin : colon.end()] + " pass" for colon in _COLON.finditer(text, begin, begin + 2000))
-        for source in (text, *heads):
-            if isinstance(tree := _tree(source), ast.Module):
-                nodes = ast.walk(tree)
-                yield from (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
-                break
-
-
-def _called(function: ast.expr) -> str | None:
-    """Return the name in ``f``, ``solution.f`` or ``Solution().f``; ``None`` for other calls."""
-    match function:
-        case (
-            ast.Name(id=name)
-            | ast.Attribute(value=ast.Name(id="solution"), attr=name)
-            | ast.Attribute(value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name)
-        ):
-            return name
-    return None
-
-
-def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
-    try:
-        value = ast.literal_eval(_Folder().visit(node))
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError):
-        raise UnusableRecord("its tests compute what they pass or expect") from None
-    if not _is_json(value, tuples=tuples):
-        raise UnusableRecord("its tests have values that JSON does not have")
-    return value
-
-
-def _number(node: ast.expr) -> float:
-    value = _literal(node)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        raise UnusableRecord("its tests have a tolerance for a value that is no number")
-    return float(value)
-
-
-class _Folder(ast.NodeTransformer):
-    """Replace arithmetic with literals, ``float("inf")`` and ``list(range(3))`` by values of bounded size."""
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        one, other = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
-        if isinstance(node.op, ast.Mult) and isinstance(one, int):
-            one, other = other, one
-        repeats = isinstance(node.op, ast.Pow) or not isinstance(one, int | float)
-        if repeats and isinstance(other, int) and len(repr(one)) * abs(other) > _FOLDED_CHARS:
-            raise ValueError("too large")
-        value = _ARITHMETIC[type(node.op)](one, other)
-        repr(value)  # raises ValueError for an integer that JSON text cannot have
-        return ast.Constant(value)
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        match node:
-            case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "Infinity" | "infinity")]):
-                return ast.Constant(math.inf)
-            case ast.Call(func=ast.Name(id="list"), args=[ast.Call(func=ast.Name(id="range"), args=parts)]):
-                numbers = range(*(ast.literal_eval(self.visit(part)) for part in parts))
-                if len(numbers) <= _FOLDED_CHARS:
-                    return ast.List([ast.Constant(number) for number in numbers])
-        return node
-
-
-def _is_json(value: Any, *, tuples: bool) -> bool:
-    if isinstance(value, list) or (tuples and isinstance(value, tuple)):
-        return all(_is_json(part, tuples=tuples) for part in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(part, tuples=tuples) for key, part in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
-
-
 Record = Mapping[str, Any]
 
-EXACT = (1e-6, 1e-6)
-"""Absolute and relative tolerance of fractional results that tests compare for equality."""
 
 TIME_FACTOR = 5.0
 """Multiplier of time limits that were set for compiled programs, to leave room for an interpreter."""
