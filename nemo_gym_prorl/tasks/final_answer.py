@@ -143,7 +143,7 @@ _BOX = re.compile(
 )
 _JOINED = re.compile(r"(?:\s|[$,;]|\\[()\[\],;:! ]|\\q?quad|\\(?:text|mathrm)\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
 _KIND = r"(?:answers?|(?:correct|right|best)\s+(?:option|choice))"
-_IS = r"(?:(?:\s+(?:is|are))?\s*[:：=]|\s+(?P<is>is|are|(?:should|must|would)\s+be)\b)"
+_IS = r"(?:(?:\s+(?:is|are))?\s*[:：=]|\s+(?P<is>is|are|should\s+be)\b)"
 _TRANSLATED = (
     r"(?:(?:答案|答え|解答|正解|정답|답|答)\s*(?:[:：=]|是|[为為]|は|[은는])"
     r"|\b(?:antwort|r[ée]ponse|respuesta|ответ|risposta|resposta)(?:\s*[:：=]|\s+(?:ist|est|es|è|é)\b))"
@@ -160,7 +160,7 @@ _CHOSEN = re.compile(r"(?i)\b(?:option|choice)\s+[(\[]?([A-Z])[)\]]?\s+is\s+(?:t
 _DISPLAY = re.compile(r"\s*(?:\$\$|\\\[|\\\])?\s*")
 """Empty line, or line with only a delimiter of displayed mathematics."""
 
-_EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)__|__(?!\w)|`|</?(?:b|strong|i|em|u)>|\s*[✅✔☑🎉]\ufe0f?")
+_EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)__|__(?!\w)|`|</?(?:b|strong|i|em|u)>|[✅✔☑🎉]\ufe0f?")
 _PAIRED = re.compile(
     r"(?i)(?<![^\s(])(?:\*(?=[^\s*])(?P<star>[^*\n]+)(?<=\S)\*(?![\w(*])|_(?=\w)(?P<bar>[^_\n]+)_(?![\w{]))"
     r"|\\text(?:bf|it)?\s*\{(?P<label>[^{}\n]*\banswer\s*:?)\s*\}"

@@ -13,7 +13,9 @@ import json
 import math
 import operator
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from nemo_gym_prorl.failures import CallerError
@@ -25,7 +27,7 @@ _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "co
 """Fields that may define the function under test; what the policy sees comes first."""
 _COLON = re.compile(":")
 _NO_COMPARISON = "its tests do more than compare the result of a call with a value"
-_FOLDED_CHARS = 1 << 16
+_FOLDED_CHARS = 1 << 12
 """Bound of the values that tests compute from literals."""
 _ARITHMETIC = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -55,6 +57,7 @@ def of_asserts(
         raise CallerError(f"is not Python: {tree}", field=field) from tree
     lines = source.split("\n")
     inputs, outputs, names = list[Any](), list[Any](), set[str]()
+    definitions = cache(lambda name: [*_definitions(record or {}, name)])
     tolerances, truths, boolean = set[tuple[float, float]](), list[str](), False
     for statement in _statements(tree.body):
         example = "".join(lines[statement.lineno - 1 : statement.lineno]).strip()
@@ -64,7 +67,7 @@ def of_asserts(
             if name is None or any(word.arg is None for word in test.call.keywords):
                 raise UnusableRecord("its tests call more than a function by its name")
             name = candidates[-1] if name in candidates else name
-            inputs.append([_literal(value, tuples=False) for value in _positional(test.call, name, record or {})])
+            inputs.append([_literal(value, tuples=False) for value in _positional(test.call, definitions(name))])
             expected = _number(test.expected) if test.tolerance else _literal(test.expected)
         except UnusableRecord as error:
             raise UnusableRecord(error.complaint, field=field, example=example) from None
@@ -78,7 +81,7 @@ def of_asserts(
     if not names:
         raise UnusableRecord("its tests have no assert", field=field)
     called = names.pop()
-    if truths and not boolean and not any(map(_returns_bool, _definitions(record or {}, called))):
+    if truths and not boolean and not (definitions(called) and all(map(_returns_bool, definitions(called)))):
         raise UnusableRecord(
             "its tests check whether a result that may be no boolean is true", field=field, example=truths[0]
         )
@@ -134,7 +137,8 @@ def _comparison(statement: ast.stmt) -> _Test:
             ops=[ast.Lt() | ast.LtE() as order],
             comparators=[limit],
         ):
-            bound = _number(limit)
+            if (bound := _number(limit)) <= 0:
+                raise UnusableRecord(_NO_COMPARISON)
             below = math.nextafter(bound, 0) if isinstance(order, ast.Lt) else bound
             return _Test(*_sides(one, other), tolerance=(below, 0.0))
         case ast.Call(
@@ -143,6 +147,8 @@ def _comparison(statement: ast.stmt) -> _Test:
             keywords=words,
         ):
             given = {word.arg: _number(word.value) for word in words}
+            if not given.keys() <= {"abs_tol", "rel_tol"} or min(given.values(), default=0.0) < 0:
+                raise UnusableRecord(_NO_COMPARISON)
             return _Test(*_sides(one, other), tolerance=(given.get("abs_tol", 0.0), given.get("rel_tol", 1e-9)))
         case ast.Call() as call:
             return _Test(call, ast.Constant(True), truth=True)
@@ -163,8 +169,10 @@ def _returns_bool(function: ast.FunctionDef) -> bool:
     """Return whether a function returns only booleans, by its annotation or by its return statements."""
     if isinstance(function.returns, ast.Name):
         return function.returns.id == "bool"
-    results = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-    return isinstance(function.body[-1], ast.Return) and all(map(_is_boolean, results))
+    nodes = [*ast.walk(function)]
+    results = [node.value for node in nodes if isinstance(node, ast.Return)]
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in nodes)
+    return isinstance(function.body[-1], ast.Return) and not yields and all(map(_is_boolean, results))
 
 
 def _is_boolean(node: ast.expr | None) -> bool:
@@ -181,13 +189,16 @@ def _is_boolean(node: ast.expr | None) -> bool:
     return False
 
 
-def _positional(call: ast.Call, name: str, record: Mapping[str, Any]) -> list[ast.expr]:
+def _positional(call: ast.Call, definitions: Sequence[ast.FunctionDef]) -> list[ast.expr]:
     """Return a call's arguments in the order of the function's parameters; defaults fill gaps."""
     if not call.keywords:
         return call.args
-    signature = next((function.args for function in _definitions(record, name)), None)
-    if signature is None:
-        raise UnusableRecord("its tests pass arguments by name, and the record has no definition of the function")
+    if len({tuple(one.arg for one in function.args.args) for function in definitions}) != 1:
+        reason = (
+            "its tests pass arguments by name, and the record has no definition of the function, or different ones"
+        )
+        raise UnusableRecord(reason)
+    signature = definitions[0].args
     names = [one.arg for one in (*signature.posonlyargs, *signature.args)]
     values = dict(zip(reversed(names), reversed(signature.defaults), strict=False))
     if names[:1] == ["self"]:
@@ -243,7 +254,8 @@ def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
 
 def _number(node: ast.expr) -> float:
     value = _literal(node)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+    # A comparison with the largest float, since float() fails for a larger integer.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise UnusableRecord("its tests have a tolerance for a value that is no number")
     return float(value)
 
@@ -278,4 +290,4 @@ def _is_json(value: Any, *, tuples: bool) -> bool:
         return all(_is_json(part, tuples=tuples) for part in value)
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(part, tuples=tuples) for key, part in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
+    return value is None or (isinstance(value, bool | int | float | str) and value == value)  # no NaN

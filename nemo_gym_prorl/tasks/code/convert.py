@@ -271,7 +271,7 @@ def _listed_asserts(record: Record) -> dict[str, Any]:
 def _apps(record: Record) -> dict[str, Any]:
     if not record["input_output"]:
         raise UnusableRecord("the set has no tests for this problem", field="input_output")
-    tests = _tests(record["input_output"], "input_output")
+    tests = _tests(record["input_output"], "input_output", _function_of(record))
     statement = _with_starter(_text(record, "question"), record)
     source = "taco" if record.get("source") else "apps"
     return _row(
@@ -357,8 +357,8 @@ def _tests(text: Any, field: str, function: str | None = None) -> dict[str, Any]
         raise CallerError("has no list of inputs", field=field)
     if not isinstance(tests.get("outputs"), list):
         raise CallerError("has no list of outputs", field=field)
-    if tests.get("fn_name"):
-        return {name: tests[name] for name in ("inputs", "outputs", "fn_name")}
+    if called := tests.get("fn_name") or function:
+        return {"inputs": tests["inputs"], "outputs": tests["outputs"], "fn_name": called}
     return {name: [_joined(value) for value in tests[name]] for name in ("inputs", "outputs")}
 
 

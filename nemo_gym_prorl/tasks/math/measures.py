@@ -81,10 +81,8 @@ _COUNTED = frozenset("people person student child children way point solution va
 _ORDINAL = re.compile(r"\w+(?:ths?|teen)|first")
 _WORD = re.compile(r"[^\W\d_]+")
 _SYLLABLE = re.compile(r"[ぁ-ヿ一-鿿가-힣]")
-_COUNTERS = frozenset(
-    "个個只隻支枝张張条條人名位头頭棵朵辆輛件块塊元円圓圆本枚匹冊册台歳岁歲天年月日次回页頁개명원마리권장대살년월일"
-)
-"""Common counters and currencies of Chinese, Japanese and Korean, one character each."""
+_COUNTERS = frozenset("个個只隻支枝张張条條人名位头頭棵朵辆輛件本枚匹冊册台歳岁歲次回页頁개명마리권장대살")
+"""Common counters of Chinese, Japanese and Korean. Units and currencies must be in the question."""
 
 _NO_COUNTERS = frozenset("十百千万萬亿億半倍分之不非或和余多십백천만억반배")
 _UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[^\W\d_]+\.?(?:\^?\{?-?[1-9]\}?)?(?:[\s/^{}·*-]|\\[,;:! ])*)+")
@@ -191,7 +189,9 @@ _LEADING = re.compile(
     r"|volume|probability)\b[\s:,]*)+(?(opened)\}[\s:]*)",
     re.IGNORECASE,
 )
-_NAME = re.compile(rf"\s*{_COMMAND}\s*\{{(?!\s*not\b)[^{{}}\d]*\}}\s*=")
+_NAME = re.compile(
+    rf"(?i)\s*{_COMMAND}\s*\{{\s*(?:the\s+)?(?:total|sum|answer|result|amount|number|cost|profit)\b[^{{}}\d]*\}}\s*="
+)
 _CLOSING = re.compile(
     rf"{_COMMAND}\s*\{{\s*is\s+(?:the\s+)?(?:(?:final|correct|only|smallest|largest|greatest|minimum|maximum)\s*)*"
     r"(?:(?:answer|result|value|solution|number|one)\s*)?\.?\s*\}\s*$",

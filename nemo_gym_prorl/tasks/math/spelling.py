@@ -119,8 +119,8 @@ _FILLING = (
 """Words beside a number that change no value."""
 
 _ALL_IN_TEXT = re.compile(
-    rf"{_WORDY}\s*\{{\s*(?:(?P<value>(?:[a-zA-Z]\s*=\s*)?-?(?:\\?\$)?\d[\d.,/]*)(?:{_SPACE})*(?P<words>(?:[a-zA-Z%€£]|{_OTHER_LETTER})[^{{}}]*)?"
-    rf"|\(?(?P<letter>[A-H])[).:]+(?:{_SPACE})*(?![^{{}}]*\b[A-H][).:]\s*[^\s}}])(?P<option>[^\s{{}}][^{{}}]*))\}}"
+    rf"{_WORDY}\s*\{{\s*(?:(?P<value>(?:[a-zA-Z]\s*=\s*)?-?(?:\\?\$)?\d[\d.,/]*)(?:{_SPACE})*(?P<words>(?:[a-zA-Z%€£]|{_OTHER_LETTER})[^{{}}=]*)?"
+    rf"|\(?(?P<letter>[A-H])[).:]+(?:{_SPACE})*(?!is\b|[^{{}}]*\b[A-Z]\b)(?P<option>[^\s{{}}][^{{}}]*))\}}"
 )
 """Number with its words, or letter of an option with its text, in one command."""
 

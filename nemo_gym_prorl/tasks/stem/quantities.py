@@ -365,8 +365,8 @@ def _apart(found: re.Match[str]) -> str:
 
 
 def _uncapitalized(name: str) -> str:
-    """Return ``newtons`` for ``Newtons``; ``Jmol`` is no name and stays."""
-    return name.lower() if _read_unit(name.lower()) is not None else name
+    """Return ``newtons`` for ``Newtons``. ``Mbar`` is a unit as it is, and ``Jmol`` is none."""
+    return name.lower() if _read_unit(name) is None and _read_unit(name.lower()) is not None else name
 
 
 def _read_unit(text: str) -> str | None:

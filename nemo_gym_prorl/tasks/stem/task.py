@@ -226,7 +226,7 @@ class Rules:
                 return False, "another quantity"
             case Comparison.UNIT_MISSING:
                 quantity = expected if expected.unit else said
-                if _names_unit(problem.question, quantity):
+                if (expected.unit or quantity.unit != "percent") and _names_unit(problem.question, quantity):
                     return True, f"the expected number, and the question names its unit, {quantity.written}"
                 return None, "the expected number; only one of the two has a unit"
 
