@@ -258,6 +258,13 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
         ("assert f(1 / 0) == 1", None),
         ("assert f('%999999999d' % 1) == 1", None),
         ("assert f(float('nan')) == 1", None),
+        ("assert f(1e999 - 1e999) == 1", None),
+        ("assert abs(f(1) - 1) < 10**400", None),
+        ("assert abs(f(1) - 10**400) < 1", None),
+        ("assert abs(f(1) - 1) < -1", None),
+        ("assert math.isclose(f(1), 2.0, abs_tol=-1)", None),
+        ("assert math.isclose(f(1), 2.0, other=1)", None),
+        ("assert f(list(range(60000))) == 1", None),
         ("assert f(g(1)) == 2", None),
         ("assert f((1, 2)) == 2", None),
         ("assert f(1) == {1, 2}", None),
@@ -292,6 +299,19 @@ SIGNED: list[dict[str, Any]] = [
     {"task_id": "mine/0", "prompt": f"{HEAD}\n    'Doc.'\n", "entry_point": "f", "test": "assert CALL == 2"},
     {"question": Q, "starter_code": f"class S:\n    {HEAD.replace('(x', '(self, x')}\n", "test": "assert CALL == 2"},
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def f(b, a):\n    return a\n\ndef f(a, b):\n    return a", "assert f(a=1, b=2) == 1"),
+        ("class A:\n    def f(self):\n        return True\n\ndef f(x):\n    return [1]", "assert f(1)"),
+        ("def f(x):\n    yield x\n    return True", "assert f(1)"),
+    ],
+)
+def test_definitions_that_do_not_decide_are_no_signature(code: str, test: str) -> None:
+    with pytest.raises(UnusableRecord, match="its tests"):
+        of_asserts(test, "test", record={"code": code})
 
 
 @pytest.mark.parametrize(
