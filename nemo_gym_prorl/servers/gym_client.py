@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bearer tokens for Gym's own HTTP client.
+"""Bearer tokens for Gym's own HTTP client, and tasks' requests to Gym's model servers.
 
 Gym's client sends no keys, so a server with a key refuses Gym's collector and NeMo RL's actor. :func:`send_keys` makes
 the client of the current process send each server its key from Gym's configuration::
 
     ray.get(actor.__ray_call__.remote(send_keys))
 
-:class:`ModelClient` sends a task's own requests to a model server, such as a judge's. They belong to no rollout. Any
-failure is ``verifier_error``, since it says nothing about the policy.
+:class:`TaskModel` sends a task's own requests to a model server, such as a judge's. The requests belong to no rollout.
+Any failure is ``verifier_error``, since a failed request says nothing about the policy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Base of our Gym servers: end with Gym's process, and Gym's two middlewares without further tasks and queues.
+"""Bases of our Gym servers and their configurations. A server ends with Gym's process, and has Gym's two middlewares
+without further tasks and queues.
 
 Gym writes its middlewares in Starlette's decorator form, which runs the rest of the application in another task and
 streams each body through a queue. Here the same is done in place.
@@ -88,7 +89,7 @@ class _AnswerDefects:
 
 
 class ServerConfig(BaseModel):
-    """Mixin for a server's configuration, to be listed after Gym's class."""
+    """Mixin for a server's configuration, to be listed after Gym's class; refuses unknown keys, unlike Gym's."""
 
     model_config = ConfigDict(extra="forbid")
 

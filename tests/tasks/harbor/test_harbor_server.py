@@ -78,6 +78,11 @@ BEHAVIOURS = {
         "echo $(stat -c %a /logs/agent /logs/verifier /logs/artifacts) > modes",
         PASSED,
     ),
+    "links of the agent to its own files, the image and the logs": (
+        {"test": says("[ -L /app/own ] && [ -L /app/shell ] && [ -L /app/logs ]")},
+        "touch file; ln -s file own; ln -s /bin/sh shell; ln -s /logs/verifier logs",
+        PASSED,
+    ),
     "files of the agent's logs reach the tests": (
         {"test": says("[ -e /logs/agent/log ]")},
         "touch /logs/agent/log",
