@@ -21,6 +21,7 @@ from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.scheduling.fair_queue import GroupBarrier
 from nemo_gym_prorl.rollout.settings import ServiceSettings
 from nemo_gym_prorl.rollout.storage.checkpoints import SharedCheckpoints
 from tests.dapo.test_runner import Scorer
@@ -214,10 +215,11 @@ async def test_groups_that_are_scored_together_stay_together(monkeypatch: pytest
             (name,) = it.pipeline.environments.names
             together = replace(it.pipeline.environments.environment(name), scores_groups_of=4)
             it.pipeline.environments._all[name] = together
+            it.pipeline.scheduler._cohorts = GroupBarrier({name: 4})  # siblings wait for each other, however slow
         views = [it.pipeline.status() for it in there.services]
         await until(lambda: [*there.gateway.dispatcher.statuses.values()] == views)
         for i in range(24):
-            await there.client.submit(lasting(0.01), id=f"r{i}", group=f"g{i // 4}")
+            await there.client.submit(lasting(0.3), id=f"r{i}", group=f"g{i // 4}")
         await outcomes(there, 24)
         groups = [{job.group for job in it.pipeline.store.find(state=None, group=None)} for it in there.services]
         assert sum(map(len, groups)) == 6
