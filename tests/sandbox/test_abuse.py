@@ -322,7 +322,9 @@ async def test_no_process_holds_a_file_of_the_host(
     if not protected:
         without(not_closed(state))
     async with sandbox(image, runtime) as container:
-        await container.run("(setsid sleep 1000 >/dev/null 2>&1 &)")
+        await container.run(
+            "(setsid sleep 1000 >/dev/null 2>&1 &); until ps -A -o args= | grep -qx 'sleep 1000'; do :; done"
+        )
         (space,) = await asyncio.to_thread(spaces)
         held = [str(file) for pid in space.members() for file in open_files(pid)]
     assert len(held) >= 3
