@@ -32,7 +32,7 @@ from benchmarks.stand_in_engine import make_model, pieces, tokenizer_in
 from nemo_gym_prorl.http.server_process import raise_open_file_limit
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
 STEP_S, EACH_S = 0.0105, 0.000136

@@ -24,7 +24,7 @@ from nemo_gym_prorl.sandbox.images.builder import DEFAULT
 from nemo_gym_prorl.servers.task_server import TaskServer
 from nemo_gym_prorl.tasks.final_answer import last_message_text
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
+from nemo_gym_prorl.tasks.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 

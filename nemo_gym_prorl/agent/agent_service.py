@@ -62,7 +62,7 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotOwner
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, SharedCheckpoints
 from nemo_gym_prorl.rollout.storage.journal import Journal
-from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 
 
 SCOPES = RouteScopes(ROUTES)

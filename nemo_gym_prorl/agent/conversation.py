@@ -37,7 +37,7 @@ from nemo_gym_prorl.http.problem_document import field_errors
 from nemo_gym_prorl.http.routed_experts import RoutedExperts
 from nemo_gym_prorl.rollout.gym_rows import TurnTokens, shared_length
 from nemo_gym_prorl.rollout.job import Trajectory
-from nemo_gym_prorl.rollout.turns import TurnTiming
+from nemo_gym_prorl.rollout.turn_records import TurnTiming
 
 
 DEFERRAL = "X-Rollout-Tokens"

@@ -29,7 +29,6 @@ from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
-from nemo_gym_prorl.agent.checkpoints import CheckpointRecorder, GymCheckpoint
 from nemo_gym_prorl.agent.conversation import Conversation, fetch_waited_s
 from nemo_gym_prorl.agent.gym_http import (
     LEASE_HEADER,
@@ -41,8 +40,9 @@ from nemo_gym_prorl.agent.gym_http import (
 )
 from nemo_gym_prorl.agent.on_timeout import OnTimeout, after_timeout
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_row, has_items
+from nemo_gym_prorl.agent.session_checkpoints import CheckpointRecorder, GymCheckpoint
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits, ToolErrorState, ToolLoop
-from nemo_gym_prorl.background import start_eager_task
+from nemo_gym_prorl.async_tasks import start_eager_task
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
     CallerError,

@@ -29,7 +29,7 @@ from urllib.parse import quote
 import orjson
 from starlette.datastructures import Headers
 
-from nemo_gym_prorl.background import start_eager_task
+from nemo_gym_prorl.async_tasks import start_eager_task
 from nemo_gym_prorl.failures import (
     FAILURE_KIND_HEADER,
     FINAL,

@@ -43,13 +43,13 @@ from nemo_gym_prorl.agent.gym_http import (
     require_ok,
 )
 from nemo_gym_prorl.agent.run_rows import empty_response
-from nemo_gym_prorl.background import start_eager_task
+from nemo_gym_prorl.async_tasks import start_eager_task
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.harness.bundles import find_bundles
 from nemo_gym_prorl.harness.specification import HARNESS_EXIT, load_harness
 from nemo_gym_prorl.http.key_guard import is_loopback
 from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
-from nemo_gym_prorl.rollout.turns import text_of
+from nemo_gym_prorl.rollout.turn_records import text_of
 
 
 POLL_S = 1.0

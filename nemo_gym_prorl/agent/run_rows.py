@@ -33,7 +33,7 @@ from nemo_gym_prorl.rollout.api.schemas import SubmitRequest
 from nemo_gym_prorl.rollout.gym_rows import FAILURE_CLASS, as_submitted, check_row, masked
 from nemo_gym_prorl.rollout.job import Trajectory
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY
 
 
 COLLECTOR_FIELDS = ("_ng_task_index", "_ng_rollout_index")

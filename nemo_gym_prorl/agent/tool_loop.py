@@ -30,7 +30,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.http.client import HttpAnswer
 from nemo_gym_prorl.http.tracing import SpanGroup, note, span
 from nemo_gym_prorl.rollout.job import Progress
-from nemo_gym_prorl.rollout.turns import TurnTiming
+from nemo_gym_prorl.rollout.turn_records import TurnTiming
 
 
 RESERVED_ROUTES = frozenset(

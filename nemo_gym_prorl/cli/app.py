@@ -21,7 +21,8 @@ import typer
 
 from nemo_gym_prorl.cli.admin import Token, Url, backends_app, key_app
 from nemo_gym_prorl.cli.data import data_app
-from nemo_gym_prorl.cli.image.commands import harness_app, image_app
+from nemo_gym_prorl.cli.harness import harness_app
+from nemo_gym_prorl.cli.image.commands import image_app
 
 
 app = typer.Typer(
@@ -127,7 +128,7 @@ def doctor(
         policy["tool_call_parser"] = tool_call_parser
     checks = None
     if tasks is not None:
-        from nemo_gym_prorl.cli.image.verifier_tools import check_tasks
+        from nemo_gym_prorl.cli.image.tools import check_tasks
 
         checks = check_tasks(tasks, verifier_tools)
     if not command.show(Console(highlight=False), policy, checks):

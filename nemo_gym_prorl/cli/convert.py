@@ -26,7 +26,7 @@ from rich.console import Console
 from nemo_gym_prorl.cli.show import json_lines, json_value, visible
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks import require_extras
-from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, refuse_unsupported
+from nemo_gym_prorl.tasks.dataset_records import UnsupportedSet, UnusableRecord, refuse_unsupported
 
 
 if TYPE_CHECKING:

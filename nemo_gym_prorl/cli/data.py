@@ -173,8 +173,8 @@ def harbor(
 ) -> None:
     """Convert folders of Harbor tasks.
 
-    `prorl image build-all ROWS` makes the rows' images. Exit code 1 if a task is refused. docs/harbor.md lists the
-    features without support.
+    `prorl image build-all ROWS` makes the rows' images. Exit code 1 if a task is refused.
+    docs/environments/harbor.md lists the features without support.
     """
     from nemo_gym_prorl.cli.convert import convert_harbor
 

@@ -24,7 +24,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from rich.console import Console
 from rich.table import Table
 
-from nemo_gym_prorl.background import BackgroundLoops
+from nemo_gym_prorl.async_tasks import BackgroundLoops
 from nemo_gym_prorl.cli.environments import check_overrides, server_blocks
 from nemo_gym_prorl.cli.service import DEFAULT_HEAD
 from nemo_gym_prorl.deployment import deployment, gym_cli

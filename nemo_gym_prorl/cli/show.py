@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.turns import items, part, text_of, turns
+from nemo_gym_prorl.rollout.turn_records import items, part, text_of, turns
 
 
 SHORT_CHARACTERS = 1600

@@ -46,7 +46,7 @@ from nemo_gym_prorl.rollout.api.schemas import JobView, SubmitRequest, TokenForm
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.request import NO_CLIENT
 from nemo_gym_prorl.rollout.status import StatusView
-from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY
 
 
 PATIENCE_S = 600.0

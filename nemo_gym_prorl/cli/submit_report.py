@@ -35,7 +35,7 @@ from nemo_gym_prorl.http.problem_document import field_errors, in_words
 from nemo_gym_prorl.rollout.api.schemas import FailureView, JobView, SubmitRequest
 from nemo_gym_prorl.rollout.gym_rows import require_writable, row_digest
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 
 
 _AGENT = {"type": "responses_api_agents", "name": "prorl_agent"}

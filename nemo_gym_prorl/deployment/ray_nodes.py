@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nemo_gym_prorl.background import PROCESS_LOOPS, BackgroundLoops
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS, BackgroundLoops
 from nemo_gym_prorl.deployment.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.fleet.placement import NodeJoined, NodeLeft

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from nemo_gym_prorl.background import BackgroundLoops
+from nemo_gym_prorl.async_tasks import BackgroundLoops
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.fleet.forwarder import JobForwarder, LossReason
 from nemo_gym_prorl.fleet.placement import Capacity, NodeJoined, NodeLeft, NodeSource, Placement

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from nemo_gym_prorl.background import BackgroundLoops
+from nemo_gym_prorl.async_tasks import BackgroundLoops
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.http.problem_document import TYPE_PREFIX
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient

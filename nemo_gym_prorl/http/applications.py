@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nemo_gym_prorl.background import LONGEST_PAUSE_S, PROCESS_LOOPS, BackgroundLoops
+from nemo_gym_prorl.async_tasks import LONGEST_PAUSE_S, PROCESS_LOOPS, BackgroundLoops
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.problems import KNOWN_ERRORS, ProblemError, ProblemRoute, answer_to, problem_responses
 

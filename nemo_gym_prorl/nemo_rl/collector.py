@@ -38,7 +38,7 @@ from typing import Any
 
 import aiohttp
 
-from nemo_gym_prorl.background import PROCESS_LOOPS
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS
 from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.group import RolloutOutcome
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved

@@ -11,7 +11,7 @@ Invariants:
   is trained on in one sequence, with the advantage of the rollout.
 - NeMo RL trains on a message if the message has log-probabilities; only sampled tokens have them here.
 - A rollout that is masked or has no valid tokens has no sequences here and gets no loss. The rollout's reward stays in
-  the metrics and does not enter the baseline of its siblings (:class:`~.controller_parts.GroupAdvantages`).
+  the metrics and does not enter the baseline of its siblings (:class:`~.controller_replacements.GroupAdvantages`).
 - Turns that a rollout inherited from a prefix become part of its prompt, so nothing of them is trained on.
 - A group of which no rollout has tokens is an error: the deployment does not keep tokens.
 """

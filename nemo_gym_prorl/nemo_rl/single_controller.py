@@ -4,8 +4,8 @@
 
 NeMo RL builds the arguments of its controller as one object, whose fields may be replaced before the controller
 starts. :func:`replace_parts` replaces the rollout manager, and wraps advantage estimator, weight synchronizer, trainer
-and data loader (:mod:`~nemo_gym_prorl.nemo_rl.controller_parts`). NeMo RL loads the buffer sampler by its own hook. No
-code of NeMo RL is patched.
+and data loader (:mod:`~nemo_gym_prorl.nemo_rl.controller_replacements`). NeMo RL loads the buffer sampler by its own
+hook. No code of NeMo RL is patched.
 
 With ``rollouts: service`` NeMo RL must not start Gym servers. The controller's configuration is then without Gym, and
 its dataset names an environment that does nothing.
@@ -25,7 +25,7 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.nemo_rl.collector import CollectionPlan, Validation, validation_of, with_sampling_params
 from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RewardShaping, RolloutSource, settings_of
-from nemo_gym_prorl.nemo_rl.controller_parts import (
+from nemo_gym_prorl.nemo_rl.controller_replacements import (
     ClosingSynchronizer,
     GroupAdvantages,
     MiniBatches,

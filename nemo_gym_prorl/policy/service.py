@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
-from nemo_gym_prorl.background import is_cancelled, start_eager_task
+from nemo_gym_prorl.async_tasks import is_cancelled, start_eager_task
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.http.tracing import SpanGroup, note, span
 from nemo_gym_prorl.policy.calls import CallGrant, RolloutCalls, refuse

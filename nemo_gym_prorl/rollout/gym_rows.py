@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.http.problem_document import field_errors
 from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
-from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY
 
 
 FAILURE_CLASS = "_ng_failure_class"

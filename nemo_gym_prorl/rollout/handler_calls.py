@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.background import start_eager_task
+from nemo_gym_prorl.async_tasks import start_eager_task
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
     Failure,

@@ -29,7 +29,7 @@ from nemo_gym_prorl.rollout.gym_rows import (
 )
 from nemo_gym_prorl.rollout.scheduling.fair_queue import Member
 from nemo_gym_prorl.rollout.settings import Budgets
-from nemo_gym_prorl.rollout.turns import NO_STEPS, TurnTiming
+from nemo_gym_prorl.rollout.turn_records import NO_STEPS, TurnTiming
 
 
 class JobState(StrEnum):
@@ -102,7 +102,7 @@ class Progress:
             short.
         weight_versions: per turn, the labels of the weights that sampled the turn, if the model server reports them:
             ``{"turn": 0, "first": …, "last": …}``.
-        steps: per turn, its timing (:class:`~.turns.TurnTiming`).
+        steps: per turn, its timing (:class:`~.turn_records.TurnTiming`).
         log_probs: modes of the turns' log-probs, if the model server reports them.
         token_in_rate: share of turns whose prompt continued tokens of the rollout, if the model server reports it.
         harness: report of the program that took the policy's turns; empty without a program.

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox.fields import CommandBounds, ProgramArguments, SandboxPath, checked
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
@@ -38,6 +37,7 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
     shell_command,
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, create_request
+from nemo_gym_prorl.sandbox.strict_types import CommandBounds, ProgramArguments, SandboxPath, checked
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess, SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.protocol import (

@@ -21,7 +21,18 @@ from pydantic import dataclasses as pydantic_dataclasses
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.network_access import HOST, NONE, Hosts, Network, egress_hosts, proxy_variables
-from nemo_gym_prorl.sandbox.fields import (
+from nemo_gym_prorl.sandbox.images import oci_config
+from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
+from nemo_gym_prorl.sandbox.images.rootfs import check_image
+from nemo_gym_prorl.sandbox.images.store import config_of
+from nemo_gym_prorl.sandbox.isolation import privilege, user_ids
+from nemo_gym_prorl.sandbox.isolation.mounts import SANDBOX_UID
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
+from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.runtime.launch import image_variables
+from nemo_gym_prorl.sandbox.sessions.commands import OUTPUT_LIMIT
+from nemo_gym_prorl.sandbox.strict_types import (
     MAX_MIB,
     Argv,
     Checked,
@@ -38,17 +49,6 @@ from nemo_gym_prorl.sandbox.fields import (
     checked,
     listed,
 )
-from nemo_gym_prorl.sandbox.images import oci_config
-from nemo_gym_prorl.sandbox.images.oci_config import OciConfig
-from nemo_gym_prorl.sandbox.images.rootfs import check_image
-from nemo_gym_prorl.sandbox.images.store import config_of
-from nemo_gym_prorl.sandbox.isolation import privilege, user_ids
-from nemo_gym_prorl.sandbox.isolation.mounts import SANDBOX_UID
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.isolation.syscalls import first_untraversable_parent
-from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.runtime.launch import image_variables
-from nemo_gym_prorl.sandbox.sessions.commands import OUTPUT_LIMIT
 from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Start
 
 

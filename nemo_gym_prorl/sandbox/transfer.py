@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS, CallerError
-from nemo_gym_prorl.sandbox.fields import SandboxPath, checked
+from nemo_gym_prorl.sandbox.strict_types import SandboxPath, checked
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.protocol import GetRequest, PutRequest, Request, SandboxRefused
 

@@ -46,7 +46,7 @@ from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 
 from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, LEASE_HEADER, RENEW_S
-from nemo_gym_prorl.background import BackgroundLoops
+from nemo_gym_prorl.async_tasks import BackgroundLoops
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.harness.bundles import find_bundles
 from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness, Launch, Libc, load_harness

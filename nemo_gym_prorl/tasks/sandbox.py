@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from nemo_gym_prorl.session_results import CellResult, ShellResult
+from nemo_gym_prorl.sandbox_results import CellResult, ShellResult
 
 
 class ExecResult(Protocol):

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
-from nemo_gym_prorl.background import is_cancelled
+from nemo_gym_prorl.async_tasks import is_cancelled
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
 from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of

@@ -23,7 +23,7 @@ from fastapi import Request, Response
 
 from nemo_gym_prorl.agent.harness_handler import prompt_of
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.turns import read_turns
+from nemo_gym_prorl.rollout.turn_records import read_turns
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.agent.peers import Environment, address, deployment, reference, until
 from tests.policy.runtimes import server

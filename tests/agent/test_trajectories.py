@@ -12,7 +12,7 @@ import pytest
 from nemo_gym_prorl.agent import agent_service
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import TokenForm
-from nemo_gym_prorl.rollout.turns import gym_reads_trajectories
+from nemo_gym_prorl.rollout.turn_records import gym_reads_trajectories
 from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, status
 
 

@@ -124,7 +124,9 @@ async def take(python: str, folder: Path) -> dict[str, float]:
         assert set(rewards.values()) == {1.0}, rewards
         for row in rows:
             _require_token_chain(row)
-        reads = await _run(python, "-c", "from nemo_gym_prorl.rollout.turns import *; print(gym_reads_trajectories())")
+        reads = await _run(
+            python, "-c", "from nemo_gym_prorl.rollout.turn_records import *; print(gym_reads_trajectories())"
+        )
         assert {"ng_trajectory" in row for row in rows} == {reads.strip() == "True"}
         if reads.strip() == "True":
             given = ("--rollouts", str(folder / "results" / "rollouts.jsonl"), "--output-dir", str(folder / "atif"))

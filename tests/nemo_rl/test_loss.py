@@ -16,7 +16,7 @@ import pytest
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RewardShaping, settings_of
-from nemo_gym_prorl.nemo_rl.controller_parts import GroupAdvantages, MiniBatches, RolloutRows
+from nemo_gym_prorl.nemo_rl.controller_replacements import GroupAdvantages, MiniBatches, RolloutRows
 from nemo_gym_prorl.nemo_rl.groups import TrainingGroup, record_of, training_group
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.tokens.branches import branches_of, training_traces

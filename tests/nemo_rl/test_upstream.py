@@ -16,7 +16,7 @@ import ray
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl import configuration
-from nemo_gym_prorl.nemo_rl.controller_parts import ProrlRollouts, RolloutRows
+from nemo_gym_prorl.nemo_rl.controller_replacements import ProrlRollouts, RolloutRows
 from tests.nemo_rl.test_recipes import ROOT, needs_nemo_rl
 
 

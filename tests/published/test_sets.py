@@ -26,9 +26,9 @@ from nemo_gym_prorl.tasks.code.code_rows import MAX_TEST_BYTES, problems, read_m
 from nemo_gym_prorl.tasks.code.convert import row_of as code_row
 from nemo_gym_prorl.tasks.code.convert import unpacked
 from nemo_gym_prorl.tasks.code.inside.checkers import values_match
+from nemo_gym_prorl.tasks.dataset_records import UnusableRecord
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.task import row_of as math_row
-from nemo_gym_prorl.tasks.records import UnusableRecord
 from tests.tasks.rows_file import table
 
 

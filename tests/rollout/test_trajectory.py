@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.rollout.turns import TRAJECTORY, gym_reads_trajectories, ng_trajectory
+from nemo_gym_prorl.rollout.turn_records import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from tests.cli.test_show import call, observation, said, step
 
 

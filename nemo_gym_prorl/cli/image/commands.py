@@ -16,8 +16,6 @@ import typer
 
 if TYPE_CHECKING:
     from nemo_gym_prorl.sandbox.images.entries import Format
-from typing import Literal
-
 
 image_app = typer.Typer(name="image", help="Build, pull, list and remove sandbox images.", no_args_is_help=True)
 Layout = Annotated[
@@ -162,7 +160,7 @@ def make_tools(
     build: Annotated[bool, typer.Option("--build", help="Build what has no wheel, which runs its code.")] = False,
 ) -> None:
     """Make a folder of uv, Python and wheels for tests without a network. Exit code 1 if a package is unavailable."""
-    from nemo_gym_prorl.cli.image.verifier_tools import show_tools
+    from nemo_gym_prorl.cli.image.tools import show_tools
 
     if show_tools(folder, tasks or (), packages or (), pythons or (), build):
         raise typer.Exit(1)
@@ -206,38 +204,3 @@ def _layout(text: str | None) -> Format | None:
         case None | "folder" | "sif":
             return text
     raise CallerError(f"must be 'folder' or 'sif', not {text!r}", field="--format")
-
-
-harness_app = typer.Typer(name="harness", help="Install and list agent programs.", no_args_is_help=True)
-
-
-@harness_app.command()
-def build(
-    name: Annotated[str, typer.Argument(help="Name of a harness, or path of its YAML file.")],
-    libc: Annotated[Literal["glibc", "musl"], typer.Option(help="C library of the images.")] = "glibc",
-    python: Annotated[
-        Path | None, typer.Option(help="Folder of a relocatable Python, if uv can't download one.", exists=True)
-    ] = None,
-) -> None:
-    """Install the bundle of a harness with npm or uv. Sandboxes need no network for a bundle."""
-    from rich.console import Console
-
-    from nemo_gym_prorl.cli.image.images import progress_step
-    from nemo_gym_prorl.harness.bundles import build_bundle
-
-    with progress_step(Console(highlight=False), name) as say:
-        folder = build_bundle(name, libc, python, say)
-        say(str(folder or "the image holds the program"))
-
-
-@harness_app.command("list")
-def list_harnesses() -> None:
-    """List the shipped harnesses, and the bundles on this machine."""
-    from nemo_gym_prorl.harness.bundles import bundles
-    from nemo_gym_prorl.harness.specification import load_harness, shipped_harnesses
-
-    for harness in map(load_harness, shipped_harnesses()):
-        typer.echo(f"{harness.name}\t{harness.version}\t{harness.api}")
-    for entry in bundles().all():
-        size = sum(path.lstat().st_size for path in entry.path.rglob("*"))
-        typer.echo(f"{entry.path}\t{size / 1e6:.0f} MB")

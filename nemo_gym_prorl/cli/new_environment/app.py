@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.servers.task_server import TaskServer
 from nemo_gym_prorl.tasks.task import ExtractedFile, Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 

@@ -5,7 +5,7 @@
 import json
 from collections.abc import Iterator
 
-from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
 SYSTEM = "You work in a sandbox through tools. When you are done, call `submit`; only the file `answer` counts."

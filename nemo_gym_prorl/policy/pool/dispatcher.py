@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.background import BackgroundLoops, is_cancelled, log_exceptions, spawn_task, start_eager_task
+from nemo_gym_prorl.async_tasks import BackgroundLoops, is_cancelled, log_exceptions, spawn_task, start_eager_task
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, GiveUp, Health, Probe

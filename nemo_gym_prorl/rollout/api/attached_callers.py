@@ -23,7 +23,7 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 
-from nemo_gym_prorl.background import start_eager_task
+from nemo_gym_prorl.async_tasks import start_eager_task
 from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline

@@ -16,7 +16,7 @@ from nemo_gym_prorl.rollout.gym_rows import NO_TOKENS, Row, as_submitted
 from nemo_gym_prorl.rollout.job import Job, JobState, ResumePoint, StageTime
 from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
 from nemo_gym_prorl.rollout.settings import Seconds
-from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY
+from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY
 
 
 MAX_WAIT_S = 60.0

@@ -23,7 +23,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
 
-from nemo_gym_prorl.background import BackgroundLoops
+from nemo_gym_prorl.async_tasks import BackgroundLoops
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage
 from nemo_gym_prorl.rollout.handler_calls import HandlerCalls
 from nemo_gym_prorl.rollout.job import Job

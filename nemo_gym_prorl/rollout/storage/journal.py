@@ -39,7 +39,7 @@ from typing import Any
 
 import zstandard
 
-from nemo_gym_prorl.background import PROCESS_LOOPS
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.filesystems import filesystem_type, is_shared
 from nemo_gym_prorl.rollout.job import Job, Outcome

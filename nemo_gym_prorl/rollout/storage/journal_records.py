@@ -25,7 +25,7 @@ from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.gym_rows import NO_TOKENS
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, ResumePoint, StageTime
 from nemo_gym_prorl.rollout.settings import Budgets
-from nemo_gym_prorl.rollout.turns import NO_STEPS
+from nemo_gym_prorl.rollout.turn_records import NO_STEPS
 
 
 LOGGER = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from urllib.parse import unquote, urlsplit
 
-from nemo_gym_prorl.background import log_exceptions
+from nemo_gym_prorl.async_tasks import log_exceptions
 from nemo_gym_prorl.network_access import HOST_NAME, POLICY_PORT
 from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S
 

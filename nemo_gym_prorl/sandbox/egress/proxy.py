@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from nemo_gym_prorl.background import spawn_task
+from nemo_gym_prorl.async_tasks import spawn_task
 from nemo_gym_prorl.network_access import PROXY_PORT, Address, EgressRules, literal_address
 from nemo_gym_prorl.sandbox.egress.ports import (
     CONNECT_TIMEOUT_S,

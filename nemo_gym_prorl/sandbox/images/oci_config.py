@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.fields import variable_trouble
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.launcher.requests import MAX_ENVIRONMENT_BYTES
+from nemo_gym_prorl.sandbox.strict_types import variable_trouble
 
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

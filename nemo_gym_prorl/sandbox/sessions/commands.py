@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_gym_prorl.sandbox.fields import Command, checked
+from nemo_gym_prorl.sandbox.strict_types import Command, checked
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 
 

@@ -17,7 +17,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.background import run_uncancellable
+from nemo_gym_prorl.async_tasks import run_uncancellable
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions import blame_agent, session_end_error
@@ -25,7 +25,7 @@ from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
-from nemo_gym_prorl.session_results import CellResult
+from nemo_gym_prorl.sandbox_results import CellResult
 
 
 START_TIMEOUT_S = 60.0  # importing IPython takes seconds on a busy machine

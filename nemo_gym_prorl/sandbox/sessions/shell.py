@@ -35,7 +35,7 @@ from nemo_gym_prorl.sandbox.sessions.bash_channel import (
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 from nemo_gym_prorl.sandbox.supervisor.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
-from nemo_gym_prorl.session_results import ShellResult
+from nemo_gym_prorl.sandbox_results import ShellResult
 
 
 OUTPUT_LIMIT = 64 << 10

@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.background import log_exceptions, run_uncancellable, spawn_task
+from nemo_gym_prorl.async_tasks import log_exceptions, run_uncancellable, spawn_task
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.network_access import NONE, PROXY_PORT, has_proxy
 from nemo_gym_prorl.sandbox import signals
@@ -47,7 +47,7 @@ from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, read_environme
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
-from nemo_gym_prorl.sandbox.supervisor.egress import Egress
+from nemo_gym_prorl.sandbox.supervisor.egress_process import Egress
 from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, error_text, failure
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Sandbox
 

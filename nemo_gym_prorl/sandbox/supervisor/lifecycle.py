@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
 from nemo_gym_prorl.network_access import POLICY_PORT
@@ -40,7 +40,7 @@ from nemo_gym_prorl.sandbox.supervisor import state_dir, watchdog_process
 from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher, Reply
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, close_all, drop
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, StartLimiter, find_pid_namespace
-from nemo_gym_prorl.sandbox.supervisor.egress import Egress
+from nemo_gym_prorl.sandbox.supervisor.egress_process import Egress
 from nemo_gym_prorl.sandbox.supervisor.protocol import (
     CreateRequest,
     PolicyRequest,

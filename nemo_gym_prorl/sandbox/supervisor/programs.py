@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from nemo_gym_prorl.background import log_exceptions
+from nemo_gym_prorl.async_tasks import log_exceptions
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces

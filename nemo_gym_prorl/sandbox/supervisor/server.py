@@ -35,7 +35,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.background import PROCESS_LOOPS, log_exceptions, spawn_task
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS, log_exceptions, spawn_task
 from nemo_gym_prorl.sandbox.isolation import layer_archive, syscalls
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces

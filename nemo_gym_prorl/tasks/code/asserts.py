@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.records import UnusableRecord
+from nemo_gym_prorl.tasks.dataset_records import UnusableRecord
 
 
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)

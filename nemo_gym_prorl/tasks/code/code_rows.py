@@ -29,8 +29,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
-from nemo_gym_prorl.tasks.records import create_params
-from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.tasks.dataset_records import create_params
+from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
 MAX_TESTS = 100_000  # bounds memory and grading time of a row
@@ -352,7 +352,7 @@ def row_for(
     Args:
         metadata: ``verifier_metadata``; see :class:`Metadata`.
         function: name of the function under test; ``None`` for a program.
-        script: see :func:`.records.create_params`.
+        script: see :func:`.dataset_records.create_params`.
     """
     asked = statement.strip()
     if function is not None:

@@ -36,7 +36,7 @@ from nemo_gym_prorl.tasks.code.code_rows import (
     read_problem,
     row_for,
 )
-from nemo_gym_prorl.tasks.records import UnsupportedSet, UnusableRecord, parsed, question_of
+from nemo_gym_prorl.tasks.dataset_records import UnsupportedSet, UnusableRecord, parsed, question_of
 
 
 _TEXT_OPCODES = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"})

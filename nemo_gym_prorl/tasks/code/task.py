@@ -27,7 +27,7 @@ from nemo_gym_prorl.tasks.code.code_rows import (
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, CodeVerdict, RewardRule, failed, grade
 from nemo_gym_prorl.tasks.final_answer import last_message_text
 from nemo_gym_prorl.tasks.task import ExtractedFile, Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 

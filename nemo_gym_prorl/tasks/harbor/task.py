@@ -17,7 +17,7 @@ from nemo_gym_prorl.tasks.harbor.task_folder import SUBMIT_DESCRIPTION, TOOLS
 from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
 from nemo_gym_prorl.tasks.sandbox import ExecResult, HasContainer, Sandbox
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 

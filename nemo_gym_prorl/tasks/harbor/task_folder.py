@@ -39,7 +39,7 @@ from nemo_gym_prorl.tasks.harbor.task_config import (
     validation_refusal,
 )
 from nemo_gym_prorl.tasks.harbor.verifier_tools import VerifierNeeds, needs_of
-from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
 TOOLS = ("bash", "str_replace_editor", "submit")

@@ -3,7 +3,7 @@
 r"""Comparison of a policy's answer with the expected answer, in worker processes with bounded CPU time and memory.
 
 ``math-verify`` and sympy (:mod:`.comparison`) may run forever or use all memory on a hostile answer. Therefore workers
-(:mod:`nemo_gym_prorl.tasks.workers`) run the comparison off the event loop. An answer is text, and nothing of a
+(:mod:`nemo_gym_prorl.tasks.forked_workers`) run the comparison off the event loop. An answer is text, and nothing of a
 policy's sandbox reaches the workers.
 
 A comparison that ends without a result is attributed as follows:
@@ -22,8 +22,8 @@ from enum import StrEnum
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.final_answer import MAX_ANSWER_CHARS, extract_final_answer
+from nemo_gym_prorl.tasks.forked_workers import JobLost, WorkerPool
 from nemo_gym_prorl.tasks.math.spelling import unwrapped
-from nemo_gym_prorl.tasks.workers import JobLost, WorkerPool
 
 
 MAX_TRIES = 2

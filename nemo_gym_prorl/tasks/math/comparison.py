@@ -3,7 +3,8 @@
 r"""Comparison of two mathematical answers with ``math-verify`` and stricter rules; runs in a worker process.
 
 The comparison may run forever or use all memory, because an answer is in effect a program for sympy. Therefore
-comparisons run in workers (:mod:`nemo_gym_prorl.tasks.workers`), and an exception ends the worker's child process.
+comparisons run in workers (:mod:`nemo_gym_prorl.tasks.forked_workers`), and an exception ends the worker's child
+process.
 
 ``math-verify`` only compares values, which is too lenient for a reward. These answers are wrong as well:
 

@@ -15,10 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, TaskError
-from nemo_gym_prorl.tasks.final_answer import extract_final_answer, last_message_text
-from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.math.spelling import unwrapped
-from nemo_gym_prorl.tasks.records import (
+from nemo_gym_prorl.tasks.dataset_records import (
     UnusableRecord,
     answer_of,
     create_params,
@@ -31,8 +28,11 @@ from nemo_gym_prorl.tasks.records import (
     require_answerable,
     text_of,
 )
+from nemo_gym_prorl.tasks.final_answer import extract_final_answer, last_message_text
+from nemo_gym_prorl.tasks.math.checker import MathChecker
+from nemo_gym_prorl.tasks.math.spelling import unwrapped
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workbench import Workbench, workbench_schemas
+from nemo_gym_prorl.tasks.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
@@ -73,8 +73,8 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of a dataset record.
 
     Args:
-        record: record with a question and an answer under one of the names in :mod:`nemo_gym_prorl.tasks.records`, or
-            with a worked ``solution`` that has its answer in a box.
+        record: record with a question and an answer under one of the names in
+            :mod:`nemo_gym_prorl.tasks.dataset_records`, or with a worked ``solution`` that has its answer in a box.
 
     Raises:
         CallerError: a field is missing or invalid; the error names it.

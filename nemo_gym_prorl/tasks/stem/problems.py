@@ -24,8 +24,7 @@ from itertools import takewhile
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.tasks.final_answer import extract_final_answer
-from nemo_gym_prorl.tasks.records import (
+from nemo_gym_prorl.tasks.dataset_records import (
     UnusableRecord,
     answer_of,
     create_params,
@@ -37,10 +36,11 @@ from nemo_gym_prorl.tasks.records import (
     require_answerable,
     text_of,
 )
+from nemo_gym_prorl.tasks.final_answer import extract_final_answer
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.quantities import plain, without_box, words
 from nemo_gym_prorl.tasks.stem.search import SCHEMA
-from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
 _OPTION = re.compile(r"^\s*(?:[\(\[]([A-J])[\)\]]|([A-J])[.):])\s+(\S.*?)\s*$", re.MULTILINE)
@@ -202,7 +202,7 @@ def row_for(
     Args:
         question: question without its options.
         expected: expected answer; the letter in a multiple choice.
-        script: see :func:`.records.asking`.
+        script: see :func:`.dataset_records.create_params`.
     """
     prompt = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])
     tools = [*workbench_schemas(WORKBENCH_TOOLS), SCHEMA]
@@ -264,7 +264,8 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         record: record with a question, and with options or an answer, under one of the names in
-            :mod:`nemo_gym_prorl.tasks.records` and above. Rows of Gym are returned unchanged. ``domain`` is kept.
+            :mod:`nemo_gym_prorl.tasks.dataset_records` and above. Rows of Gym are returned unchanged. ``domain`` is
+            kept.
 
     Raises:
         CallerError: a field is missing or invalid; the error names it.

@@ -30,7 +30,7 @@ from nemo_gym_prorl.tasks.stem.problems import (
 from nemo_gym_prorl.tasks.stem.quantities import Comparison, Quantity, plain, spaceless, words
 from nemo_gym_prorl.tasks.stem.search import OpenSearch, SearchTool
 from nemo_gym_prorl.tasks.task import AsyncCloseable, CombinedTools, CombinedToolSet, Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 

@@ -34,7 +34,7 @@ from pydantic import (
 )
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.records import UnusableRecord, parsed
+from nemo_gym_prorl.tasks.dataset_records import UnusableRecord, parsed
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
 from nemo_gym_prorl.tasks.swe.report import R2E_PARSER, r2e_names
 from nemo_gym_prorl.tasks.swe.task import make_row

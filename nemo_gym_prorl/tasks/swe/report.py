@@ -7,8 +7,8 @@ The sources are the log, which the code under test can forge, and records of a p
 completed.
 
 Logs are parsed and graded by the ``swebench`` package. A hostile log can cause exponential time in its regular
-expressions, so parsers run in a worker (:mod:`nemo_gym_prorl.tasks.workers`). R2E-Gym's rule is implemented here. All
-but :class:`LogParser` is pure.
+expressions, so parsers run in a worker (:mod:`nemo_gym_prorl.tasks.forked_workers`). R2E-Gym's rule is implemented
+here. All but :class:`LogParser` is pure.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.tasks.forked_workers import JobLost, WorkerPool
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance, TestStatus
-from nemo_gym_prorl.tasks.workers import JobLost, WorkerPool
 
 
 R2E_PARSER = "r2e_gym"

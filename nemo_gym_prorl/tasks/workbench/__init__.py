@@ -1,2 +1,83 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
+"""Tool set of a task: shell, Python, editor and ``submit``, with one :class:`.Workspace` per session.
+
+An image is probed for the required programs once, for all its sandboxes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.observations import TOOLS, tool_schema
+from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, InstalledPrograms, ToolLimits, Workspace, probe_image
+
+
+logger = logging.getLogger(__name__)
+
+
+class Workbench:
+    """Shell, Python, editor and ``submit``; a :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
+
+    Args:
+        tools: names from :data:`.observations.TOOLS`.
+        submit_description: description of ``submit`` for this task; a general one by default.
+        submit_reply: observation of ``submit``.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str],
+        folder: str,
+        limits: ToolLimits,
+        *,
+        submit_description: str | None = None,
+        submit_reply: str = SUBMITTED,
+    ) -> None:
+        self._tools = tuple(tools)
+        self._folder = folder
+        self._limits = limits
+        self._submit_reply = submit_reply
+        self._schemas = workbench_schemas(tools, submit_description)
+        self._installed: dict[str | None, InstalledPrograms] = {}
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        return self._schemas
+
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Workspace:
+        """Open the tools in a sandbox.
+
+        Raises:
+            CallerError: the row's image lacks a program that a tool needs; names the row's field.
+            InfrastructureError: the server's own image lacks a program, or the probe failed.
+        """
+        if sandbox is None or needs is None:
+            raise ValueError("the tools of a workbench need a sandbox: Task.needs must return SandboxNeeds")
+        installed = self._installed.get(needs.image)
+        if installed is None:
+            installed = await probe_image(sandbox)
+            self._require(installed, needs, has_files=isinstance(sandbox, HasFiles))
+            self._installed[needs.image] = installed
+        return Workspace(sandbox, self._folder, self._limits, installed, self._submit_reply)
+
+    def _require(self, installed: InstalledPrograms, needs: SandboxNeeds, *, has_files: bool) -> None:
+        wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}
+        found = {"bash": installed.bash, "python3": installed.python}
+        if missing := [program for program, needed in wanted.items() if needed and not found[program]]:
+            reason = f"the image lacks {' and '.join(missing)}, required by the tools {', '.join(self._tools)}"
+            if needs.image is None:
+                raise InfrastructureError(reason, field="image")
+            raise CallerError(reason, field=needs.row_field("image"))
+        if "python" in self._tools and not installed.kernel:
+            named = "the server's image" if needs.image is None else f"the image {needs.image}"
+            logger.warning("%s has no IPython: the python tool keeps nothing between calls", named)
+
+
+def workbench_schemas(tools: Sequence[str], submit_description: str | None = None) -> list[dict[str, Any]]:
+    return [tool_schema(name, TOOLS[name], submit_description if name == "submit" else None) for name in tools]

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.session_results import CellResult, ShellResult
+from nemo_gym_prorl.sandbox_results import CellResult, ShellResult
 from nemo_gym_prorl.tasks.sandbox import HasSessions, KernelSession, ShellSession
 from nemo_gym_prorl.tasks.workbench.observations import (
     FAILED,

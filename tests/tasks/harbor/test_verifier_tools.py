@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.cli.image import verifier_tools as maker
+from nemo_gym_prorl.cli.image import tools as maker
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.verifier_tools import RequirementSet, VerifierNeeds, needs_of, verifier_environment
 from tests.prorl_code.conftest import serving

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.processes import process_command_line
-from nemo_gym_prorl.tasks import workers
+from nemo_gym_prorl.tasks import forked_workers
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker, MathVerdict
 from scripts.scripted_turns.math import CHEATS, EXAMPLES
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def worker_pids() -> list[int]:
     """Return the process ids of this process's workers, without their children."""
     ours = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in map(int, ours) if b"tasks.workers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in map(int, ours) if b"tasks.forked_workers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_right_wrong_and_none(checker: MathChecker) -> None:
@@ -73,13 +73,13 @@ async def test_an_answer_that_hangs_its_comparison_is_to_blame(
     checker: MathChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    ask = workers.WorkerPool.ask
+    ask = forked_workers.WorkerPool.ask
 
-    async def noted(pool: workers.WorkerPool, job: dict[str, Any], **bounds: int) -> Any:
+    async def noted(pool: forked_workers.WorkerPool, job: dict[str, Any], **bounds: int) -> Any:
         asked.append(job["said"])
         return await ask(pool, job, **bounds)
 
-    monkeypatch.setattr(workers.WorkerPool, "ask", noted)
+    monkeypatch.setattr(forked_workers.WorkerPool, "ask", noted)
     checked = await checker.check("x + 5", r"\boxed{9^{9^{9^{9}}} + \sin(1)}")
     assert (checked.right, checked.verdict) == (False, MathVerdict.TIMED_OUT), checked
     assert asked == [r"9^{9^{9^{9}}} + \sin(1)", "x + 5"], "it is tried once, and then the expected answer"
@@ -133,7 +133,7 @@ async def test_workers_that_always_die_are_a_failure_and_no_reward(
     checker: MathChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await checker.aclose()
-    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
+    monkeypatch.setattr(forked_workers.sys, "executable", "/bin/false")
     with pytest.raises(InfrastructureError) as failure:
         await checker.check("5", r"\boxed{5.0}")
     assert failure.value.kind is FailureKind.VERIFIER_ERROR

@@ -3,9 +3,9 @@
 """Worker processes that run jobs on untrusted text, each job in a forked child with CPU and memory limits.
 
 Libraries that parse a policy's text may hang, exhaust memory or crash. A worker imports such a module once (``python
--m nemo_gym_prorl.tasks.workers MODULE``) and forks a child for each job. So a job cannot block the event loop or
-affect the next job, and jobs do not pay for the imports. The module has two functions: ``warm_up()``, called once, and
-``answer(job)``, called in the child, which returns JSON.
+-m nemo_gym_prorl.tasks.forked_workers MODULE``) and forks a child for each job. So a job cannot block the event loop
+or affect the next job, and jobs do not pay for the imports. The module has two functions: ``warm_up()``, called once,
+and ``answer(job)``, called in the child, which returns JSON.
 
 Jobs and replies are JSON lines on standard input and output. A worker exits when its input closes, so it outlives its
 owner by at most one child's CPU time.

@@ -16,8 +16,8 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
-from nemo_gym_prorl import background
-from nemo_gym_prorl.background import PROCESS_LOOPS, BackgroundLoops
+from nemo_gym_prorl import async_tasks
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS, BackgroundLoops
 from nemo_gym_prorl.fleet import dispatcher
 from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
 from nemo_gym_prorl.http.applications import LoopMetrics, health_router
@@ -39,8 +39,8 @@ from tests.rollout.serving import serve
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restart within the time of a test."""
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(background, "SETTLED_S", 0.3)
+    monkeypatch.setattr(async_tasks, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(async_tasks, "SETTLED_S", 0.3)
 
 
 def raise_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -196,7 +196,7 @@ async def test_pauses_double_up_to_a_bound_and_a_completed_pass_resets_them(
             case "cancel":  # what the work awaits is cancelled, the loop is not
                 raise asyncio.CancelledError
             case "long":  # the loop has settled before the exception
-                now += background.SETTLED_S
+                now += async_tasks.SETTLED_S
                 raise KeyError("another")
             case "end":
                 return None

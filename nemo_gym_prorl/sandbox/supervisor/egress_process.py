@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import nemo_gym_prorl
-from nemo_gym_prorl.background import PROCESS_LOOPS
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS
 from nemo_gym_prorl.network_access import POLICY_PORT, PROXY_PORT
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.supervisor.children import Child, Children, Launcher
