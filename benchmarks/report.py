@@ -60,16 +60,17 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Return whether the ratio keeps the goal; ``None`` without a goal."""
-        if self.goal is None:
+        """Return whether the ratio keeps the goal; ``None`` without a goal or the peer's figure."""
+        if self.goal is None or self.ratio is None:
             return None
         sign, bound = self.goal.split()
-        ratio = self.ratio
-        return ratio is not None and (ratio >= float(bound) if sign == ">=" else ratio <= float(bound))
+        return self.ratio >= float(bound) if sign == ">=" else self.ratio <= float(bound)
 
     @property
     def verdict(self) -> str:
-        return {None: "no goal", True: "met", False: "missed"}[self.is_met]
+        if self.is_met is None:
+            return "no goal" if self.goal is None else "no figure of the peer"
+        return "met" if self.is_met else "missed"
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
