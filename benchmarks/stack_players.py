@@ -88,7 +88,9 @@ async def peer_player(url: str) -> AsyncIterator[Player]:
 
         async def one(row: dict[str, Any]) -> list[float]:
             async with http.post(f"{url}/run", json=row) as response:
-                _check(orjson.loads(await response.read()))
+                # On a busy machine the provider kills commands at its time limit. Their turns still count.
+                if failed := _failed_commands(orjson.loads(await response.read())):
+                    print(f"{PEER_AGENT}: {len(failed)} commands failed, such as {failed[0][-100:]!r}")
             return []
 
         yield one
@@ -130,6 +132,11 @@ async def bare_shell(image: Path, runtime: Runtime, commands: int) -> list[float
 
 
 def _check(result: Mapping[str, Any]) -> None:
+    failed = _failed_commands(result)
+    assert not failed, failed
+
+
+def _failed_commands(result: Mapping[str, Any]) -> list[str]:
     assert "response" in result, result
     outputs = [item["output"] for item in result["response"]["output"] if item["type"] == "function_call_output"]
-    assert all("[exit code: 0]" in output for output in outputs), outputs
+    return [output for output in outputs if "[exit code: 0]" not in output]
