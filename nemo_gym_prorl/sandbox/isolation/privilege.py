@@ -41,7 +41,7 @@ def is_machine_root() -> bool:
 
 
 def is_machine_root_in_namespace() -> bool:
-    """Return whether this process is in a user namespace whose root is mapped to the machine's root user. The kernel
+    """Return whether this process is in a user namespace that maps its user id to the machine's root user. The kernel
     exempts that user from process limits, and allows it to write visible devices and kernel settings."""
     return in_user_namespace() and os.stat("/proc/sys/kernel").st_uid == os.geteuid()
 
