@@ -37,7 +37,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Largest message in bytes; the kernel's limit for the arguments and variables of a program is lower."""
 
 _ENVELOPE = 256
-"""Bytes that a receiver accepts beyond :data:`MAX_INLINE_BYTES`."""
+"""Slack in bytes of a receive buffer above :data:`MAX_INLINE_BYTES`."""
 
 _ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
 
