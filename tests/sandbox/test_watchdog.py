@@ -16,7 +16,7 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.limits import usage as walk_module
 from nemo_gym_prorl.sandbox.limits.usage import MIN_ENTRY_BYTES, DiskUsage, Process, scan
 from nemo_gym_prorl.sandbox.limits.watchdog import (
-    MAX_LOOKS_OVER_LIMIT,
+    MAX_MEASUREMENTS_OVER_LIMIT,
     MAX_SCAN_S,
     SCAN_PAUSE_S,
     Watched,
@@ -43,14 +43,14 @@ def sizes(*of_processes: int) -> dict[int, int]:
 def test_a_sandbox_is_hot_if_a_process_worked_started_or_ended() -> None:
     one = box()
     assert one.hot
-    one.record_look([process(1), process(2)])
+    one.record_measurement([process(1), process(2)])
     assert one.hot
     one.unmeasured = False
-    one.record_look([process(1), process(2)])
+    one.record_measurement([process(1), process(2)])
     assert not one.hot
     assert not one.unmeasured
     for seen in ([process(1), process(2, 1)], [process(1)], [process(1), process(3)]):
-        one.record_look(seen)
+        one.record_measurement(seen)
         assert one.hot
         assert one.unmeasured
 
@@ -94,10 +94,10 @@ def test_as_many_have_to_go_as_it_takes(of_processes: list[int], first: int, kil
 def test_a_sandbox_over_its_memory_look_after_look_ends() -> None:
     one = box(memory=100)
     for _ in range(2):
-        for _ in range(MAX_LOOKS_OVER_LIMIT):
+        for _ in range(MAX_MEASUREMENTS_OVER_LIMIT):
             assert one.memory_victims(sizes(60, 70)) == ([2], "memory: 130 MiB in use of 100 MiB")
         assert one.memory_victims(sizes(60)) is None, "a look below the limit starts the count again"
-    for number in range(MAX_LOOKS_OVER_LIMIT):
+    for number in range(MAX_MEASUREMENTS_OVER_LIMIT):
         assert one.memory_victims({1000 + number: 101 * MIB}), "other processes each time"
     victims = one.memory_victims(sizes(101))
     assert victims == ([], "memory: 101 MiB in use of 100 MiB, although processes were killed for it")

@@ -1,18 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Archives of a sandbox's own overlay layer, written and read by GNU tar.
+"""Archives of a sandbox's writable overlay layer, written and read by GNU tar.
 
-An archive holds the files of the layer with the user ids that they have inside. So the host ids of the sandbox do not
-matter, and no executable file is readable on the host. Deletions (a character device 0:0) and opaque folders (an
-extended attribute) are stored as in the layer. The archive is unpacked into the layer of a new sandbox before the
-layer is mounted.
+An archive contains the layer's files with the user ids that the files have in the sandbox, so a restored sandbox may
+have other ids on the host. Deletions (character device 0:0) and opaque folders (an extended attribute) are stored as
+in the layer. The archive is unpacked into the layer of a new sandbox before the overlay is mounted.
 
-Archives are untrusted. tar runs as root of a user namespace with the sandbox's ids and without rights on the host, so
-an archive can do no more than a program in the sandbox. tar follows no link that the archive makes, and writes to no
-folder above. The sandbox's limits bound time, memory and bytes.
+Archives are untrusted. tar runs as root of a user namespace with the sandbox's ids and without capabilities on the
+host, so an archive can do no more than a program in the sandbox. tar follows no symlink of the archive, and writes to
+no path outside of the layer. rlimits bound tar's memory and the size of each file; the disk limit bounds all files.
 
-A restored layer has nothing at the paths of the sandbox's binds, and no link, file or closed folder on the way there.
-So an archive can neither redirect a bind nor prevent the mount.
+After the restore, everything at the path of a bind, and a file or symlink above that path, is deleted; folders above
+are made traversable. So an archive can neither redirect a bind nor prevent its mount.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ if TYPE_CHECKING:
 
 
 HEADER = "PRORL.snapshot"
-"""Name of the archive's global pax header, whose value is the caller's header text in base 64."""
+"""Key in the archive's global pax header; the value is the caller's header text in base 64."""
 
-_MEMORY_BYTES = 2 << 30
-"""Limit of tar's address space, since tar reads headers of any size."""
+_MAX_TAR_MEMORY_BYTES = 2 << 30
+"""Limit of tar's address space in bytes, since tar would read untrusted headers of any size into memory."""
 
 _RECORD_BYTES = 10_240
-"""tar pads archives to a multiple of these bytes; the last 1,024 bytes are zero."""
+"""tar pads archives to a multiple of this size; the last 1,024 bytes are zero."""
 
 _NAMES = ("--numeric-owner", "--xattrs", "--xattrs-include=user.*")
 _CREATE = (
     *("--create", "--file=-", "--format=posix", "--sparse", *_NAMES),
-    # Of the overlay's attributes only "opaque" keeps its meaning over another mount of the image.
+    # Among the overlay's extended attributes, only "opaque" stays valid over another mount of the image.
     *("--xattrs-exclude=user.overlay.[!o]*", "--xattrs-exclude=user.overlay.or*"),
 )
 _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAMES)
@@ -60,13 +59,13 @@ _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAM
 def pack(
     namespaces: SandboxNamespaces, layer: Path, order: CreateRequest, header: str, target: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Write the layer of a running sandbox into the file ``target``; runs in a forked child.
+    """Write the layer of a running sandbox into the file with the descriptor ``target``; runs in a forked child.
 
     Raises:
         OSError: ``EFBIG``: the archive would exceed the sandbox's disk limit. ``EBUSY``: a file changed meanwhile.
-            ``EOPNOTSUPP``: the runtime's FUSE overlay holds the layer. Otherwise an error of the disk.
+            ``EOPNOTSUPP``: the runtime uses FUSE for the overlay. Otherwise an error of the disk.
     """
-    if not namespaces.is_pivoted and _kind_of_root(namespaces.process.fd).startswith("fuse"):
+    if not namespaces.is_pivoted and _root_filesystem(namespaces.process.fd).startswith("fuse"):
         raise OSError(
             errno.EOPNOTSUPP,
             "the container runtime mounted this sandbox's layer with FUSE: set start: direct to take snapshots",
@@ -74,17 +73,17 @@ def pack(
     os.chdir(layer)
     user_ids.become_root_of_sandbox(order.host_uid, order.host_gid, several=order.users)
     encoded = base64.b64encode(header.encode()).decode()
-    # Whole seconds need no extended header.
+    # Without fractions of seconds and access times, tar needs no extended header per file.
     _tar([*_CREATE, f"--pax-option={HEADER}={encoded},delete=[acm]time", "."], order.disk_mib << 20, stdout=target)
     return {"bytes": os.fstat(target).st_size}, []
 
 
 def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, Any], list[int]]:
-    """Fill the layer of a sandbox that is not mounted yet from an archive; runs in a forked child.
+    """Unpack an archive into the empty layer of a sandbox whose overlay is not mounted yet; runs in a forked child.
 
     Raises:
-        OSError: ``EBADMSG``: the archive is damaged or holds no layer. ``EFBIG``: its contents exceed the sandbox's
-            disk limit. Otherwise an error of the disk.
+        OSError: ``EBADMSG``: the archive is damaged or no snapshot. ``EFBIG``: its contents exceed the sandbox's disk
+            limit. Otherwise an error of the disk.
     """
     limit = order.disk_mib << 20
     with open(source, "rb") as file:
@@ -99,7 +98,7 @@ def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, An
     if order.snapshot_paths:
         _keep_only([_parts(path) for path in order.snapshot_paths])
     for bind in order.binds:
-        _clear(_parts(Bind.parse(bind).target))
+        _clear_bind_path(_parts(Bind.parse(bind).target))
     found = DiskUsage()
     for _ in scan(["."], [], found):
         if limit and found.disk > limit:
@@ -112,7 +111,7 @@ def _parts(path: str) -> tuple[str, ...]:
 
 
 def _keep_only(paths: Sequence[tuple[str, ...]], folder: str = ".") -> None:
-    """Delete all but the given paths below a folder; a link on the way to a path is deleted, not followed."""
+    """Delete everything below a folder except ``paths``, given as components; symlinks in a path are not followed."""
     if () in paths:
         return
     for entry in list(os.scandir(folder)):
@@ -125,20 +124,20 @@ def _keep_only(paths: Sequence[tuple[str, ...]], folder: str = ".") -> None:
             _delete(entry.path)
 
 
-def _clear(path: tuple[str, ...]) -> None:
-    """Delete a path, and open the folders above to all users; files and links above are deleted."""
-    place = "."
+def _clear_bind_path(path: tuple[str, ...]) -> None:
+    """Delete a path, given as components; make the folders above traversable, or delete a file or symlink above."""
+    current = "."
     for name in path:
-        os.chmod(place, stat.S_IMODE(os.stat(place).st_mode) | 0o755)
-        place = f"{place}/{name}"
-        if not os.path.isdir(place) or os.path.islink(place):
+        os.chmod(current, stat.S_IMODE(os.stat(current).st_mode) | 0o755)
+        current = f"{current}/{name}"
+        if not os.path.isdir(current) or os.path.islink(current):
             break
-    if os.path.lexists(place):
-        _delete(place)
+    if os.path.lexists(current):
+        _delete(current)
 
 
 def _delete(path: str) -> None:
-    # Not shutil.rmtree, which recurses: an archive may hold folders of any depth.
+    # shutil.rmtree recurses and would fail: an archive may contain folders of any depth.
     done = subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     if done.returncode:
         raise OSError(errno.EBADMSG, done.stderr.strip()[:500])
@@ -147,12 +146,12 @@ def _delete(path: str) -> None:
 def _tar(
     arguments: list[str], limit: int, *, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.DEVNULL
 ) -> None:
-    """Run tar in the working folder; files that it writes have at most ``limit`` bytes (0 for no limit)."""
+    """Run tar in the working directory, with at most ``limit`` bytes per written file (0 for no limit)."""
     parent = os.getpid()
 
     def bound() -> None:
         syscalls.die_with_parent(parent)
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_TAR_MEMORY_BYTES, _MAX_TAR_MEMORY_BYTES))
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
@@ -187,8 +186,8 @@ def _too_large(limit: int) -> OSError:
     return OSError(errno.EFBIG, f"it has more than the {limit >> 20} MiB that the sandbox may write; raise disk_mib")
 
 
-def _kind_of_root(process: int) -> str:
-    """Return the type of the file system that a process has as its root, given its open ``/proc`` directory."""
+def _root_filesystem(process: int) -> str:
+    """Return the file system type of a process's root folder, given a descriptor of ``/proc/PID``."""
     with open(os.open("mounts", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)) as table:
-        # Of several mounts on one folder the last one is visible.
+        # If several mounts have the same mount point, the last one is visible.
         return [fields[2] for line in table if (fields := line.split())[1] == "/"][-1]

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a sandbox besides its image: binds, file systems in memory, files of ``/etc``, and the network.
 
-- *Files of /etc* about users, hosts and names come from the image or are written for the sandbox, never copied from
-  the host. The launcher writes these files into the sandbox's own layer. Container runtimes mount the host's account,
-  nameservers, hosts and time zone; the launcher unmounts these.
-- *Network*: a network namespace with a loopback device only, unless ``network: host`` shares the host's network and
-  nameservers. Other values of ``network`` add a proxy (:mod:`..egress`), and no device.
+- *Files of /etc* about users, hosts and nameservers come from the image or are written for the sandbox into its
+  overlay layer. Container runtimes mount the host's files over these paths; the launcher unmounts them.
+- *Network*: a network namespace with a loopback device only. ``network: host`` shares the host's network and copies
+  its ``resolv.conf``. Other values of ``network`` add a proxy (:mod:`..egress`), but no network device.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE
 
 
 KERNEL_FILESYSTEMS = ("/proc", "/sys", "/dev")
-"""Folders where every sandbox has file systems of the kernel."""
+"""Mount points of kernel file systems in every sandbox."""
 
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
-"""Size of each tmpfs without a configured size; the kernel's default is half of the machine's memory."""
+"""Mount options of a tmpfs without a configured size; the kernel's default is half of the machine's memory."""
 
 _EMPTY = re.compile(r"/proc/(sys/fs/binfmt_misc|fs/nfsd)|/sys/(fs|kernel|firmware/efi)/.*")
-"""Mount points that the kernel provides. The mount points are empty, so a mount there hides nothing."""
+"""Empty mount points that the kernel provides below ``/proc`` and ``/sys``; a mount there hides nothing."""
 
 _TERMINAL_GROUP = 5
-"""Id of the group ``tty`` in every distribution, which owns terminals."""
+"""Group id of ``tty``, the group of terminals, in every distribution."""
 
 
 MAX_TERMINALS = 128
-"""Pseudo-terminals of one sandbox; Linux has 3,072 for all mount namespaces but the first."""
+"""Pseudo-terminals of one sandbox; all sandboxes of a machine share 3,072 (``kernel.pty.max`` minus ``reserve``)."""
 
 INODES_PER_MIB = 1024
-"""Inodes of ``/dev/shm`` for each MiB: an inode takes the kernel about 1 KiB, even if the file is empty."""
+"""Inodes of ``/dev/shm`` per MiB of its size, since the kernel needs about 1 KiB of memory per inode."""
 
 
 def shared_memory_options(mib: int) -> str:
@@ -57,31 +56,29 @@ def terminal_options(*, several_users: bool = False) -> str:
 
 
 def overmounts() -> list[str]:
-    """Return the surrounding container's mounts over parts of ``/proc`` and ``/sys``, the last mount first.
-
-    Drivers of graphics cards and InfiniBand make such mounts. In a user namespace the kernel refuses a new ``/proc``
-    or ``/sys`` that would show more than the visible one.
-    """
+    """Return the mount points below ``/proc`` and ``/sys`` by which a container around this process hides files. The
+    last mount comes first. Empty outside of user namespaces. Tools for GPUs and InfiniBand make such mounts. In a user
+    namespace the kernel refuses a new ``/proc`` or ``/sys`` that would show more files than the visible one."""
     if not in_user_namespace():
         return []
-    places = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    return [place for place in places if place.startswith(("/proc/", "/sys/")) and not _EMPTY.match(place)][::-1]
+    paths = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return [path for path in paths if path.startswith(("/proc/", "/sys/")) and not _EMPTY.match(path)][::-1]
 
 
 @cache
 def namespace_without_overmounts() -> list[int]:
-    """Return a descriptor of a mount namespace without :func:`overmounts`; empty if none is needed or allowed.
+    """Return a list with the descriptor of a mount namespace without :func:`overmounts`; empty if none is needed.
 
-    Children of this process create sandboxes in that namespace. A child cannot make the namespace itself: unmounting
-    would also unmount the path of its program. Where the namespace is not allowed, creating a sandbox reports the
-    error.
+    Children of this process create sandboxes in that namespace. A child cannot create the namespace itself: unmounting
+    would also unmount the path of its program. Also empty if the kernel refuses the namespace; then creating a sandbox
+    reports the error.
     """
     found = overmounts()
 
     def make() -> int:
         syscalls.unshare_mounts()
-        for place in found:
-            syscalls.unmount(place)
+        for path in found:
+            syscalls.unmount(path)
         return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
     with contextlib.suppress(OSError), ThreadPoolExecutor(1) as thread:
@@ -91,12 +88,12 @@ def namespace_without_overmounts() -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A file or folder of the host that a sandbox sees.
+    """A file or folder of the host that is mounted in a sandbox.
 
     Attributes:
         source: absolute path on the host.
-        target: absolute path inside.
-        read_only: whether the sandbox can't change it.
+        target: absolute path in the sandbox.
+        read_only: whether the mount is read-only.
     """
 
     source: str
@@ -108,7 +105,7 @@ class Bind:
         """Parse ``HOST``, ``HOST:INSIDE`` or ``HOST:INSIDE:ro``, the notation of container runtimes.
 
         Raises:
-            CallerError: the text has another form; for the field ``binds``.
+            CallerError: the text has another form, or a path is relative; names the field ``binds``.
         """
         source, _, rest = text.partition(":")
         target, _, options = (rest or source).partition(":")
@@ -117,19 +114,19 @@ class Bind:
         return cls(source, target, options == "ro")
 
     def clone_mount(self) -> int:
-        """Return a descriptor of a detached mount of the source, with the bind's attributes."""
+        """Return a descriptor of a detached recursive mount of the source, with the bind's attributes."""
         tree = syscalls.open_tree(self.source, recursive=True)
         syscalls.set_mount_attributes(tree, self.attributes, recursive=True)
         return tree
 
     @property
     def attributes(self) -> int:
-        """``ATTRIBUTE_*`` of the mount: device files and setuid bits have no effect in a bind."""
+        """Mount attributes (``ATTRIBUTE_*``) of the bind; device files and setuid bits never have an effect."""
         return ATTRIBUTE_NOSUID | ATTRIBUTE_NODEV | (ATTRIBUTE_RDONLY if self.read_only else 0)
 
 
 SANDBOX_UID = 1000
-"""User id of commands in a sandbox without root, where the image names no user."""
+"""User id of programs in a sandbox without root, if the image specifies no user."""
 
 HOSTS = f"127.0.0.1\tlocalhost {HOST_NAME}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 
@@ -141,24 +138,24 @@ RUNTIME_MOUNTED_FILES = (
     "/etc/resolv.conf",
     "/etc/localtime",
 )
-"""Files that container runtimes mount over the image's, with contents of the host."""
+"""Files of the host that container runtimes mount over the image's files."""
 
 ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
-"""Tables that may need an entry for the sandbox's user."""
+"""Files to which a line for the sandbox's user or group may be added."""
 
 RUNTIME_COPIED_FILES = ("/etc/localtime",)
-"""Files that container runtimes copy from the host into images that lack them."""
+"""Files of the host that container runtimes copy into a sandbox if the image lacks them."""
 
 
 def etc_files(resolver: str) -> Iterator[tuple[str, str]]:
-    """Yield path and content of each file that is written for every sandbox."""
+    """Yield path and content of each file of ``/etc`` that every sandbox gets; ``resolver`` is for ``resolv.conf``."""
     yield "/etc/hosts", HOSTS
     yield "/etc/hostname", f"{HOST_NAME}\n"
     yield "/etc/resolv.conf", resolver
 
 
 def account_lines(uid: int, gid: int) -> Iterator[tuple[str, str, int]]:
-    """Yield a table, the line that names the sandbox's user or group there, and the id that the line is for."""
+    """Yield, for each of :data:`ACCOUNT_FILES`, path, line for the sandbox's user or group, and the id in the line."""
     name, home = ("root", "/root") if uid == 0 else (HOST_NAME, "/tmp")
     yield "/etc/passwd", f"{name}:x:{uid}:{gid}::{home}:/bin/sh\n", uid
     yield "/etc/group", f"{name}:x:{gid}:\n", gid
@@ -169,12 +166,12 @@ RUNTIME_NO_NETWORK_OPTIONS = ("--net", "--network", "none")
 
 
 def network_namespace_flag(host: bool) -> int:
-    """Return the ``CLONE_NEW*`` flag of a network namespace; 0 on the host's network."""
+    """Return the ``clone`` flag for a new network namespace; 0 for a sandbox that shares the host's network."""
     return 0 if host else os.CLONE_NEWNET
 
 
 def resolv_conf(host: bool) -> str:
-    """Return the text of ``/etc/resolv.conf``: the host's on the host's network, else empty."""
+    """Return the text of a sandbox's ``/etc/resolv.conf``: the host's if ``host`` is set, else empty."""
     with contextlib.suppress(OSError):
         if host:
             return Path("/etc/resolv.conf").read_text()

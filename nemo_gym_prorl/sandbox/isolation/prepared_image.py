@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes that the launcher creates itself, without the container runtime: per-image state and the create request.
+"""Direct starts, in which the launcher creates a sandbox without the container runtime: per-image state and request.
 
-A *prepared image* is the state that all sandboxes of one image share: the variables that the image sets, which the
-container runtime reported once, and the parent namespace of their user ids. Creating one more sandbox then takes
-system calls only:
+A *prepared image* is the state that all sandboxes of one image share: the image's root folder, the variables that the
+image sets, and the parent namespace of the sandboxes' user namespaces. Starting a sandbox of a prepared image then
+takes only system calls:
 
-1. A helper forked by the launcher joins the parent namespace and starts the first process in new namespaces. That
-   process is the *supervisor's* child, so the supervisor learns of its end. The helper maps the user ids and ends.
-2. The supervisor sends the image to the first process as a mount. For machine root the mount shows the image under the
-   sandbox's ids. Only root can make such a mount, and only after the sandbox's user namespace exists.
-3. The first process does the rest (``launcher/launcher.c``), and then only waits.
+1. A child forked by the launcher joins the parent namespace, and starts the first process in new namespaces as a child
+   of the *supervisor*, which so gets the first process's exit. The launcher's child maps the user ids and exits.
+2. For machine root, the supervisor sends the image to the first process as an idmapped mount, whose files have the
+   sandbox's user ids. Only root can create such a mount, and only after the sandbox's user namespace exists.
+3. The first process mounts the root file system, sets up the sandbox (``launcher/launcher.c``), and then only waits.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class PreparedImage:
     """State shared by all sandboxes of one image.
 
     Attributes:
-        image: open descriptor of the root folder.
-        owner: user and group that own the root folder on the host.
-        parent_namespace: open descriptor of the user namespace from which the sandboxes' descend.
-        single_user_reason: why sandboxes can have only one user; empty if they can have several.
-        environment: variables that the image sets, as the runtime reported them.
-        parent_ids: user and group ids of the parent namespace.
+        image: descriptor of the image's root folder.
+        owner: user id and group id that own the root folder on the host.
+        parent_namespace: descriptor of the user namespace below which the sandboxes' user namespaces are created.
+        single_user_reason: why sandboxes can have only one user id; empty if they can have several.
+        environment: variables that the image's scripts set, as the container runtime reported them.
+        parent_ids: id maps of the parent namespace: user ids, then group ids.
     """
 
     image: int
@@ -70,11 +70,14 @@ class PreparedImage:
 def prerequisites(
     prepared: PreparedImage, order: CreateRequest
 ) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
-    """Return the work of a forked child before the sandbox can be created; usually ``None``.
+    """Return the work of a forked child before a sandbox can be created; ``None`` if there is no such work.
 
-    The child replies with descriptors in this order: the user namespace that maps the image's owners, where the
-    sandbox's own does not (``owners`` says so); the parent namespace of a sandbox with several users; for machine
-    root, the binds as mounts.
+    The child replies with descriptors in this order:
+
+    - a user namespace for the image's idmapped mount, if the sandbox's own does not map the image's owner; then
+      ``owners`` in the reply is set;
+    - the parent namespace of a sandbox with several users;
+    - for machine root, the binds as detached mounts.
     """
     root, several = is_machine_root(), order.users
     host = order.host_uid, order.host_gid
@@ -95,17 +98,16 @@ def prerequisites(
 
 
 def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> Request:
-    """Return the request that starts the first process of a sandbox; its reply holds the process's number on the host.
+    """Return the request that starts the first process of a sandbox; the reply contains the process's host pid.
 
-    Descriptors sent with the request: the reply socket, the parent namespace, the channel of the first process, the
-    launcher, and those of :func:`clone_binds` or :func:`.mounts.namespace_without_overmounts`. The first process waits
-    on its channel for a message, which for machine root carries the image as a mount. The first process closes the
-    channel when the sandbox is ready.
+    The caller sends these descriptors with the request: the reply socket, the parent namespace, the channel of the
+    first process, the launcher's executable, and those of :func:`clone_binds` or
+    :func:`.mounts.namespace_without_overmounts`. The first process waits on its channel for a message, which for
+    machine root carries the image as a mount, and closes the channel when the sandbox is ready. ``folder`` is the
+    sandbox's folder on the host.
 
-    Args:
-        prepared: image of the sandbox.
-        order: settings of the sandbox.
-        folder: the sandbox's folder on the host, with ``overlay`` for its layer.
+    Raises:
+        PermissionError: the sandbox needs several user ids, which this user does not have.
     """
     uid = order.uid
     several, root, host_network = order.users, is_machine_root(), order.network == HOST
@@ -120,8 +122,7 @@ def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> 
         request.text(user_ids.format_id_map(user_ids.sandbox_ids(host_id, uid, several=several, ranges=ranges)))
     request.words(NEW_NAMESPACE_FLAGS | mounts.network_namespace_flag(host_network))
     request.words(uid, uid, host_network, several, is_machine_root_in_namespace())
-    # Machine root sends the image as a mount. The image's path is left out: found by path, its owners would not be
-    # mapped.
+    # Machine root sends the image as an idmapped mount; a mount of the path would show the owners on the host.
     request.text(folder, "" if root else order.image)
     request.words(len(binds))
     for bind in binds:
@@ -137,7 +138,7 @@ def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> 
 
 
 def _limits_of_all_users(order: CreateRequest) -> list[tuple[int, int, int]]:
-    """Return the process limit of the user namespace of several users, which bounds all of them together."""
+    """Return RLIMIT_NPROC (constant, soft, hard) for the parent namespace, which bounds all of a sandbox's users."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     most = order.limits[resource.RLIMIT_NPROC]
     processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -145,12 +146,11 @@ def _limits_of_all_users(order: CreateRequest) -> list[tuple[int, int, int]]:
 
 
 def clone_binds(order: CreateRequest) -> list[int]:
-    """Return the binds as detached mounts in which the files of the bind's owner belong to the sandbox; for machine
-    root.
+    """Return descriptors of the binds as idmapped mounts, in which the owner's files belong to the sandbox's user.
 
-    The owner of a bind is the owner of its top folder on the host. A writable bind of root or root's group is not
-    remapped: a sandbox could leave programs there that run as root on the host. Files of another sandbox keep their
-    owner.
+    Only for machine root. The owner is the owner of the bind's source. Binds are not idmapped if they are writable and
+    owned by root or root's group, since a sandbox could leave programs there that run as root on the host. Nor are
+    binds that another sandbox's id owns, or whose file system does not support idmapped mounts.
     """
     host, trees = (order.host_uid, order.host_gid), []
     for bind in map(Bind.parse, order.binds):
@@ -159,7 +159,6 @@ def clone_binds(order: CreateRequest) -> list[int]:
         found = os.stat(bind.source)
         owners = (found.st_uid, found.st_gid)
         if (bind.read_only or 0 not in owners) and max(owners) < user_ids.FIRST_HOST_ID:
-            # Where the file system has no idmapped mounts the owners stay unmapped.
             with contextlib.suppress(OSError):
                 syscalls.idmap_mount(
                     tree, user_ids.create_single_user_namespace(found.st_uid, *host, group=found.st_gid)
@@ -168,12 +167,12 @@ def clone_binds(order: CreateRequest) -> list[int]:
 
 
 def idmapped_image(prepared: PreparedImage, pid: int, owners: int | None) -> int | None:
-    """Return the image as a mount for the sandbox whose first process is ``pid``; ``None`` unless machine root.
+    """Return a descriptor of the image as an idmapped mount; ``None`` unless this process is machine root.
 
     Args:
         prepared: image of the sandbox.
-        pid: first process of the sandbox.
-        owners: user namespace that maps the image's owners, if not that of ``pid``.
+        pid: host pid of the sandbox's first process.
+        owners: descriptor of the user namespace that maps the image's owner; ``None`` for the one of ``pid``.
     """
     if not is_machine_root():
         return None
@@ -191,7 +190,7 @@ def idmapped_image(prepared: PreparedImage, pid: int, owners: int | None) -> int
 
 
 def prepare_image(image: str) -> tuple[dict[str, Any], list[int]]:
-    """Open an image and make its parent namespace; runs in a forked child and replies for :func:`from_reply`."""
+    """Open an image and create a parent namespace; runs in a forked child, whose reply :func:`from_reply` decodes."""
     found = os.stat(image)
     descriptor = os.open(image, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     parent, one_user = user_ids.make_parent_namespace()
@@ -201,7 +200,7 @@ def prepare_image(image: str) -> tuple[dict[str, Any], list[int]]:
 
 
 def from_reply(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> PreparedImage:
-    """Return the image that :func:`prepare_image` prepared in a child."""
+    """Return the prepared image, given the image's variables, and reply and descriptors of :func:`prepare_image`."""
     image, parent = files
     owner = answer["owner"][0], answer["owner"][1]
     return PreparedImage(image, owner, parent, answer["one_user"], environment, answer["ranges"])

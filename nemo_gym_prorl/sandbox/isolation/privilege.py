@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rights of this process on the machine, and capabilities of root in a sandbox.
+"""Privileges of this process on the machine, and capabilities of root in a sandbox.
 
-*Machine root* is root outside of any user namespace. Only machine root may give files to ids without a user, map
-ranges of ids without help, and show a folder under other owners. Root of a user namespace, as in containers of enroot,
-Pyxis and Apptainer, is an ordinary user for all needs of sandboxes. Root of a container without a user
-namespace, Docker's default, is machine root.
+*Machine root* is root in the initial user namespace. Only machine root may give files to ids without an account, map
+ranges of ids without setuid helpers, and create idmapped mounts. Root of another user namespace, as in containers of
+enroot, Pyxis and Apptainer, is treated as an ordinary user. Root of a container without a user namespace, Docker's
+default, is machine root.
 
-*User namespaces.* The supervisor makes a user namespace for every sandbox before it starts a container runtime: a
-setuid Apptainer needs none, but would give none to processes that join later. So sandboxes need user namespaces on the
-machine. A probe identifies which of four settings forbids user namespaces.
+*User namespaces.* The supervisor creates a user namespace for every sandbox before it starts a container runtime: a
+setuid Apptainer creates none, but the launcher needs one to join the sandbox later. If the machine forbids user
+namespaces, a probe finds the setting that forbids them.
 
-*Capabilities* of a sandbox hold in its own user namespace only. The kernel checks most capabilities against the
-initial namespace, where no process of a sandbox has any. Granting such capabilities would have no effect.
+*Capabilities* of a sandbox's root are valid only in the sandbox's own user namespace. The kernel checks most
+capabilities in the initial user namespace, where no sandboxed process has any, so granting these has no effect.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from nemo_gym_prorl.failures import CallerError
 
 
 INITIAL_NAMESPACE = 0xEFFFFFFD
-"""Inode number of the initial user namespace on every Linux. A full id map is no proof: other namespaces can have one.
-"""
+"""Inode number of the initial user namespace on every Linux. Other namespaces can also have a complete id map."""
 
 
 def is_machine_root() -> bool:
@@ -42,10 +41,8 @@ def is_machine_root() -> bool:
 
 
 def is_machine_root_in_namespace() -> bool:
-    """Return whether this process, in a user namespace, runs as the machine's root user on the host.
-
-    The kernel exempts that user from process limits, and lets it write devices and kernel settings that it can see.
-    """
+    """Return whether this process is in a user namespace that maps its user id to the machine's root user. The kernel
+    exempts that user from process limits, and allows it to write visible devices and kernel settings."""
     return in_user_namespace() and os.stat("/proc/sys/kernel").st_uid == os.geteuid()
 
 
@@ -55,19 +52,18 @@ def in_user_namespace() -> bool:
 
 
 def uid_map() -> list[tuple[int, int, int]]:
-    """Return the user ids of this namespace: first id, its id in the parent namespace, and the count of ids."""
+    """Return the ranges of user ids in this user namespace: first id, first id in the parent namespace, count."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     return [(int(own), int(outside), int(count)) for own, outside, count in map(str.split, lines)]
 
 
 def has_single_id() -> bool:
-    """Return whether this namespace has one user id only, so that not even a setuid program can map another."""
+    """Return whether this user namespace has only one user id, so that not even a setuid helper can map others."""
     return sum(count for _own, _outside, count in uid_map()) == 1
 
 
 def outer_uid() -> int:
-    """Return this process's user id in the parent namespace, which distinguishes users who are all 0 in their
-    containers."""
+    """Return this process's user id in the parent user namespace, where users that have id 0 in a container differ."""
     user = os.geteuid()
     return next((outside + user - own for own, outside, count in uid_map() if own <= user < own + count), user)
 
@@ -88,19 +84,21 @@ DEFAULT_CAPABILITIES = {
     "AUDIT_WRITE": 29,
     "SETFCAP": 31,
 }
-"""Capabilities of root in every sandbox, as usual for containers. Without SYS_ADMIN a sandbox can mount nothing,
-without SYS_PTRACE it can't trace processes with more rights, and without SYS_RESOURCE it can't raise limits."""
+"""Number by name of the capabilities of root in every sandbox, as Docker's. Without SYS_ADMIN a sandbox can mount
+nothing, without SYS_PTRACE trace no process with more privileges, and without SYS_RESOURCE raise no limits."""
 
 GRANTABLE_CAPABILITIES = {"NET_ADMIN": 12, "SYS_PTRACE": 19}
-"""Capabilities that a task may ask for: administration of the sandbox's own network, and tracing of all its processes.
-The supervisor's helpers stay protected from tracing, since their memory belongs to the host's user namespace."""
+"""Number by name of the capabilities that a task may request: administration of the sandbox's own network, and tracing
+of all its processes. The supervisor's helpers cannot be traced: their memory belongs to the host's user namespace."""
 
 
 def capability_numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
-    """Return the numbers of capabilities to add, given names as in Compose files, with or without ``CAP_``.
+    """Return the numbers of the requested capabilities that are not in :data:`DEFAULT_CAPABILITIES`.
+
+    Names are as in Compose files, in any case, with or without ``CAP_``. ``root`` is whether programs run as root.
 
     Raises:
-        CallerError: a capability can't be granted; for the field ``capabilities``.
+        CallerError: a capability can't be granted; names the field ``capabilities``.
     """
     found = set()
     for given in names:
@@ -124,9 +122,9 @@ def capability_numbers(names: Iterable[str], *, root: bool, host_network: bool) 
 
 MAX_USERNS_SYSCTL = "user.max_user_namespaces"
 USERNS_CLONE_SYSCTL = "kernel.unprivileged_userns_clone"
-"""Sysctl of Debian and its derivatives."""
+"""Sysctl of Debian and its derivatives: 0 forbids user namespaces to ordinary users."""
 APPARMOR_USERNS_SYSCTL = "kernel.apparmor_restrict_unprivileged_userns"
-"""Sysctl of Ubuntu, on since 23.10: processes can make user namespaces, but get no rights in them."""
+"""Sysctl of Ubuntu, 1 since 23.10: ordinary users can create user namespaces, but get no capabilities in them."""
 
 PROBE_SCRIPT = """
 import os
@@ -141,29 +139,29 @@ except OSError as error:
     print(error.errno, end=" ")
 print(step)
 """
-"""Runs in a process of its own, which ends in the namespaces that it makes."""
+"""Program that creates and uses a user namespace; prints the errno of a failure, and the :class:`ProbeStep`."""
 
 
 class ProbeStep(StrEnum):
-    """The last step that the probe reached."""
+    """Result of the user namespace probe."""
 
     DONE = "done"
     MAKE = "make"
-    """Making a user namespace failed."""
+    """The kernel refused to create a user namespace."""
     USE = "use"
-    """The namespace gives no rights."""
+    """The process has no capabilities in the user namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserNamespaceProbe:
-    """Result of making a user namespace, and the settings that explain it.
+    """Result of creating a user namespace, and the settings that may forbid user namespaces.
 
     Attributes:
-        step: last step that the probe reached.
+        step: step that failed, or ``DONE``.
         error_number: ``errno`` of the failure, or 0.
-        root: whether machine root made the attempt.
+        root: whether machine root ran the probe.
         filtered: whether a seccomp filter applies to this process, as in most containers.
-        settings: the relevant sysctls that exist on the machine, by name.
+        settings: value by name, of the relevant sysctls that exist on this machine.
     """
 
     step: ProbeStep
@@ -174,7 +172,7 @@ class UserNamespaceProbe:
 
     @classmethod
     def run(cls) -> Self:
-        """Make a user namespace in a child process, which takes about 30 ms."""
+        """Create a user namespace in a child process. Blocks while a Python interpreter runs."""
         said = subprocess.run(
             [sys.executable, "-ISc", PROBE_SCRIPT],
             stdin=subprocess.DEVNULL,
@@ -190,7 +188,7 @@ class UserNamespaceProbe:
 
 
 def remedies(attempt: UserNamespaceProbe) -> list[str]:
-    """Return how an administrator can allow user namespaces; empty if they work."""
+    """Return what an administrator can do to allow user namespaces; empty if the probe succeeded."""
     if attempt.step is ProbeStep.DONE:
         return []
     found = []

@@ -1,23 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The system call filter of sandboxes: Docker's default profile for a container with the same capabilities, and
-stricter.
+"""The system call filter (seccomp) of sandboxes, stricter than Docker's default profile for the same capabilities.
 
 All sandboxes share the host's kernel, and most known container escapes begin with a system call that ordinary programs
 never make. So every program in a sandbox runs under a filter from its first instruction. The launcher installs the
-filter last, before ``exec``, and nothing can remove it. Refused calls fail with ``EPERM``. Calls newer than the table
-fail with ``ENOSYS``, and so does ``clone3``, whose flags no filter can read; the C library then calls ``clone``.
+filter last, before ``exec``, and no program can remove it. Refused calls fail with ``EPERM``. Calls newer than the
+tables fail with ``ENOSYS``. So does ``clone3``, whose flags a filter cannot read; the C library then calls ``clone``.
 
-The table follows the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). The filter is
+The tables follow the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). The filter is
 stricter in these points:
 
-- sockets are of :data:`SOCKET_FAMILIES` only;
-- no process can forge a terminal's input (``TIOCSTI``, ``TIOCLINUX``), since a shell's input is the agent's own;
-- no process can trace the sandbox's first process, or set limits of any process but itself;
+- only sockets of :data:`SOCKET_FAMILIES` can be created;
+- no program can insert input into a terminal (``TIOCSTI``, ``TIOCLINUX``), where a shell would run the input;
+- no program can trace the sandbox's first process, or set rlimits of another process;
 - ``io_setup`` is refused: its quota (``fs.aio-max-nr``) is the machine's, and one sandbox could use it up;
-- calls of other architectures (32-bit programs) end the process.
+- system calls of another architecture (32-bit programs) kill the process.
 
-No capability that a task may ask for needs another filter: every process may trace its own processes.
+No grantable capability needs another filter: ``ptrace`` is allowed in every sandbox.
 """
 
 from __future__ import annotations
@@ -36,35 +35,35 @@ from nemo_gym_prorl.syscall_filter import ALLOW, MASK_32, REFUSE, UNKNOWN, Argum
 
 
 MAX_SYSCALL = 466
-"""``removexattrat`` of Linux 6.13; later calls are not reviewed yet."""
+"""Highest number of a known system call (``removexattrat`` of Linux 6.13); later calls are not reviewed yet."""
 
 CLONE_NAMESPACE_FLAGS = 0x7E020000
-"""Flags of ``clone`` that make namespaces: mounts, control groups, UTS, IPC, users, processes, network."""
+"""All ``clone`` flags that create namespaces: mount, cgroup, UTS, IPC, user, PID, network."""
 
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 
 SOCKET_FAMILIES = frozenset({AF_UNIX, AF_INET, AF_INET6, AF_NETLINK})
-"""Socket families that programs need. Some other families use memory that no sandbox limit counts (rings of
-``AF_PACKET`` and ``AF_XDP``), and ``AF_VSOCK`` reaches the host of a virtual machine. Rarely used families have more
-unfixed bugs.
+"""Socket families that programs need. Ring buffers of ``AF_PACKET`` and ``AF_XDP`` use memory that no sandbox limit
+counts, ``AF_VSOCK`` reaches the host of a virtual machine, and rarely used families have more unfixed bugs.
 """
 
 _NO_PACKET_TYPE = ArgumentRule(1, frozenset({10}), REFUSE, ALLOW, mask=0xF)
-"""``SOCK_PACKET`` of ``AF_INET`` is an old name of ``AF_PACKET``; the upper bits of a type are flags."""
+"""Refuses ``SOCK_PACKET``, by which ``AF_INET`` creates sockets of ``AF_PACKET``; the mask leaves flags out."""
 
 PERSONALITIES = frozenset({0, 8, 0x20000, 0x20008, 0xFFFFFFFF})
-"""Linux, 32-bit addresses, old version names, and the query of the current one. Address randomisation stays on."""
+"""Allowed personalities: Linux, ``PER_LINUX32`` (8), ``UNAME26`` (0x20000), both, and -1, which queries the current
+one. None of these disables address randomisation."""
 
 TERMINAL_INPUT_IOCTLS = frozenset({0x5412, 0x541C})
-"""``TIOCSTI`` inserts characters into a terminal's input; ``TIOCLINUX`` pastes a selection there."""
+"""``TIOCSTI`` inserts characters into a terminal's input; ``TIOCLINUX`` pastes a selection into it."""
 
 FIRST_PROCESS = frozenset({1})
-"""Target of refused ``ptrace`` calls. A process that can make the kernel kill the sandbox's first process, by a
-tracer's option, makes an end caused inside look like one caused outside."""
+"""Refused pid of ``ptrace``. A tracer's option can make the kernel kill the sandbox's first process, which would be
+attributed to the machine instead of the agent."""
 
 OWN_PROCESS = frozenset({0})
-"""Only target of allowed ``prlimit64`` calls. A sandbox that could limit a process that is still starting would make
-its failure look like a lack of memory on the machine."""
+"""Only allowed pid of ``prlimit64``: the caller. A program could otherwise limit the memory of a process that the
+supervisor is starting, so that the failure looks like a shortage of memory on the machine."""
 
 CONDITIONAL_RULES: dict[str, ArgumentRule] = {
     "clone": ArgumentRule(0, frozenset({0}), ALLOW, REFUSE, mask=CLONE_NAMESPACE_FLAGS),
@@ -97,7 +96,7 @@ _REFUSED_EVERYWHERE = {
     "lsm_set_self_attr": 460,
     "lsm_list_modules": 461,
 }
-"""Name to number; from 424 on numbers are the same on all architectures."""
+"""Number by name; system calls from 424 on have the same number on all architectures."""
 
 _REFUSED_ON_BOTH = {
     "syslog": (103, 116),
@@ -139,7 +138,7 @@ _REFUSED_ON_BOTH = {
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
 }
-"""Name to the numbers on x86_64 and on aarch64."""
+"""Numbers by name: on x86_64, and on aarch64."""
 
 _REFUSED_ON_X86 = {
     "uselib": 134,
@@ -162,13 +161,13 @@ _REFUSED_ON_X86 = {
 
 @dataclass(frozen=True, slots=True)
 class SyscallTable:
-    """The rules for one architecture.
+    """Filter rules for one architecture.
 
     Attributes:
-        audit: the kernel's audit number of the architecture.
-        refused: name to number of the refused calls.
-        conditional: name to number of the calls in :data:`CONDITIONAL_RULES`.
-        unused: numbers up to :data:`MAX_SYSCALL` that belong to no call.
+        audit: the kernel's audit number of the architecture (``AUDIT_ARCH_*``).
+        refused: number by name of the refused system calls.
+        conditional: number by name of the system calls in :data:`CONDITIONAL_RULES`.
+        unused: numbers up to :data:`MAX_SYSCALL` that no system call has.
         seccomp: number of ``seccomp(2)``.
     """
 
@@ -179,7 +178,7 @@ class SyscallTable:
     seccomp: int
 
     def actions(self) -> dict[int, FilterAction]:
-        """Return the action of each call that is not simply allowed, by number."""
+        """Return the action by number of each system call that is not allowed unconditionally."""
         found: dict[int, FilterAction] = {number: UNKNOWN for gap in self.unused for number in gap}
         found |= dict.fromkeys(self.refused.values(), REFUSE)
         found |= {number: CONDITIONAL_RULES[name] for name, number in self.conditional.items()}
@@ -194,7 +193,7 @@ TABLES = {
             **{"ioctl": 16, "socket": 41, "socketpair": 53, "clone": 56},
             **{"ptrace": 101, "personality": 135, "prlimit64": 302},
         },
-        # 335, uretprobe, is made by the kernel where a tracer outside has set a probe.
+        # 335 (uretprobe) is called by code that the kernel inserts where a tracer on the host has set a probe.
         unused=(range(336, 424),),
         seccomp=317,
     ),
@@ -212,7 +211,7 @@ TABLES = {
 
 _SET_MODE_FILTER = 1
 _SPEC_ALLOW = 4
-"""Without this flag some kernels before 5.16 slow filtered processes down to protect them from Spectre attacks."""
+"""Flag without which kernels before 5.16 enable slow Spectre mitigations for filtered processes."""
 
 
 class _Program(ctypes.Structure):
@@ -224,14 +223,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _MACHINE = os.uname().machine
 
 FILTER = compile_filter(TABLES[_MACHINE].audit, TABLES[_MACHINE].actions(), MAX_SYSCALL) if _MACHINE in TABLES else b""
-"""The program for this machine, compiled once: the children that install it are forked."""
+"""BPF program of the filter on this machine, compiled once for all requests; empty without a table."""
 
 
 def install(rules: bytes = FILTER) -> None:
-    """Install a filter for this process and all its descendants; needs ``PR_SET_NO_NEW_PRIVS``.
+    """Install a filter for this process and its future children; ``PR_SET_NO_NEW_PRIVS`` must be set before.
 
     Raises:
-        OSError: the kernel has no filters, or this machine has no table.
+        OSError: ``ENOSYS`` if :data:`TABLES` has no table for this machine; otherwise the kernel refuses the filter.
     """
     if not rules:
         raise OSError(
@@ -244,12 +243,9 @@ def install(rules: bytes = FILTER) -> None:
 
 
 def oci_profile() -> str:
-    """Return the refused calls as a JSON profile for container runtimes.
-
-    The profile is for the first process of a container that a runtime starts. Where commands have the same rights as
-    that process they can take it over, so the process needs the filter, too. The profile allows ``clone3``, which the
-    runtime itself needs.
-    """
+    """Return the refused system calls as a JSON seccomp profile for container runtimes. The runtime applies the
+    profile to a container's first process. Commands with the same privileges can take over that process, so it needs a
+    filter, too. Unlike :data:`FILTER`, the profile allows ``clone3``, which the runtime needs."""
     table = TABLES.get(_MACHINE)
     rules: list[dict[str, Any]] = [{"names": sorted(table.refused)}] if table else []
     for name in table.conditional if table else ():
@@ -259,10 +255,11 @@ def oci_profile() -> str:
 
 
 def _refused_by(rule: ArgumentRule) -> Iterator[list[dict[str, Any]]]:
-    """Yield conditions that refuse a call if all conditions of a list hold.
+    """Yield lists of conditions; a system call is refused if all conditions of a list are true.
 
-    Runtimes can't express "none of these values". So the conditions refuse any bit that no allowed value has, and each
-    other number made of the bits of allowed values. The value of all bits is left out, since no shell sets it.
+    Profiles can't express "none of these values". So the lists refuse each bit that no allowed value has, and each
+    combination of the bits of allowed values that is not allowed. The personality query (:data:`MASK_32`) is refused,
+    too: the shell that a runtime starts makes no such query.
     """
     if rule.then == REFUSE:
         yield from ([_condition(rule, rule.mask, value)] for value in sorted(rule.values))

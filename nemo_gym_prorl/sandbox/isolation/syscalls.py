@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""System calls that Python's ``os`` lacks: mounts, process controls, capabilities.
+"""System calls that Python's ``os`` lacks: mounts, process controls, executable and sealed memfds.
 
-Only the supervisor and its short-lived forked children use this module. Callers are single-threaded, because the
-kernel refuses to change the user namespace of a process with threads.
+The supervisor and forked children use this module. Callers that change namespaces have a single thread, because the
+kernel refuses to change the user namespace of a process with several threads.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
 NO_SETUID_FIXUP = 4
-"""Secure bit: a change from root to another user id keeps the capabilities."""
+"""Secure bit (``prctl``) with which a change from root to another user id keeps all capabilities."""
 
-# These numbers are the same on every architecture.
+# System call numbers from 424 on are the same on every architecture.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 CLONE_TREE = 1
 FROM_EMPTY_PATH = 4
@@ -54,7 +54,7 @@ _OPEN_HOW = struct.Struct("3Q")
 _MFD_EXEC = 0x10
 F_ADD_SEALS, SEAL_SIZE = 1033, 0x06
 _ALL_SEALS = 0x0F
-"""Seals of memory files; a Python that was built with old headers has no names for them."""
+"""All seals of a memfd: no writes, no change of size, no further seals. Some Python builds lack the constants."""
 
 
 _CLONE3 = 435
@@ -62,7 +62,7 @@ _CLONE_INTO_CGROUP = 0x200000000
 _CLONE_ARGUMENTS = struct.Struct("11Q")
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# PyDLL keeps the interpreter's lock, as a fork must.
+# PyDLL holds the GIL during the call, or the forked child could not run Python code.
 _libc_locked = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -88,7 +88,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; exit at once if ``parent`` has ended already."""
+    """Have the kernel kill this process when its parent dies; exit at once unless ``parent`` is the parent's pid."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -97,9 +97,8 @@ def die_with_parent(parent: int) -> None:
 def fork_into_cgroup(group: int) -> int:
     """Fork a child that starts in a control group, given the descriptor of the group's folder; needs Linux 5.7.
 
-    The process must have one thread: a child of several threads may wait for the interpreter's lock forever. Starting
-    in the group avoids moving a process between groups, which takes the kernel about 10 ms.
-    """
+    The process must have one thread: a child of a process with several threads may wait for a lock forever. Moving the
+    child between groups later would be slower."""
     arguments = _CLONE_ARGUMENTS.pack(_CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
     pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
     _check(pid, "clone3")
@@ -110,8 +109,8 @@ def open_tree(source: str | int, *, recursive: bool = False) -> int:
     """Return a descriptor of a detached copy of a mount, for :func:`move_mount`.
 
     Args:
-        source: a path, or a descriptor of the mounted file or folder.
-        recursive: whether to copy the mounts below as well.
+        source: path or descriptor of a file or folder, which becomes the root of the mount.
+        recursive: whether to copy the mounts below, too.
     """
     folder, path = (-100, os.fsencode(source)) if isinstance(source, str) else (source, b"")
     flags = CLONE_TREE | os.O_CLOEXEC | (RECURSIVE if recursive else 0) | (0 if path else EMPTY_PATH)
@@ -121,10 +120,10 @@ def open_tree(source: str | int, *, recursive: bool = False) -> int:
 
 
 def open_folder_beneath(path: str | bytes, folder: int) -> int:
-    """Open the folder at a relative path below an open folder, without following links.
+    """Open the folder at ``path``, relative to the descriptor ``folder``; no symlink and no ``..`` is followed.
 
     Raises:
-        NotADirectoryError: a component of the path is a link.
+        NotADirectoryError: a component of the path is a symlink.
         OSError: the folder does not exist or can't be opened.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -135,7 +134,7 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
     if found >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
         _check(found, f"open of {os.fsdecode(path)}")
         return found
-    # Linux before 5.6, or a container's filter, may not know the call.
+    # Linux before 5.6 lacks openat2, and seccomp filters of containers may refuse it.
     found = os.open(".", flags, dir_fd=folder)
     for name in filter(None, os.fsencode(path).split(b"/")):
         above = found
@@ -147,10 +146,10 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
 
 
 def change_mode(name: str, folder: int, mode: int) -> None:
-    """Call ``chmod(2)`` on an entry of an open folder, never on the target of a link."""
+    """Change the mode of the entry ``name`` of an open folder, but never of the target of a symlink."""
     held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
-        # The path in ``/proc`` names the open file even if its name now leads elsewhere.
+        # This path leads to the open file, even if another file has the name by now.
         os.chmod(f"/proc/self/fd/{held}", mode)
     finally:
         os.close(held)
@@ -163,26 +162,33 @@ def set_mount_attributes(tree: int, attributes: int, *, recursive: bool = False)
 
 
 def idmap_mount(tree: int, owner: int) -> None:
-    """Map the owners of a detached mount by the user namespace ``owner``."""
-    # Private: later mounts on the host below this one would show unmapped owners.
+    """Make the detached mount ``tree`` an idmapped mount, with the id maps of the user namespace ``owner``.
+
+    Both are descriptors.
+
+    Raises:
+        OSError: the kernel or the file system does not support idmapped mounts.
+    """
+    # MS_PRIVATE: later mounts of the host would otherwise appear below, with the owners not mapped.
     given = struct.pack("4Q", _ATTRIBUTE_IDMAP, 0, MS_PRIVATE, owner)
     done = _libc.syscall(_MOUNT_SETATTR, tree, b"", EMPTY_PATH, given, len(given))
     _check(done, "idmapped mount (needs Linux 5.19 and a file system with support)")
 
 
 def move_mount(tree: int, target: str) -> None:
-    """Mount the descriptor of :func:`open_tree` on ``target``, and close the descriptor."""
+    """Attach a detached mount, the descriptor of :func:`open_tree`, at ``target``; then close the descriptor."""
     _check(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, os.fsencode(target), FROM_EMPTY_PATH), f"mount on {target}")
     os.close(tree)
 
 
 def create_executable_memfd(name: str) -> int:
+    """Return the descriptor of a new memfd that can be sealed, and executed despite ``vm.memfd_noexec=1``."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # Before Linux 6.3 every memory file can be executed.
+        # Before Linux 6.3 every memfd can be executed, and the flag is unknown.
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
@@ -191,11 +197,12 @@ def seal_memfd(memory: int) -> None:
 
 
 def unmount(target: str) -> None:
+    """Detach the mount at ``target``, also while it is in use, and the mounts below."""
     _check(_libc.umount2(os.fsencode(target), _DETACH), f"unmount of {target}")
 
 
 def first_untraversable_parent(path: Path) -> Path | None:
-    """Return the outermost folder above ``path`` that other users may not enter; ``None`` if they may enter all."""
+    """Return the outermost parent of ``path`` that other users may not traverse; ``None`` if all are traversable."""
     for folder in reversed(path.parents):
         if not folder.stat().st_mode & stat.S_IXOTH:
             return folder
@@ -203,12 +210,12 @@ def first_untraversable_parent(path: Path) -> Path | None:
 
 
 def mount_as_owner(source: str, target: str, owner: int | None) -> None:
-    """Mount ``source`` at ``target``, with the files of one user shown as another user's.
+    """Mount ``source`` at ``target``, optionally as an idmapped mount.
 
     Args:
-        source: file or folder; may lie below folders that are closed to others.
-        target: existing file or folder, of the same kind as ``source``.
-        owner: user namespace that maps the owner, or ``None`` to keep the owners.
+        source: file or folder; other users need not be able to traverse its parents.
+        target: existing file or folder, of the same type as ``source``.
+        owner: descriptor of the user namespace whose id maps are applied; ``None`` keeps the owners.
     """
     tree = open_tree(source)
     if owner is not None:
@@ -217,6 +224,6 @@ def mount_as_owner(source: str, target: str, owner: int | None) -> None:
 
 
 def unshare_mounts() -> None:
-    """Give this process a private mount namespace, whose mounts do not propagate to the host."""
+    """Move this process to a new mount namespace, whose mounts do not propagate to the host."""
     os.unshare(os.CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)

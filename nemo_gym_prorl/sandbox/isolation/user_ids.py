@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""User ids of sandboxes, by the *parent namespace* from which the user namespaces of one image's sandboxes descend.
+"""User ids of sandboxes, and the *parent namespace*: the user namespace below which those of sandboxes are created.
 
-Machine root has a reserved range of ids. Each sandbox gets one id of the range, or a block of 65,536 if it has several
-users.
+As machine root, the service has a reserved range of host ids. Each sandbox gets one id of the range, or a block of
+65,536 ids if it has several users.
 
-An ordinary user has one id, and with ``/etc/subuid`` and ``/etc/subgid`` a range of subordinate ids, which the setuid
-programs ``newuidmap`` and ``newgidmap`` map. These programs also allow dropping supplementary groups, which the kernel
-otherwise refuses. So the programs are used wherever they exist, also for sandboxes with one user.
+An ordinary user has one id, and with entries in ``/etc/subuid`` and ``/etc/subgid`` a range of subordinate ids, which
+the setuid helpers ``newuidmap`` and ``newgidmap`` map. In namespaces mapped by these helpers the kernel also allows
+dropping supplementary groups. So existing helpers are used even for sandboxes with one user.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ from nemo_gym_prorl.sandbox.isolation.privilege import has_single_id, is_machine
 FIRST_HOST_ID = 1_879_048_192
 IDS_PER_BLOCK = 65_536
 BLOCK_COUNT = 4094
-"""Host ids of machine root's sandboxes, which systemd leaves unused. The first id belongs to the parent namespace. The
-first half of the blocks is for sandboxes with one user, the second half for sandboxes with several, one block each."""
+"""Host ids of machine root's sandboxes: a range that systemd leaves unused. The parent namespace's root has the first
+id. Sandboxes with one user get ids of the first half of the blocks; sandboxes with several users get a block each of
+the second half."""
 
 SINGLE_USER_IDS = IDS_PER_BLOCK * (BLOCK_COUNT // 2 - 1)
-"""Number of host ids for sandboxes with one user."""
+"""Number of host ids for sandboxes with one user: the first half of the blocks, without the first block."""
 
 MIN_SUBORDINATE_IDS = 65_535
-"""Ids that an ordinary user's range needs, so that with the user's own id every id of a distribution exists inside."""
+"""Subordinate ids that a user needs: with the user's own id, a sandbox then has the 65,536 ids of a distribution."""
 
 IdSpan = tuple[int, int, int]
-"""First id inside, the same id outside, and the count of consecutive ids."""
+"""Range in an id map: first id in the user namespace, first id in its parent namespace, count of ids."""
 
 MAP_HELPERS = ("newuidmap", "newgidmap")
+"""Setuid programs that map subordinate ids."""
 
-_HELPER_TIMEOUT_S = 10.0
+_HELPER_TIMEOUT_S = 10.0  # of one helper, which may query a directory service for the user's ids
 
 
 def draw_host_id(*, several: bool) -> int:
-    """Return a random host user id for a new sandbox, the first of a block if it has several users."""
+    """Return a host user id for a sandbox: as machine root a random id, the first of a block if ``several``; otherwise
+    this process's user id."""
     if not is_machine_root():
         return os.geteuid()
     if several:
@@ -56,7 +59,7 @@ def draw_host_id(*, several: bool) -> int:
 
 
 def multi_user_error() -> str:
-    """Return why this process's user can't have sandboxes with several users, and the fix; empty if it works."""
+    """Return why this user can't have sandboxes with several users, and what to do; empty if the user can."""
     if is_machine_root():
         return ""
     counts = [sum(count for _own, _first, count in parent_ids(kind, 1)[1:]) for kind in ("uid", "gid")]
@@ -80,13 +83,13 @@ def multi_user_error() -> str:
 
 
 def sandbox_ids(uid: int, inside: int, *, several: bool, ranges: Sequence[IdSpan]) -> list[IdSpan]:
-    """Return the ids of a sandbox, numbered as in its parent namespace.
+    """Return the id map of a sandbox's user namespace, relative to the parent namespace; for users or for groups.
 
     Args:
-        uid: the sandbox's id on the host.
-        inside: the user's number inside, if there is only one user.
+        uid: the sandbox's host id, the first one if ``several``.
+        inside: the user's id in the sandbox, if there is only one user.
         several: whether the sandbox has several users.
-        ranges: ids of the parent namespace.
+        ranges: id map of the parent namespace.
     """
     first = next(own + uid - outside for own, outside, count in ranges if outside <= uid < outside + count)
     if not several:
@@ -97,11 +100,11 @@ def sandbox_ids(uid: int, inside: int, *, several: bool, ranges: Sequence[IdSpan
 
 
 def parent_ids(kind: str, own: int) -> list[IdSpan]:
-    """Return the ids that a parent namespace of this process's user maps.
+    """Return the id map of a parent namespace that this process's user creates.
 
     Args:
-        kind: ``uid`` or ``gid``.
-        own: id of the user or group.
+        kind: ``uid`` or ``gid``, for the map of users or groups.
+        own: this process's user or group id.
     """
     if is_machine_root():
         return [(0, FIRST_HOST_ID, IDS_PER_BLOCK * BLOCK_COUNT)]
@@ -113,7 +116,7 @@ def parent_ids(kind: str, own: int) -> list[IdSpan]:
 
 
 def subordinate_ids(table: Path) -> Iterator[tuple[int, int]]:
-    """Yield the ranges that ``table`` gives this process's user: first id and count."""
+    """Yield first id and count of each range of this process's user in ``/etc/subuid`` or ``/etc/subgid``."""
     try:
         lines = table.read_text().splitlines()
         names = {str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name}
@@ -127,15 +130,14 @@ def subordinate_ids(table: Path) -> Iterator[tuple[int, int]]:
 
 
 def make_parent_namespace() -> tuple[int, str]:
-    """Return a descriptor of a new parent namespace, and why it has only one id (empty if it has a range).
+    """Create a parent namespace; return its descriptor, and why its sandboxes can't have several users (else empty).
 
-    Blocks for some milliseconds.
-    """
+    Blocks for some milliseconds while ``newuidmap`` and ``newgidmap`` run."""
     uids, gids = parent_ids("uid", os.geteuid()), parent_ids("gid", os.getegid())
     trouble = multi_user_error()
     if len(uids) > 1 and len(gids) > 1:
         try:
-            return create_user_namespace(lambda pid: _ask_helpers(pid, uids, gids)), trouble
+            return create_user_namespace(lambda pid: _run_map_helpers(pid, uids, gids)), trouble
         except (OSError, subprocess.TimeoutExpired) as error:
             trouble = str(error)
     own = uids[0][1]
@@ -145,26 +147,25 @@ def make_parent_namespace() -> tuple[int, str]:
 
 
 def join_parent_namespace(parent: int) -> None:
-    """Join a parent namespace as its first user, who may make and map user namespaces in it."""
+    """Join the parent namespace with the descriptor ``parent`` as its root, who may create user namespaces below."""
     os.setns(parent, os.CLONE_NEWUSER)
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
-    # Changing ids clears the dumpable flag, and /proc files of this process, needed to map ids, become root's.
+    # Changing ids clears the dumpable flag; the host's root would then own this process's id map files in /proc.
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
 
 
 def parent_namespace_below(parent: int, ranges: Sequence[Sequence[IdSpan]]) -> int:
-    """Join a parent namespace, and return a descriptor of a new user namespace below it with all of its ids.
+    """Join a parent namespace; return a descriptor of a new parent namespace below, which maps the same ids.
 
-    The kernel counts processes per user namespace, so namespaces of sandboxes made below share one process count.
-    """
+    The kernel counts processes per user namespace, so the new namespace bounds the processes of one sandbox."""
     join_parent_namespace(parent)
     maps = [[(own, own, count) for own, _outside, count in spans] for spans in ranges]
     return create_user_namespace(lambda pid: write_id_maps(pid, *maps))
 
 
 def become_root_of_sandbox(uid: int, gid: int, *, several: bool) -> None:
-    """Make this process root of a new user namespace that has the sandbox's ids only.
+    """Make this process root of a new user namespace that maps only the sandbox's ids.
 
     Args:
         uid: the sandbox's host user id, the first one if ``several``.
@@ -172,7 +173,7 @@ def become_root_of_sandbox(uid: int, gid: int, *, several: bool) -> None:
         several: whether the sandbox has several users.
 
     Raises:
-        PermissionError: this process's user can't have sandboxes with several users.
+        PermissionError: ``several`` is set, but this user can't have sandboxes with several users.
     """
     if several:
         parent, trouble = make_parent_namespace()
@@ -185,18 +186,15 @@ def become_root_of_sandbox(uid: int, gid: int, *, several: bool) -> None:
     else:
         os.setns(create_single_user_namespace(0, uid, gid), os.CLONE_NEWUSER)
     with contextlib.suppress(PermissionError):
-        # The kernel refuses setgroups in namespaces of ordinary users, whose groups mean nothing inside.
+        # The kernel refuses setgroups if an ordinary user has written the id maps (/proc/PID/setgroups is "deny").
         os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
 
 
 def fork_as_all_users(action: Callable[[], object]) -> int:
-    """Fork a child that runs ``action`` as root of all ids in the user's range; for ordinary users.
-
-    Returns:
-        The child's pid. :func:`raise_child_error` reads its exit status.
-    """
+    """Fork a child that runs ``action`` as root of a user namespace with all ids of an ordinary user; return its pid.
+    The child exits with 0 or an errno; pass its wait status to :func:`raise_child_error`."""
     child = os.fork()
     if child == 0:
         number = errno.EPERM
@@ -214,19 +212,19 @@ def fork_as_all_users(action: Callable[[], object]) -> int:
 
 
 def raise_child_error(status: int, folder: Path) -> None:
-    """Raise the error of a child of :func:`fork_as_all_users` that worked on ``folder``."""
+    """Raise ``OSError`` for ``folder`` if a child of :func:`fork_as_all_users` failed, given its wait status."""
     if number := os.waitstatus_to_exitcode(status):
         raise OSError(abs(number), os.strerror(abs(number)), str(folder))
 
 
 def create_single_user_namespace(inside: int, uid: int, gid: int, *, group: int | None = None) -> int:
-    """Return a descriptor of a new user namespace with one user and one group: ``uid`` and ``gid`` here, ``inside``
-    there.
-
-    The caller owns the namespace and may join it.
+    """Return a descriptor of a new user namespace with one user and one group, which the caller may join.
 
     Args:
-        group: group id inside, if not the same as ``inside``.
+        inside: user id in the new namespace.
+        uid: user id in this process's namespace to which ``inside`` is mapped.
+        gid: group id in this process's namespace.
+        group: group id in the new namespace; ``None`` for the same as ``inside``.
     """
     gids = [(inside if group is None else group, gid, 1)]
     return create_user_namespace(
@@ -238,19 +236,19 @@ def create_user_namespace(fill: Callable[[int], None], owner: int | None = None)
     """Return a descriptor of a new user namespace.
 
     Args:
-        fill: writes the id maps, given the number of a process in the namespace.
-        owner: for machine root, the user that owns the namespace. The kernel then counts resources for that user, and
-            root's exemptions do not apply.
+        fill: writes the id maps, given the pid of a process in the namespace.
+        owner: as machine root, the user id for which the kernel counts the namespace's resources, without root's
+            exemptions from limits; ``None`` for this process's user.
     """
     ready, done = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             if owner is not None and is_machine_root():
-                _for_another(owner)
+                _become_owner(owner)
             os.unshare(os.CLONE_NEWUSER)
             os.write(ready[1], b"\n")
-            # Keep the namespace alive until it is mapped and opened.
+            # Keep the namespace alive until the parent has opened the namespace and closes the pipe.
             os.close(done[1])
             os.read(done[0], 1)
         finally:
@@ -267,8 +265,8 @@ def create_user_namespace(fill: Callable[[int], None], owner: int | None = None)
         os.waitpid(pid, 0)
 
 
-def _for_another(uid: int) -> None:
-    """As machine root, become another user and keep every capability."""
+def _become_owner(uid: int) -> None:
+    """Set the effective user id of this process, which is machine root, and keep all capabilities."""
     syscalls.prctl(syscalls.PR_SET_SECUREBITS, syscalls.NO_SETUID_FIXUP)
     os.seteuid(uid)
 
@@ -293,7 +291,7 @@ def _write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-def _ask_helpers(pid: int, uids: Sequence[IdSpan], gids: Sequence[IdSpan]) -> None:
+def _run_map_helpers(pid: int, uids: Sequence[IdSpan], gids: Sequence[IdSpan]) -> None:
     for helper, entries in zip(MAP_HELPERS, (uids, gids), strict=True):
         numbers = [str(number) for entry in entries for number in entry]
         done = subprocess.run(

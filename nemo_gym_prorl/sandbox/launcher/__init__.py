@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's program as a sealed copy that can be executed, but neither read nor changed.
+"""The launcher's executable as a sealed copy that can be executed, but neither read nor changed.
 
-The kernel makes processes of an unreadable program non-dumpable. So no program of a sandbox can trace one, although
-all have the same user id. The copy is sealed because a sandboxed process can execute it as ``/proc/self/exe`` and try
-to overwrite it (CVE-2019-5736).
+A process that executes an unreadable file is non-dumpable. So no program of a sandbox can trace a process of the
+launcher, although both have the same user id. The copy is sealed because a sandboxed process can reach the executable
+as ``/proc/PID/exe`` and could overwrite it (CVE-2019-5736).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MACHINES = ("x86_64", "aarch64")
 """Architectures for which the build compiles a launcher (``setup.py``)."""
 
 LAUNCHER, FIRST_PROCESS, ERASER = "launcher", "sandbox", "eraser"
-"""The first argument selects the program's role."""
+"""First arguments (``argv[0]``) of the executable, which select its role."""
 
-_COPY_CHUNK = 1 << 20
+_COPY_CHUNK = 1 << 20  # bytes per sendfile call: more than the launcher's size
 
 
 def launcher_path() -> Path:
@@ -31,13 +31,13 @@ def launcher_path() -> Path:
 
 
 def load_launcher(folder: Path) -> int:
-    """Return the launcher as a descriptor to execute.
+    """Return a descriptor of a copy of the launcher that can only be executed.
 
     Args:
-        folder: for a temporary private file, on machines that execute no memory files.
+        folder: private folder for the copy, on machines that refuse to execute a memfd.
 
     Raises:
-        OSError: this architecture has no launcher, or it was not built.
+        OSError: this architecture has no launcher, or the launcher was not built.
     """
     machine = os.uname().machine
     if machine not in MACHINES:
@@ -67,8 +67,8 @@ def _in_memory(source: int) -> int:
 
 
 def _in_file(source: int, folder: Path) -> int:
-    """Return an unlinked copy, for machines that execute no memory files. The kernel refuses writes to a running
-    program."""
+    """Return a descriptor of an unlinked copy in ``folder``; not sealed, but the kernel refuses writes to a file while
+    it is executed."""
     descriptor, path = tempfile.mkstemp(dir=folder)
     try:
         _copy(source, descriptor)

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the launcher, for the build (``setup.py``) and for tests that leave a protection out of it.
+"""Compile the launcher, for the build (``setup.py``) and for tests that remove a protection from the source.
 
-Zig's C compiler from PyPI runs on any machine and compiles for all architectures. The launcher uses the kernel's
-headers only, and no C library.
+Zig's C compiler from PyPI compiles for all architectures on any machine. The launcher uses only the kernel's headers,
+and no C library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 KERNEL_HEADERS = {"x86_64": "x86-linux-any", "aarch64": "aarch64-linux-any"}
-"""Architecture to the folder of the compiler that has the kernel's headers for it."""
+"""Name, by architecture, of the folder with the kernel's headers in the compiler's ``libc/include``."""
 
 _FLAGS = (
     *("-std=c11", "-Os", "-s", "-static", "-nostdlib", "-nostdinc", "-ffreestanding"),
@@ -33,8 +33,7 @@ _FLAGS = (
 
 
 def compile_for(machine: str, source: Path, target: Path, cache: Path | None = None) -> None:
-    """Compile the launcher for an architecture of :data:`KERNEL_HEADERS`; a ``cache`` folder makes later compilations
-    faster.
+    """Compile the launcher for an architecture; a ``cache`` folder of the compiler makes later compilations faster.
 
     Raises:
         subprocess.CalledProcessError: the source has an error.
@@ -53,7 +52,7 @@ def compile_for(machine: str, source: Path, target: Path, cache: Path | None = N
                 *(word for folder in includes for word in ("-isystem", str(library / folder))),
                 *("-o", str(target), str(source)),
             ],
-            # Leave the user's own compiler cache unchanged.
+            # Otherwise Zig would write to caches in the user's home and in the working directory.
             env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache_folder, "ZIG_LOCAL_CACHE_DIR": cache_folder},
             check=True,
         )

@@ -3,20 +3,20 @@
 /*
  * Files of sandboxes, a part of launcher.c: copied in and out, and removed.
  *
- * A sandboxed process can change what a name means at any time. So each name is looked up in an open folder, and the
- * file that was opened is used. A process outside of the sandbox's PID namespace does this, so that /proc/self leads
- * nowhere.
+ * A sandboxed process can replace a file or folder by a symlink at any time. So each name is looked up relative to an
+ * open folder, and only the opened file is used. The process that does this is not in the PID namespace of the
+ * sandbox's /proc, where /proc/self therefore leads nowhere.
  *
  * A sandboxed process can also cause errors that look like errors of the machine, after which a rollout would be
- * retried. Where such an error can be told from a real one, it is reported as an error of the file.
+ * retried. Where such an error can be distinguished from a real one, it is reported as an error of the file.
  */
 
-enum { CHUNK = 1 << 20, MAX_LINKS = 40, SIZE_OF_NAME = 34 };
+enum { CHUNK = 1 << 20, MAX_LINKS = 40, SIZE_OF_NAME = 34 }; /* bytes of a read; symlinks; bytes of a random name */
 enum { TO_DATA = 3, TO_HOLE = 4 }; /* SEEK_DATA and SEEK_HOLE of linux/fs.h */
-enum { OPEN_ATTEMPTS = 20 }; /* to open a file that fails with EIO, before the disk is blamed */
+enum { OPEN_ATTEMPTS = 20 }; /* attempts to open a file that fails with EIO, before the disk is taken as the cause */
 enum { LEASE_TIMEOUT_MS = 1000, LEASE_PAUSE_MS = 20 }; /* the kernel asks the holder of a lease to release it */
 
-/* A name that is not predictable. */
+/* Write a random file name, which no sandboxed process can predict. */
 static void random_name(char *name) {
     unsigned char drawn[(SIZE_OF_NAME - 2) / 2];
     must(CALL(getrandom, drawn, sizeof drawn, 0));
@@ -39,15 +39,15 @@ static int is_in_file_system_of(const struct statx *found, const char *path) {
     return same_file_system(found, &other);
 }
 
-/* Copy at most "most" bytes of a file with its holes; errors of either side are stored apart. Returns whether the file
-   was copied whole. Only a file with fewer blocks than bytes is asked for holes: files of the kernel have no size and
-   no data. */
+/* Copy at most "most" bytes of a file, with its holes; return whether the file was copied completely. The last results
+   of read and of write or seek calls are stored, so that the caller can distinguish the errors. Only a file with fewer
+   blocks than bytes is searched for holes: files of the kernel have no size, and SEEK_DATA finds no data. */
 static int copy(long source, long target, uint64_t most, long *reading, long *writing) {
     struct statx found = stat_of(source);
     int sparse = S_ISREG(found.stx_mode) && found.stx_blocks * 512 < found.stx_size;
     char *chunk = allocate(CHUNK);
     *writing = 0;
-    /* Exceeding RLIMIT_FSIZE is reported as an error, like others. */
+    /* With SIGXFSZ ignored, a write above RLIMIT_FSIZE fails with EFBIG. */
     ignore(SIGXFSZ);
     for (uint64_t place = 0, hole = 0;; place += (uint64_t)*reading) {
         if (sparse && place == hole) {
@@ -63,7 +63,7 @@ static int copy(long source, long target, uint64_t most, long *reading, long *wr
             if (data == -ENXIO || is_error(*writing))
                 return 1;
             long next = is_error(data) ? data : CALL(lseek, source, place, TO_HOLE);
-            sparse = next > (long)place; /* or the file system reports no holes */
+            sparse = next > (long)place; /* else the file system does not report holes */
             hole = (uint64_t)next;
             must(CALL(lseek, source, place, SEEK_SET));
         }
@@ -80,8 +80,8 @@ static int copy(long source, long target, uint64_t most, long *reading, long *wr
     }
 }
 
-/* Check the result of a write in a folder. A full file system is the machine's fault, unless it is a file system in the
-   sandbox's memory. A full mqueue file system reports EMFILE. */
+/* Check the result of a write in a folder. No space is an error of the machine only on the file system of the sandbox's
+   root; others, such as /dev/shm, are filled by the sandbox. A full mqueue file system returns EMFILE. */
 static long check_space(long result, long folder, const char *path) {
     struct statx found = stat_of(folder);
     if ((result == -ENOSPC || result == -EDQUOT || result == -EMFILE) && !is_in_file_system_of(&found, "/")) {
@@ -91,9 +91,9 @@ static long check_space(long result, long folder, const char *path) {
     return must(result);
 }
 
-/* Put: open the folder that "size" bytes of a name lead to, from an open folder or the root. With "path", which the
-   name is part of, missing folders are created. Walking component by component keeps a link that changes from leading
-   elsewhere between the error and its check. */
+/* Put: open the folder at the first "size" bytes of a name, relative to an open folder or the root. If "path" is given,
+   missing folders are created; errors name it. The name is resolved component by component, so that a folder replaced
+   by a symlink in between cannot redirect the creation of the next one. */
 static long open_parent(long from, const char *name, size_t size, const char *path) {
     char each[MAX_PATH];
     int top = *name == '/' || from < 0;
@@ -128,8 +128,8 @@ static const char *last_name(const char *path) {
     return name;
 }
 
-/* Write a file with the contents of another, atomically; replies with whether it existed. Missing folders are created.
-   Without a mode an existing file keeps its mode. */
+/* Put: replace or create a file atomically, with the contents of the sent file; reply with whether the file existed.
+   Missing folders are created. Without a mode, an existing file keeps its mode, and a new file gets 0644. */
 static void put(void) {
     char link[MAX_PATH], fresh[SIZE_OF_NAME];
     struct statx found;
@@ -177,7 +177,7 @@ static void put(void) {
 
 /* Get. */
 
-/* Whether a disk can cause errors of this file: files of the kernel have no disk. */
+/* Return whether the disk can be the cause of errors of this file; files of kernel file systems are on no disk. */
 static int is_on_disk(const struct statx *found) {
     return S_ISREG(found->stx_mode) && found->stx_size && !is_in_file_system_of(found, "/proc") &&
            !is_in_file_system_of(found, "/sys");
@@ -189,8 +189,9 @@ static void refuse(const char *path, const char *why, int number) {
     fail(FAILED, number);
 }
 
-/* Open a file for reading, after its lease was released. EIO is the disk's fault only if the file is a regular one at
-   every attempt: a sandboxed process can make the name lead to a terminal that fails, and then to something else. */
+/* Open a file for reading; wait until a lease on it is released. EIO is attributed to the disk only if the file is a
+   regular file at every attempt: a sandboxed process can let the name lead to a terminal, whose open fails with EIO,
+   and then replace it by a regular file. */
 static long open_to_read(const char *path) {
     for (int attempts = 1, waited = 0;;) {
         long found = open_inside(path, O_RDONLY);
@@ -211,14 +212,14 @@ static long open_to_read(const char *path) {
     }
 }
 
-/* Copy a regular file of at most "most" bytes out, even if it grows meanwhile. */
+/* Get: copy a regular file of at most "most" bytes into the sent file, also if a process appends to it meanwhile. */
 static void get(void) {
     join();
     uint64_t rights = word(), most = word();
     const char *path = text();
     long reading, writing;
     doing(path, "");
-    /* With the capabilities of commands, /proc hides the first process. */
+    /* With no more capabilities than commands, this process cannot read files of the first process in /proc. */
     keep_rights(rights);
     long source = open_to_read(path);
     struct statx found = stat_of(source);
@@ -226,7 +227,7 @@ static void get(void) {
         refuse(path, "is a folder; name a file", EISDIR);
     if (!S_ISREG(found.stx_mode))
         refuse(path, "is not a regular file", EINVAL);
-    /* Refuse a large file before it or its holes are copied. */
+    /* Refuse a large file, also one that consists of holes, before anything is copied. */
     if (found.stx_size > most || !copy(source, file(2), most, &reading, &writing)) {
         char limit[64] = "has more than the limit of ";
         memcpy(digits(limit + length(limit), most), " bytes", sizeof " bytes");
@@ -241,16 +242,17 @@ static void get(void) {
 }
 
 /*
- * Erase: remove what sandboxes left, however deep, long or closed to its owner it is.
+ * Erase: remove files of ended sandboxes, at any depth, path length or permission.
  *
- * Another sandbox that was given a folder may still hold it open and change it meanwhile. So each name is looked up in
- * an open folder that no link led to. As root each folder is first taken from its owner, who could otherwise fill it
- * faster than it is emptied, uncounted. All sandboxes of an ordinary user have the same owner: there a sandbox with
- * such a folder can delay its removal for as long as it lives.
+ * Another sandbox may have a folder open, through a bind, and change the folder meanwhile. So each name is looked up
+ * relative to an open folder that was reached without symlinks. Root first takes each folder from its owner, who could
+ * otherwise create files faster than they are deleted, not counted by any limit. All sandboxes of an ordinary user have
+ * the same owner, so there a sandbox with an open folder can delay its removal until the sandbox ends.
  */
 
-enum { MAX_OPEN_FOLDERS = 100 }; /* of folders; deeper ones are moved to the top */
-enum { ATTEMPTS = 3, MAX_ROUNDS = 10000, REMOVE_MS = 1000 };
+enum { MAX_OPEN_FOLDERS = 100 }; /* depth; deeper folders are moved to the top folder */
+enum { ATTEMPTS = 3, MAX_ROUNDS = 10000 }; /* attempts to empty a folder; rounds of emptying the top folder */
+enum { REMOVE_MS = 1000 }; /* wait for the exiting processes of a control group */
 
 struct entry { uint64_t inode; int64_t next; uint16_t size; uint8_t kind; char name[]; };
 
@@ -258,7 +260,7 @@ static int has_changed(long error) {
     return error == -ENOENT || error == -ENOTDIR || error == -ELOOP;
 }
 
-/* Open a folder so that its owner alone may change it, even where a sandbox removed the owner's permissions. */
+/* Open a folder, and set its owner and mode so that only this process's user may change the folder. */
 static long open_to_empty(long above, const char *name) {
     static const int flags = O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
     long found = CALL(openat, above, name, flags | O_RDONLY, 0);
@@ -267,7 +269,7 @@ static long open_to_empty(long above, const char *name) {
         long held = CALL(openat, above, name, flags | O_PATH, 0);
         if (is_error(held))
             return held;
-        /* This path names the open folder, whatever its name leads to by now. */
+        /* This path leads to the open folder, even if another file has the name by now. */
         *digits(path + length(path), (unsigned long)held) = 0;
         must(CALL(fchmodat, AT_FDCWD, path, 0700));
         CALL(close, held);
@@ -286,13 +288,13 @@ static long open_to_empty(long above, const char *name) {
 
 static void empty(long folder, long top, int depth);
 
-/* An entry that changes meanwhile is seen when its folder is read again. */
+/* Remove an entry of a folder. An entry that is replaced meanwhile is found when its folder is read again. */
 static void remove_entry(long folder, const char *name, long top, int depth) {
     char fresh[SIZE_OF_NAME];
     long done = CALL(unlinkat, folder, name, 0);
     for (int attempt = 0; done == -EISDIR || done == -ENOTEMPTY; attempt++) {
         done = CALL(unlinkat, folder, name, AT_REMOVEDIR);
-        /* Some file systems skip entries while others are removed. */
+        /* Some file systems skip entries in a listing while others are removed, so the folder is emptied again. */
         if (done != -ENOTEMPTY || attempt == ATTEMPTS)
             break;
         long found = open_to_empty(folder, name);
@@ -322,7 +324,7 @@ static void empty(long folder, long top, int depth) {
         }
 }
 
-/* As "rm -rf". */
+/* Remove a folder, as "rm -rf". */
 static void erase(const char *path) {
     doing("can't be removed:", path);
     for (int attempt = 0;; attempt++) {
@@ -331,7 +333,7 @@ static void erase(const char *path) {
             return;
         empty(top, top, 0);
         CALL(close, top);
-        /* Folders that were moved there meanwhile are seen in the next round. */
+        /* The next round removes folders that were moved to the top folder. */
         long done = CALL(unlinkat, AT_FDCWD, path, AT_REMOVEDIR);
         if (done != -ENOTEMPTY || attempt == MAX_ROUNDS) {
             unless(ENOENT, done);
@@ -340,7 +342,7 @@ static void erase(const char *path) {
     }
 }
 
-/* Remove a control group, which proves that it is empty. */
+/* Remove a control group; the kernel refuses that until all processes of the group have ended. */
 static void remove_group(const char *path) {
     doing("still holds processes:", path);
     for (int waited = 0;; waited++) {

@@ -1,26 +1,26 @@
 // SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 // SPDX-License-Identifier: Apache-2.0
 /*
- * The only program of this package that runs inside a sandbox. It starts all processes there.
+ * The launcher: the only program of this package that runs in a sandbox. All processes of sandboxes are started by it.
  *
- * As "launcher" it waits on a socket for requests of the supervisor, and forks a child for each. The child is the
- * supervisor's own (CLONE_PARENT) and starts in the sandbox's control group. It does one of these, and ends:
+ * With argv[0] "launcher" it waits on a socket for requests of the supervisor, and forks a child for each request. The
+ * child is a child of the supervisor (CLONE_PARENT), starts in the sandbox's control group, and does one of these:
  *
- *   make     start the first process of a new sandbox, in new namespaces, where that process sets the sandbox up
+ *   make     start the first process of a new sandbox, in new namespaces; that process sets the sandbox up
  *   spawn    join a sandbox, start a process there, and execute a program
  *   prepare  join a sandbox that the container runtime started, and adjust it to match one made here
  *   put, get join a sandbox, and copy a file in or out
  *   stop     join a sandbox, and stop all of its processes but the first
  *   listen   join a sandbox, and open a listening socket on its loopback device
- *   erase    remove what an ended sandbox left
+ *   erase    remove the control group and the files of an ended sandbox
  *
- * As "sandbox" it is the first process of a sandbox, and only waits. As "eraser" it removes a folder for any process.
+ * With argv[0] "sandbox" the program is the first process of a sandbox, and only waits. With "eraser" it removes a
+ * folder for any process.
  *
- * The program uses no C library and no threads, and allocates memory as whole mappings only. A request consists of
- * words of eight bytes and NUL-terminated texts, in the order in which they are read here, and of descriptors;
- * requests.py writes it. Requests are trusted. Files and processes of a sandbox are untrusted: names are looked up in
- * the sandbox's own root, no child waits for a sandboxed process without a limit, and a process can't be traced from
- * the moment it joins.
+ * The program uses no C library and no threads, and allocates memory only with mmap. A request consists of descriptors,
+ * words of eight bytes and NUL-terminated texts, which requests.py writes in the order in which they are read here.
+ * Requests are trusted. Files and processes of a sandbox are untrusted: names are looked up in the sandbox's own root,
+ * no child waits for a sandboxed process without a limit, and a process that joins a sandbox cannot be traced.
  */
 
 #define _GNU_SOURCE
@@ -49,7 +49,7 @@
 #define SIG_SETMASK 2
 #define LAST_SIGNAL 64
 
-/* Structures of the kernel without a header of their own. */
+/* Kernel structures and constants that the included headers lack. */
 struct vector { void *base; size_t length; };
 struct message {
     void *name;
@@ -113,7 +113,7 @@ __asm__(".globl _start\n_start:\n add x0, sp, 8\n bl begin\n brk 1\n");
 #define CALL5(n, a, b, c, d, e) call6(__NR_##n, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), 0)
 #define CALL6(n, a, b, c, d, e, f) call6(__NR_##n, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), (long)(f))
 
-/* Functions that the compiler may call. */
+/* Functions to which the compiler may emit calls, and which a C library would provide. */
 
 void *memset(void *target, int byte, size_t size) {
     for (unsigned char *at = target; size--;)
@@ -150,9 +150,9 @@ enum { CHANNEL = 3, MAX_FILES = 64, HIGH = 128, MAX_STEP_BYTES = 4096, MAX_PATH 
 
 static struct answer { int32_t kind, number; char words[MAX_STEP_BYTES]; } answer;
 static int report;            /* reply socket; if negative, only the exit code reports errors */
-static int has_go;            /* whether the supervisor has let this process go on */
-static const char *step, *of; /* current step, for error messages */
-static int is_joining;        /* whether a failure means only that the sandbox has ended */
+static int has_go;            /* whether this process has received GO from the supervisor */
+static const char *step, *of; /* current step and its object, for error messages */
+static int is_joining;        /* whether a failure means that the sandbox has ended */
 
 static void end(int code) __attribute__((noreturn));
 static void end(int code) {
@@ -170,7 +170,7 @@ static long send_message(int channel, const void *data, size_t size, int file) {
     return CALL(sendmsg, channel, &message, MSG_NOSIGNAL);
 }
 
-/* Send a reply; a descriptor may go with it. A recipient waits for the reply or for this process's end. */
+/* Send a reply, with a descriptor if "file" is not negative. */
 static long reply(int kind, long number, int file) {
     size_t size = 0;
     const char *parts[] = {step, *of ? " " : "", of};
@@ -182,8 +182,8 @@ static long reply(int kind, long number, int file) {
     return send_message(report, &answer, offsetof(struct answer, words) + size, file);
 }
 
-/* Wait for GO: the supervisor has registered this process. If the launcher was killed before it reported this process,
-   another launcher repeats the request, and this process ends. */
+/* Wait for GO, which the supervisor sends once it has registered this process. If the launcher was killed before it
+   reported this process, the supervisor closes the socket and repeats the request, and this process exits. */
 static void wait_for_go(void) {
     char word;
     if (CALL(read, report, &word, 1) != 1)
@@ -195,7 +195,7 @@ static void fail(int kind, long number) __attribute__((noreturn));
 static void fail(int kind, long number) {
     if (report < 0)
         end((int)number);
-    /* With unread data in the socket, closing it would discard the reply. */
+    /* Closing the socket with an unread GO would discard the reply. */
     if (!has_go)
         wait_for_go();
     reply(kind, number, -1);
@@ -206,14 +206,14 @@ static int is_error(long result) {
     return result < 0 && result > -4096;
 }
 
-/* Return the result of a call that must succeed. */
+/* Return the result of a system call that must succeed; otherwise reply with the error and exit. */
 static long must(long result) {
     if (is_error(result))
         fail(is_joining && result != -EAGAIN ? LOST : FAILED, -result);
     return result;
 }
 
-/* Likewise, but return one error to the caller. */
+/* As must, but return one error to the caller. */
 static long unless(long error, long result) {
     return result == -error ? result : must(result);
 }
@@ -223,7 +223,7 @@ static void doing(const char *what, const char *whose) {
     of = whose;
 }
 
-/* Requests: read in order, and never beyond their end. */
+/* Requests: fields are read in order, and never beyond the request's end. */
 
 static char packet[1 << 16];
 static const char *at, *limit;
@@ -256,7 +256,7 @@ static const char *bytes(size_t *size) {
     return begin;
 }
 
-/* Read a count of items, each of which takes a byte or more. */
+/* Read the count of the items that follow; each takes at least one byte, which bounds the count. */
 static size_t read_count(void) {
     size_t count = word();
     if (count > (size_t)(limit - at))
@@ -274,7 +274,7 @@ static void *allocate(size_t size) {
     return (void *)must(CALL(mmap, 0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
 }
 
-/* Read texts into an array that ends with 0, with space for more. */
+/* Read a count and as many texts into an array that ends with a null pointer, with space for "more" texts. */
 static const char **texts(size_t more, size_t *count) {
     size_t found = read_count();
     const char **all = allocate((found + more + 1) * sizeof *all);
@@ -298,7 +298,7 @@ static char *digits(char *target, unsigned long number) {
     return target;
 }
 
-/* Join "/proc/", a number and a short rest. */
+/* Write the path "/proc/PID" and "rest". */
 static const char *proc_path(char *target, unsigned long process, const char *rest) {
     memcpy(target, "/proc/", 6);
     char *tail = digits(target + 6, process);
@@ -320,9 +320,9 @@ static void set_limits(void) {
 }
 
 static void become_user(unsigned uid, unsigned gid) {
-    /* The kernel refuses this in namespaces of ordinary users, whose groups mean nothing inside. */
+    /* The kernel refuses setgroups if an ordinary user has written the id maps (/proc/PID/setgroups is "deny"). */
     unless(EPERM, CALL(setgroups, 0, 0));
-    /* The process keeps its capabilities as any user, until it executes a program. */
+    /* Keep the capabilities when the user id changes, until this process executes a program. */
     must(CALL(prctl, PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0));
     must(CALL(setresgid, gid, gid, gid));
     must(CALL(setresuid, uid, uid, uid));
@@ -336,7 +336,7 @@ static void install_filter(const char *rules, size_t size) {
     must(CALL(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, &program));
 }
 
-/* Open a file of the host by a trusted name. */
+/* Open a file of the host by a trusted path. */
 static int open_own(const char *path, int flags) {
     return (int)must(CALL(openat, AT_FDCWD, path, flags | O_CLOEXEC, 0));
 }
@@ -348,7 +348,7 @@ static struct statx stat_of(long file) {
     return found;
 }
 
-/* Open a name in a folder without following magic links of /proc, and without blocking. */
+/* Open a path relative to a folder, without following magic links of /proc and without blocking on pipes. */
 static long open_in(long folder, const char *path, int flags) {
     flags |= O_CLOEXEC | (flags & O_PATH ? 0 : O_NONBLOCK | O_NOCTTY);
     struct open_how how = {(uint64_t)flags, 0, RESOLVE_NO_MAGICLINKS};
@@ -372,7 +372,7 @@ static void pause_ms(long milliseconds) {
     CALL(nanosleep, &pause, 0);
 }
 
-/* Reduce the capabilities to these, until a program is executed. */
+/* Reduce the capabilities of this process to a bit mask, until a program is executed. */
 static void keep_rights(uint64_t kept) {
     struct __user_cap_header_struct version = {_LINUX_CAPABILITY_VERSION_3, 0};
     uint32_t low = (uint32_t)kept, high = (uint32_t)(kept >> 32);
@@ -394,11 +394,11 @@ static const struct { const char *path; uint64_t flag; } SPACES[] = {
 
 enum { COUNT_OF_SPACES = sizeof SPACES / sizeof *SPACES };
 
-/* Join namespaces of a process, given its open folder in /proc, which names this process even if its number was reused.
-   All are opened first, while the host's /proc is accessible. */
+/* Join namespaces of a process, given a descriptor of its /proc folder, which never refers to a later process with the
+   same pid. All namespaces are opened before the first is joined: afterwards the host's /proc may be inaccessible. */
 static void enter(int process, uint64_t spaces) {
     int namespace_fds[COUNT_OF_SPACES];
-    if (!(spaces & CLONE_NEWUSER)) /* every sandbox has one */
+    if (!(spaces & CLONE_NEWUSER)) /* every sandbox has a user namespace */
         fail(FAILED, EBADMSG);
     for (int index = 0; index < COUNT_OF_SPACES; index++)
         if (spaces & SPACES[index].flag)
@@ -410,28 +410,28 @@ static void enter(int process, uint64_t spaces) {
         }
 }
 
-/* Enter a sandbox's namespaces and root as its user, whose id is returned. Processes forked from now on are in its PID
-   namespace. */
+/* Join a sandbox's namespaces and root folder as its user, whose id is returned. Processes forked from now on are in
+   the sandbox's PID namespace. */
 static unsigned join(void) {
     unsigned uid = (unsigned)word();
     uint64_t spaces = word();
     int process = file(1), rooted = (int)word();
     doing("the sandbox can't be joined", "");
     is_joining = 1;
-    /* Non-dumpable before joining: no process inside may trace this one, read its memory or open its files. */
+    /* Non-dumpable before joining: no sandboxed process may trace this process, read its memory or open its files. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     enter(process, spaces);
     become_user(uid, uid);
-    /* Changing ids resets the dumpable flag by a sysctl of the host. */
+    /* Changing ids has reset the dumpable flag to the host's fs.suid_dumpable. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     if (!rooted) {
-        /* Only now: a FUSE root is accessible to the sandbox's user alone. */
+        /* Opened as the sandbox's user, since a root on a FUSE file system is accessible only to that user. */
         long root = must(CALL(openat, process, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
         must(CALL(fchdir, root));
         must(CALL(chroot, "."));
         CALL(close, root);
     }
-    /* Close it: a link to /proc/self/fd inside could lead processes started here out of the sandbox. */
+    /* Close the host's /proc folder: /proc/self/fd would lead a process that is forked here out of the sandbox. */
     CALL(close, process);
     is_joining = 0;
     return uid;
@@ -439,12 +439,11 @@ static unsigned join(void) {
 
 /* Spawn. */
 
-/* Open a new terminal of the sandbox, both ends. Without echo line ends are not translated either. */
+/* Open both ends of a new terminal of the sandbox. Without "echo", line ends are not translated to CR LF, either. */
 static int open_terminal(int *controlling, unsigned rows, unsigned columns, int echo) {
     int unlocked = 0;
     struct window window = {(uint16_t)rows, (uint16_t)columns, 0, 0};
     struct termios mode;
-    /* Sandboxed processes may open the terminal, too, as soon as it is unlocked. */
     doing("terminal", "");
     long opened = open_inside("/dev/pts/ptmx", O_RDWR);
     if (opened == -ENOSPC) {
@@ -469,13 +468,13 @@ static long fork_sibling(void) {
     return CALL(clone, CLONE_PARENT | SIGCHLD, 0, 0, 0, 0);
 }
 
-/* Fork a process if the sandbox has room for it and one more: nearly every program starts another. */
+/* Fork a process if the sandbox's limit allows two more processes, since nearly every program starts another. */
 static long fork_within_limit(uint64_t most) {
     static const long pauses_ms[] = {5, 15, 30, 0};
     struct limit before;
     doing("start", "");
     must(CALL(prlimit64, 0, RLIMIT_NPROC, 0, &before));
-    if (most) /* this process counts until it ends */
+    if (most) /* this process counts against the limit until it exits, in place of the second process */
         set_limit(RLIMIT_NPROC, most < before.hard ? most : before.hard, before.hard);
     for (int index = 0;; index++) {
         long process = fork_sibling();
@@ -489,32 +488,32 @@ static long fork_within_limit(uint64_t most) {
         }
         if (!pauses_ms[index])
             break;
-        /* Other helpers, or processes that have ended, may be about to go. */
+        /* Other joiners and zombies, which count, too, may be about to end. */
         pause_ms(pauses_ms[index]);
     }
     if (most)
         set_limit(RLIMIT_NPROC, before.soft, before.hard);
-    /* Check that the machine has room without the sandbox's own limit. */
+    /* If a fork without the sandbox's own limit fails, the machine or user is the cause. */
     if (must(fork_sibling()) == 0)
         end(0);
     doing("processes", "");
     fail(EXHAUSTED, 0);
 }
 
-/* Accounts of the image's files. A C library would load plug-ins of the image to read them. */
+/* Accounts: read from the image's /etc/passwd and /etc/group. A C library would load plug-ins of the image. */
 
 enum { MAX_TABLE_BYTES = 1 << 24, MAX_GROUPS = 1 << 16, FIELDS = 7 };
 
 struct table { const char *at, *end; };
 struct field { const char *text; size_t size; };
 
-/* Read a regular file of limited size; empty if there is none. */
+/* Read a regular file, up to MAX_TABLE_BYTES; empty if there is none. */
 static struct table table_of(const char *path) {
     struct table found = {"", ""};
     long opened = open_inside(path, O_RDONLY);
     if (is_error(opened))
         return found;
-    /* Checked by descriptor: the name may lead to a pipe by now. */
+    /* Check the opened file, since the name may lead to a pipe by now. */
     if (S_ISREG(stat_of(opened).stx_mode)) {
         char *content = allocate(MAX_TABLE_BYTES);
         size_t size = 0;
@@ -528,7 +527,7 @@ static struct table table_of(const char *path) {
     return found;
 }
 
-/* Read the fields of the next line; returns their count, 0 at the end. */
+/* Read the fields of the next line, separated by "between"; return their count, 0 at the end of the table. */
 static int line_of(struct table *table, struct field *fields, char between) {
     int count = 0;
     if (table->at == table->end)
@@ -553,7 +552,7 @@ static int is_text(struct field field, const char *wanted) {
     return field.size == length(wanted) && same(field.text, wanted, field.size);
 }
 
-/* Return the number in a field; negative if it is none, UINT32_MAX if no id can have it. */
+/* Return the number in a field; -1 if the field is no number, UINT32_MAX if the number is too large for an id. */
 static long number_of(struct field field) {
     long number = 0;
     if (!field.size)
@@ -577,7 +576,7 @@ static int is_member(struct field members, struct field name) {
     return 0;
 }
 
-/* Set a variable, replacing its old value; the array has space for one more. */
+/* Set an environment variable, or add it to the array, which must have space; return the new count. */
 static size_t set_variable(const char **variables, size_t count, const char *name, struct field value) {
     size_t size = length(name), found = 0;
     while (found < count && !same(variables[found], name, size))
@@ -589,7 +588,7 @@ static size_t set_variable(const char **variables, size_t count, const char *nam
     return found == count ? count + 1 : count;
 }
 
-/* Become the user of a name or number, and set HOME, USER and LOGNAME. */
+/* Become the user with a name or number in /etc/passwd, and set HOME, USER and LOGNAME. */
 static void become_account(const char *wanted, unsigned uid, const char **variables, size_t count, int has_terminal) {
     struct field user[FIELDS], group[FIELDS];
     struct table table = table_of("/etc/passwd");
@@ -611,7 +610,7 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
         fail(NO_USER, EINVAL);
     if (own == (long)uid)
         return;
-    /* Programs open their terminal by its name, too. A shell does so for each command. */
+    /* Programs also open their terminal by path, such as a shell session for each command, so they must own it. */
     if (has_terminal && is_error(CALL(fchown, 0, own, -1)))
         fail(OTHER_USER, EINVAL);
     uint32_t *groups = allocate(MAX_GROUPS * sizeof *groups);
@@ -627,7 +626,7 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     if (unknown || is_error(CALL(setgroups, found, groups)) || is_error(CALL(setresgid, gid, gid, gid)) ||
         is_error(CALL(setresuid, own, own, own)))
         fail(OTHER_USER, EINVAL);
-    /* See join. */
+    /* Changing ids has reset the dumpable flag; see join. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     static const struct field root = {"/", 1};
     count = set_variable(variables, count, "HOME=", user[5].size ? user[5] : root);
@@ -635,7 +634,7 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     set_variable(variables, count, "LOGNAME=", user[0]);
 }
 
-/* Limit the capabilities of all programs that this process executes. */
+/* Limit the capabilities of all programs that this process executes to a bit mask. */
 static void bound_rights(uint64_t kept) {
     for (int number = 0; number < 64 && !is_error(CALL(prctl, PR_CAPBSET_READ, number, 0, 0, 0)); number++)
         if (!(kept >> number & 1))
@@ -643,8 +642,7 @@ static void bound_rights(uint64_t kept) {
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
 }
 
-/* Execute a program of a folder as a shell does. This process tries one folder at a time, since there may be as many as
-   the variable has bytes. */
+/* Execute a program of one folder of PATH; return the error. */
 static long execute_in(const char *folder, const char **argv, const char **env) {
     char path[MAX_PATH];
     size_t above = length(folder), size = length(argv[0]) + 1;
@@ -657,14 +655,14 @@ static long execute_in(const char *folder, const char **argv, const char **env) 
     return CALL(execve, path, argv, env);
 }
 
-/* In the new process, inside the sandbox's PID namespace: become the program, with the sources as files from 0 on. */
+/* In the new process, in the sandbox's PID namespace: execute the program, with "sources" as its files from 0 on. */
 static void execute(unsigned uid, int *sources, int count, int has_terminal) {
     doing("start", "");
     must(CALL(setsid));
     if (has_terminal)
         must(CALL(ioctl, sources[0], TIOCSCTTY, 0));
-    /* Move all sources to high numbers first, since one may have the number that another gets. High numbers are closed
-       when the program starts. */
+    /* First duplicate all sources to high descriptors, since a source may have the number that another source gets. The
+       high descriptors are closed on exec. */
     report = (int)must(CALL(fcntl, report, F_DUPFD_CLOEXEC, HIGH));
     for (int index = 0; index < count; index++)
         sources[index] = (int)must(CALL(fcntl, sources[index], F_DUPFD_CLOEXEC, HIGH));
@@ -718,8 +716,8 @@ static void spawn(void) {
     if (process == 0) {
         char word;
         CALL(close, pipe[1]);
-        /* Wait until the supervisor knows this process. If the parent was killed before it reported it, reply KILLED:
-           the end of this process must not be taken for the program's. */
+        /* Wait until the parent has reported this process. If the parent was killed before, reply KILLED, or the
+           supervisor would take the end of this process for the program's exit. */
         if (CALL(read, pipe[0], &word, 1) != 1)
             fail(KILLED, 0);
         execute(uid, sources, count, has_terminal);
@@ -734,8 +732,8 @@ static void spawn(void) {
 
 enum { STOP_S = 5 };
 
-/* Stop all processes but the first in one step, so that none can fork meanwhile. A process inside does this, which
-   sandboxed processes can stop or kill. The reply says whether it succeeded. */
+/* Send SIGSTOP to all processes except the first in one step, so that none can fork meanwhile. kill(-1) must be called
+   in the PID namespace, by a process that sandboxed processes can stop or kill; the reply says whether it succeeded. */
 static void stop(void) {
     int pipe[2];
     join();
@@ -761,7 +759,7 @@ static void stop(void) {
 
 enum { BACKLOG = 128 };
 
-/* Reply with a listening socket, which stays in the sandbox's network namespace, whatever process holds it. */
+/* Reply with a listening socket, which stays in the sandbox's network namespace in any process that gets it. */
 static void listen_inside(void) {
     struct address address = {AF_INET, {0}, {127, 0, 0, 1}, {0}};
     join();
@@ -770,7 +768,7 @@ static void listen_inside(void) {
     address.port[1] = (unsigned char)port;
     doing("port of the proxy", "");
     long opened = must(CALL(socket, AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    int on = 1;  /* connections of an earlier socket at this port may be ending */
+    int on = 1;  /* connections of an earlier socket at this port may be in TIME_WAIT */
     must(CALL(setsockopt, opened, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on));
     must(CALL(bind, opened, &address, sizeof address));
     must(CALL(listen, opened, BACKLOG));
@@ -795,7 +793,7 @@ static void restrict_mount(int tree, uint64_t attributes, unsigned flags) {
     must(CALL(mount_setattr, tree, "", AT_EMPTY_PATH | flags, &given, sizeof given));
 }
 
-/* Attach a mount, and close both descriptors. */
+/* Attach a detached mount at the descriptor of a mount point, and close both descriptors. */
 static void attach(int tree, long target) {
     must(target);
     must(CALL(move_mount, tree, "", target, "", MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH));
@@ -807,7 +805,7 @@ static int is_folder(long file) {
     return S_ISDIR(stat_of(file).stx_mode);
 }
 
-/* Make the folder that "size" bytes of a path name, and its parents. */
+/* Make the folder at the first "size" bytes of a path, and its parents. */
 static void make_folder(const char *path, size_t size) {
     char above[MAX_PATH];
     doing("folder", path);
@@ -828,13 +826,13 @@ static size_t length_above(const char *path) {
     return size;
 }
 
-/* Attach a mount to a path inside, which is created as a folder or a file, like the mount's root. */
+/* Attach a detached mount at a path, which is created as a folder or a file, like the mount's root. */
 static void mount_visible(int tree, const char *target) {
     if (is_folder(tree)) {
         make_folder(target, length(target));
     } else {
         make_folder(target, length_above(target));
-        /* An existing file of any type is only mounted over. */
+        /* An existing file of any type is not changed, since the mount covers it. */
         int flags = O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
         long made = CALL(openat, AT_FDCWD, target, flags, 0644);
         if (!is_error(made))
@@ -850,7 +848,7 @@ static void mount_on(const char *target, const char *source, const char *kind, u
     must(CALL(mount, source, target, kind, flags, data));
 }
 
-/* Return a detached new kernel file system of this process's namespaces. */
+/* Return a detached mount of a new kernel file system, such as proc, for this process's namespaces. */
 static int new_kernel_mount(const char *kind, unsigned attributes) {
     doing("mount of", kind);
     long made = must(CALL(fsopen, kind, FSOPEN_CLOEXEC));
@@ -861,7 +859,7 @@ static int new_kernel_mount(const char *kind, unsigned attributes) {
     return tree;
 }
 
-/* Open a mount point, which must not be a link, and is created if missing. */
+/* Open a mount point, which is created if missing, and must not be a symlink. */
 static long own_folder(const char *path) {
     make_folder(path, length(path));
     doing(path, "of the image, which must be a folder and no link");
@@ -875,7 +873,7 @@ static void write_to(long file, const char *content, size_t size) {
     CALL(close, file);
 }
 
-/* Open a kernel setting through the kernel's own /proc, whatever the image has at that path. */
+/* Open a kernel setting, given a descriptor of the kernel's /proc: the image may have other files at /proc. */
 static long setting(int proc, const char *name) {
     doing("", name);
     return CALL(openat, proc, name, O_WRONLY | O_CLOEXEC, 0);
@@ -887,15 +885,15 @@ static void write_files(void) {
     for (size_t count = read_count(), size; count--;) {
         const char *path = text(), *content = bytes(&size);
         doing("", path);
-        /* Remove a link instead of following it. */
+        /* Remove a symlink instead of following it. */
         unless(ENOENT, CALL(unlinkat, AT_FDCWD, path, 0));
         int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
         write_to(must(CALL(openat, AT_FDCWD, path, flags, 0666)), content, size);
     }
 }
 
-/* Add the sandbox's user to tables that lack its id, unless an earlier table has it. A table that is not writable is
-   skipped, and a pipe does not block. */
+/* Add a line for the sandbox's user or group to each account file that lacks the id, unless an earlier file has the id.
+   A file that is not writable or not regular is skipped. */
 static void add_account(void) {
     struct field fields[FIELDS];
     int known = 0;
@@ -911,7 +909,7 @@ static void add_account(void) {
         if (is_error(opened))
             continue;
         if (S_ISREG(stat_of(opened).stx_mode)) {
-            /* The last line may lack its line end. */
+            /* The file's last line may lack its line end. */
             if (!whole)
                 CALL(write, opened, "\n", 1);
             CALL(write, opened, line, length(line));
@@ -920,16 +918,16 @@ static void add_account(void) {
     }
 }
 
-/* Write what every sandbox has of its own. */
+/* Write the kernel settings and files that every sandbox has of its own. */
 static void write_settings(int proc) {
-    /* A process would have all capabilities in a new user namespace. */
+    /* Forbid user namespaces, in which a sandboxed process would have all capabilities. */
     write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);
     write_files();
     add_account();
 }
 
-/* Make folders that every sandbox has. With several users, sticky folders are opened to all, since a builder without
-   root may have left them closed. */
+/* Make folders that every sandbox has. With several users, all users may write to the sticky folders, even if the image
+   was built without root and so with other modes. */
 static void make_standard_folders(int many_users) {
     static const struct { const char *path; unsigned mode; } USUAL[] = {
         {"/tmp", 01777}, {"/var/tmp", 01777}, {"/root", 0700}};
@@ -957,7 +955,7 @@ static const char *const LINKS[][2] = {
     {"/dev/ptmx", "pts/ptmx"},           {"/dev/fd", "/proc/self/fd"},         {"/dev/stdin", "/proc/self/fd/0"},
     {"/dev/stdout", "/proc/self/fd/1"}, {"/dev/stderr", "/proc/self/fd/2"}, {"/dev/core", "/proc/kcore"}};
 
-/* Files that reveal more of the machine than programs need, hidden as in other containers. */
+/* Files that reveal more of the machine than programs need; container runtimes hide the same files. */
 static const char *const HIDDEN[] = {
     "/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/key-users",
     "/proc/latency_stats", "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi",
@@ -998,8 +996,8 @@ static void protect_kernel_settings(void) {
     }
 }
 
-/* Mount the kernel's file systems, then hide and protect parts of them. Before this step no name leads to the magic
-   links of /proc; after it no name of the image is looked up. */
+/* Mount /sys and /proc, then hide and protect parts of them. Before this step no path leads to the magic links of
+   /proc; after this step no path of the image is looked up. */
 static void mount_kernel_filesystems(int proc, int sys) {
     long empty = -1, folder = own_folder("/sys");
     attach(sys, folder);
@@ -1027,8 +1025,8 @@ static void mount_kernel_filesystems(int proc, int sys) {
 
 /* Make: the first process. */
 
-/* Wait for the supervisor's message, which for machine root carries the image as a mount. The end of the socket means
-   that the supervisor has died or cancelled the start. */
+/* Wait for the supervisor's message, which for machine root carries the image as a mount; return its descriptor or -1.
+   Exit if the socket closes: the supervisor has died or cancelled the start. */
 static int wait_for_image(int channel) {
     struct { struct control head; int file, padding; } rights = {{0, 0, 0}, -1, 0};
     char go[16];
@@ -1048,10 +1046,10 @@ static void raise_loopback(void) {
 }
 
 /*
- * The root file system: the image, the sandbox's layer over it, and devices. The image is untrusted, and its links are
- * followed as processes inside would follow them. So binds are cloned first, and the host's root is unmounted with no
- * open file that leads back, before the first name of the image is looked up. In /proc/self/mountinfo paths in options
- * are relative to the sandbox's folder; for binds the kernel shows the folder within their file system.
+ * The root file system: an overlay of the image and the sandbox's layer, devices and binds. The image is untrusted, and
+ * its symlinks are followed as sandboxed processes would follow them. So binds are cloned first, and the host's root is
+ * unmounted with no open file that leads back, before the first path of the image is looked up. The overlay's options
+ * are relative to the sandbox's folder, since sandboxed processes see them in /proc/self/mountinfo.
  */
 static void change_root(int image, const int *devices, int many_users, size_t first_bind_file) {
     const char *folder = text(), *lower = text();
@@ -1071,14 +1069,14 @@ static void change_root(int image, const int *devices, int many_users, size_t fi
         image = clone_mount(lower, CLONED);
     doing("mount on", "image");
     attach(image, CALL(openat, AT_FDCWD, "image", O_PATH | O_CLOEXEC, 0));
-    /* volatile: the layer is removed with the sandbox, so syncs to the disk are useless. */
+    /* volatile: the layer is removed with the sandbox, so programs need not wait for syncs to the disk. */
     doing("mount of an overlay on", "root");
     must(CALL(mount, "overlay", "root", "overlay", 0,
               "lowerdir=image,upperdir=overlay/upper,workdir=overlay/work,userxattr,volatile"));
     must(CALL(chdir, "root"));
     doing("pivot_root", "");
     must(CALL(pivot_root, ".", "."));
-    /* The host's root is stacked on the new root, and this process is at its top, so "." names it. */
+    /* pivot_root(".", ".") mounts the host's root on top of the new root, so "." is the host's root. */
     doing("unmount of the host", "");
     must(CALL(umount2, ".", MNT_DETACH));
     must(CALL(chdir, "/"));
@@ -1104,12 +1102,11 @@ static void first_process(int channel, int program) {
     must(CALL(mount, "none", "/", 0, MS_REC | MS_PRIVATE, 0));
     for (int index = 0; index < COUNT_OF_DEVICES; index++) {
         devices[index] = clone_mount(DEVICES[index], CLONED);
-        /* A read-only mount still allows writing to the device; it protects the mode and owner, who on the host is
-           root. */
+        /* A read-only mount allows writing to the device, but protects its mode and owner on the host. */
         if (machine_root)
             restrict_mount(devices[index], MOUNT_ATTR_RDONLY, 0);
     }
-    /* The kernel allows new ones only while the host's are visible. */
+    /* The kernel allows new mounts of proc and sysfs only while the host's are visible. */
     int proc = new_kernel_mount("proc", 0);
     int sys = host_network ? clone_mount("/sys", WHOLE) : new_kernel_mount("sysfs", MOUNT_ATTR_RDONLY);
     if (host_network)
@@ -1128,9 +1125,9 @@ static void first_process(int channel, int program) {
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
     keep_rights(0);
     install_filter(rules, size);
-    /* Have the kernel reap orphans, also after the idle program was executed. */
+    /* With SIGCHLD ignored, also after exec, the kernel reaps orphans. */
     ignore(SIGCHLD);
-    /* These are not closed on exec; an ordinary user's sandbox would inherit them. */
+    /* Descriptors 0 to 2 of the host are not closed on exec. */
     for (int index = 0; index < 3; index++)
         CALL(close, index);
     doing("idle program", "");
@@ -1139,7 +1136,7 @@ static void first_process(int channel, int program) {
     must(CALL(execveat, program, "", arguments, variables, AT_EMPTY_PATH));
 }
 
-/* Join a parent namespace as its first user, who may make and map user namespaces in it. */
+/* Join a parent namespace as its root, who may create and map user namespaces below. */
 static void join_parent(int parent) {
     doing("parent namespace", "");
     must(CALL(setns, parent, CLONE_NEWUSER));
@@ -1147,8 +1144,8 @@ static void join_parent(int parent) {
     must(CALL(setresuid, 0, 0, 0));
 }
 
-/* Files: the parent namespace of the user ids, the channel of the first process, this program, and binds, or a mount
-   namespace where all of /proc is visible. The reply is the first process's number. */
+/* Make: start the first process of a sandbox, and reply with its pid. Descriptors after the reply socket: the parent
+   namespace, the channel of the first process, this executable, and binds or a mount namespace without overmounts. */
 static void make(void) {
     char path[64];
     int parent = file(1), channel = file(2), program = file(3);
@@ -1156,7 +1153,7 @@ static void make(void) {
     if (word())
         must(CALL(setns, file(4), CLONE_NEWNS));
     join_parent(parent);
-    /* Changing ids clears the dumpable flag; the files of /proc that map ids would become root's. */
+    /* Changing ids has cleared the dumpable flag; the host's root would then own the id map files in /proc. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));
     doing("limits", "");
     set_limits();
@@ -1178,18 +1175,18 @@ static void make(void) {
 }
 
 /*
- * Prepare: adjust a sandbox that the container runtime started to match one made here. The runtime leaves memory file
- * systems without limits, allows user namespaces, and shows accounts, hosts, nameservers, time zone, network devices
- * and control groups of the host.
+ * Prepare: adjust a sandbox that the container runtime started to match a direct start. The runtime leaves tmpfs mounts
+ * without limits, allows user namespaces, and shows the host's accounts, hosts, nameservers, time zone, network devices
+ * and control groups.
  */
 
-/* Some machines allow no remounts; a bind of a host's memory file system has its own limit. */
+/* As must, but ignore a refused remount: some machines allow none, and a bind of a host's tmpfs has its own limit. */
 static void if_allowed(long result) {
     if (result != -EPERM && result != -EACCES)
         must(result);
 }
 
-/* Decode a name in a table of mounts, where separators are a backslash and three octal digits. */
+/* Decode a path of /proc/PID/mounts, where blanks are a backslash and three octal digits; return its length. */
 static size_t unescape(char *target, struct field name) {
     size_t size = 0;
     for (size_t index = 0; index < name.size; index++) {
@@ -1206,7 +1203,7 @@ static size_t unescape(char *target, struct field name) {
 
 static void bound_memory(const char *small, const char *shared, const char *terminals) {
     struct field fields[FIELDS];
-    /* Not /proc/self: this process is in another PID namespace than that of /proc. */
+    /* /proc/self leads nowhere: this process is not in the PID namespace of the sandbox's /proc. */
     struct table mounts = table_of("/proc/1/mounts");
     for (int count; (count = line_of(&mounts, fields, ' '));) {
         char target[MAX_PATH];
@@ -1224,8 +1221,9 @@ static void bound_memory(const char *small, const char *shared, const char *term
     }
 }
 
-/* Files: the file to write the variables of the first process to. That process chooses which part of its memory is read
-   as its variables, and could make the read last forever, so a timer limits it. */
+/* Prepare. The descriptor after the reply socket and the /proc folder is a file for the variables of the first process.
+   That process chooses which part of its memory is read as its variables, and could block the read forever, so a timer
+   kills this process. */
 static void prepare(void) {
     static const char *const KERNELS[] = {"/proc", "/sys", "/dev"};
     struct { struct { long seconds, microseconds; } again, first; } timer = {{0, 0}, {0, 0}};
@@ -1241,13 +1239,13 @@ static void prepare(void) {
         doing(path, "");
         memset(&found, 0, sizeof found);
         must(CALL(statx, AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &found));
-        /* A mount of the runtime that followed a link may hide the settings below, or be no kernel file system. */
+        /* If an image's symlink redirected the runtime's mount, /proc, /sys or /dev may not be the kernel's. */
         if (!S_ISDIR(found.stx_mode))
             refuse(path, "of the image is not a folder", ENOTDIR);
     }
     doing("its variables", "");
     proc = must(open_inside("/proc", O_PATH | O_DIRECTORY | O_NOFOLLOW));
-    /* The image's shell runs already, and may have changed its root to a folder with another /proc. */
+    /* The image's shell runs already, and may have changed its root, which this process has joined. */
     must(CALL(fstatfs, proc, &system));
     if (system.kind != PROC_SUPER_MAGIC || stat_of(proc).stx_ino != PROC_ROOT_INODE)
         refuse("/proc", "of the image is not the kernel's", ENOTDIR);
@@ -1260,13 +1258,13 @@ static void prepare(void) {
     bound_memory(small, shared, terminals);
     doing("mount on", "/sys");
     if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));
-    /* Unmount files with contents of the host; they may be absent by the runtime's configuration. */
+    /* Unmount files of the host, which the runtime's configuration may have left out. */
     for (size_t count = read_count(); count--;)
         CALL(umount2, text(), MNT_DETACH | UMOUNT_NOFOLLOW);
-    /* Remove files that the runtime copied. */
+    /* Remove files of the host that the runtime has copied. */
     for (size_t count = read_count(); count--;)
         CALL(unlinkat, AT_FDCWD, text(), 0);
-    /* Where root inside is the machine's root user, the runtime's read-only binds are replaced by this program's. */
+    /* If the sandbox's root is the machine's root user, replace the runtime's read-only binds by this program's. */
     int machine_root = (int)word();
     if (machine_root)
         CALL(umount2, "/proc/sys", MNT_DETACH | UMOUNT_NOFOLLOW);
@@ -1287,13 +1285,13 @@ enum { MAKE = 1, SPAWN, PUT, GET, ERASE, PREPARE, STOP, LISTEN };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
-/* In the child: handle a request. One too large for a packet is in the last descriptor. */
+/* In the child: handle a request. A request that is too large for a packet is in a memfd, the last descriptor. */
 static void handle_request(struct header header, size_t size) {
     report = files[0];
-    /* The supervisor learns of the launcher's end by this socket. A child that takes long, or is stopped forever in a
-       sandbox, must not keep it open. */
+    /* Close the launcher's socket, by which the supervisor notices the launcher's death: a child that is stopped
+       forever in a sandbox would keep the socket open. */
     must(CALL(close, CHANNEL));
-    /* A spawn joins the sandbox meanwhile. */
+    /* A spawn joins the sandbox before it waits for GO, to save time. */
     if (header.kind != SPAWN)
         wait_for_go();
     if (header.size != size) {
@@ -1321,7 +1319,7 @@ static void serve(void) {
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     CALL(close_range, CHANNEL + 1, ~0U, 0);
-    /* Reset signals, whatever this program's parents ignore or block, as nohup does. */
+    /* Programs inherit ignored and blocked signals, for example from nohup, so reset all signals. */
     unsigned long usual[4] = {0, 0, 0, 0};
     for (int number = 1; number <= LAST_SIGNAL; number++)
         CALL(rt_sigaction, number, usual, 0, 8);
@@ -1364,7 +1362,7 @@ static void serve(void) {
     }
 }
 
-/* Arguments: "eraser", a folder, and the descriptor number of a parent namespace whose users own files in it. */
+/* Arguments: "eraser", a folder, and the descriptor of a parent namespace if its user ids own files in the folder. */
 static void run_eraser(const char **arguments) {
     report = -1;
     doing("start", "");

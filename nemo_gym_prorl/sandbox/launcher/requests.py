@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the launcher and its replies: the supervisor's side of ``launcher.c``, which has the same field order.
+"""Requests to the launcher and its replies: encoded and decoded in the same field order as in ``launcher.c``.
 
-A request consists of words of eight bytes and NUL-terminated texts. A request too large for a packet is sent in a
-memory file, the last of its descriptors. A reply consists of two numbers and a text that names the step.
+A request consists of words of eight bytes and NUL-terminated texts. A request that is too large for a packet is sent
+in a memfd, the last descriptor of the packet. A reply consists of two numbers and a text that names the step.
 """
 
 from __future__ import annotations
@@ -43,17 +43,12 @@ NAMESPACE_FLAGS = {
     "uts": os.CLONE_NEWUTS,
     "cgroup": os.CLONE_NEWCGROUP,
 }
-"""``CLONE_NEW*`` flag of each namespace in ``/proc/PID/ns``. The user namespace comes first: joining it gives the
-right to join the others.
-"""
+"""``CLONE_NEW*`` flag by name of the namespace in ``/proc/PID/ns``."""
 
 
 class ProcDirectory:
-    """Open descriptor of ``/proc/PID``.
-
-    The descriptor names this process even after the kernel has reused its number. The descriptor is closed with the
-    last reference to this object, so a packet that is still to be sent keeps it open.
-    """
+    """Open descriptor (``fd``) of ``/proc/PID``. The descriptor never refers to a later process with the same pid. It
+    is closed with the last reference to this object; an unsent :class:`Request` holds such a reference."""
 
     def __init__(self, pid: int) -> None:
         self.fd: int = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -63,7 +58,7 @@ class ProcDirectory:
             os.close(self.fd)
 
     def namespace_inode(self, name: str) -> int:
-        """Return the inode number of a namespace. The kernel may reuse the number after the namespace has ended."""
+        """Return the inode number of the process's namespace ``name``; ended namespaces' numbers are reused."""
         return os.stat(f"ns/{name}", dir_fd=self.fd).st_ino
 
 
@@ -73,10 +68,11 @@ class SandboxNamespaces:
 
     Attributes:
         process: ``/proc`` directory of the sandbox's first process.
-        uid: the only user id inside, or 0 for a sandbox that has root.
-        limits: ``resource.RLIMIT_*`` constant to value, soft and hard limit of every executed program.
+        uid: user and group id that a joining process gets in the sandbox; 0 for root.
+        limits: value by ``resource.RLIMIT_*`` constant, soft and hard limit of every executed program.
         namespace_flags: ``CLONE_NEW*`` flags of the namespaces to join; see :func:`unshared_namespaces`.
-        is_pivoted: the root of the mount namespace is the sandbox's root, so that no ``chroot`` is needed.
+        is_pivoted: whether the root of the mount namespace is the sandbox's root; else a joining process needs
+            ``chroot``.
         capabilities: capability numbers of the sandbox's root beyond the default set.
     """
 
@@ -91,9 +87,7 @@ class SandboxNamespaces:
 def unshared_namespaces(process: ProcDirectory) -> int:
     """Return the ``CLONE_NEW*`` flags of the namespaces that ``process`` does not share with this process.
 
-    Shared namespaces are left out because they need no joining, and because not every caller has the right to join
-    them.
-    """
+    Shared namespaces need no joining, and a caller may lack the privilege to join them."""
     differing = (
         flag
         for name, flag in NAMESPACE_FLAGS.items()
@@ -103,7 +97,7 @@ def unshared_namespaces(process: ProcDirectory) -> int:
 
 
 class RequestKind(IntEnum):
-    """Request types."""
+    """Request types; ``launcher.c`` has the same numbers."""
 
     MAKE = 1
     SPAWN = 2
@@ -116,7 +110,7 @@ class RequestKind(IntEnum):
 
 
 class ReplyKind(IntEnum):
-    """Reply types."""
+    """Reply types; ``launcher.c`` has the same numbers."""
 
     STARTED = 1
     READY = 2
@@ -130,39 +124,39 @@ class ReplyKind(IntEnum):
 
 
 MAX_INLINE_BYTES = 60_000
-"""Largest request that is sent in the packet itself; packets of Unix sockets have a limited size."""
+"""Largest request in bytes that is sent in the packet itself; ``launcher.c`` receives up to 64 KiB."""
 
-_HEADER = struct.Struct("=IIQ")
+_HEADER = struct.Struct("=IIQ")  # request type, whether a control group is sent, bytes of the request
 _WORD = struct.Struct("=Q")
-_REPLY = struct.Struct("=ii")
-_LARGEST_WORDS = 4096
+_REPLY = struct.Struct("=ii")  # reply type, number
+_MAX_REPLY_TEXT_BYTES = 4096  # bytes of a reply's text; MAX_STEP_BYTES in launcher.c
 
 MAX_ENVIRONMENT_BYTES = 2 << 20
-"""Bytes of variables that an image may set: as many as the kernel takes for a program, arguments included."""
+"""Bytes of variables that an image may set: the kernel's default limit for a program's arguments and variables."""
 
 GO = b"g"
-"""Byte that a new process waits for: the supervisor has registered it."""
+"""Byte by which the supervisor lets a new process continue, once the supervisor has registered its pid."""
 
 
 class Request:
-    """A request under construction."""
+    """Builder of a request to the launcher; fields are added in the order in which ``launcher.c`` reads them."""
 
     def __init__(self, kind: RequestKind) -> None:
         self._kind = kind
         self._body = bytearray()
         self.namespaces: SandboxNamespaces | None = None
-        """The sandbox to join; its ``/proc`` directory is sent with the request."""
+        """Namespaces to join, whose ``/proc`` directory is sent with the request; ``None`` to join none."""
 
     def words(self, *numbers: int) -> None:
-        """Add numbers; -1 becomes the largest."""
+        """Add numbers as unsigned 64-bit words, negative numbers in two's complement."""
         for number in numbers:
             self._body += _WORD.pack(number & 0xFFFFFFFFFFFFFFFF)
 
     def text(self, *texts: str | bytes) -> None:
-        """Add texts.
+        """Add NUL-terminated texts.
 
         Raises:
-            OSError: a text contains a NUL.
+            OSError: a text contains a NUL character.
         """
         for each in texts:
             encoded = os.fsencode(each)
@@ -179,7 +173,7 @@ class Request:
         self._body += content
 
     def limits(self, limits: Iterable[tuple[int, int, int]]) -> None:
-        """Add process limits: ``resource.RLIMIT_*``, soft, hard."""
+        """Add rlimits: ``resource.RLIMIT_*`` constant, soft limit, hard limit."""
         given = list(limits)
         self.words(len(given))
         for limit in given:
@@ -196,7 +190,7 @@ class Request:
         self.content(seccomp.FILTER)
 
     def settings(self, order: CreateRequest) -> None:
-        """Add the files of ``/etc`` that are written for every sandbox."""
+        """Add the files of ``/etc`` that are written for a sandbox, and the lines for its user and group."""
         files = list(mounts.etc_files(mounts.resolv_conf(order.network == HOST)))
         self.words(len(files))
         for path, content in files:
@@ -209,12 +203,12 @@ class Request:
             self.words(number)
 
     def packet(self, group: int | None, files: Sequence[int]) -> Packet:
-        """Return the packet to send, with its descriptors. Sending closes the descriptor of ``group`` and no other of
-        the caller's.
+        """Return the packet of the request, with its descriptors.
 
         Args:
-            group: folder of the control group in which the launcher's child starts.
-            files: descriptors for the child.
+            group: descriptor of the folder of the control group in which the launcher's child starts, which is closed
+                with the packet; ``None`` for the launcher's group.
+            files: descriptors for the child, the reply socket first; not closed.
         """
         own = [] if group is None else [group]
         joined = [self.namespaces.process.fd] if self.namespaces else []
@@ -234,15 +228,14 @@ def _add_namespaces(request: Request, namespaces: SandboxNamespaces) -> None:
 
 
 def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
-    """Start ``order.argv`` in a new session, as the supervisor's child.
+    """Return the request to start ``order.argv`` in a new session, as the supervisor's child.
 
-    Descriptors sent with the request: the reply socket, and the program's files. With ``order.tty`` (rows and columns)
-    the program's files 0 to 2 are a new terminal, and the sent files follow from 3 on; without it they are numbered
-    from 0.
+    The caller sends the reply socket and the program's descriptors with the request. The descriptors become the
+    program's files from 0 on; with ``order.tty`` from 3 on, after a new terminal.
 
-    The new process waits for :data:`GO` on the reply socket, and replies with its number (``pid``) and the controlling
-    end of its terminal. A second reply reports why the program could not be executed, or the socket closes. A process
-    killed before its program starts replies :data:`ReplyKind.KILLED` or closes the socket; nothing was executed then.
+    The launcher's child waits for :data:`GO` on the reply socket, forks the program's process, and replies with the
+    ``pid`` and the terminal's controlling end. The socket then closes on ``exec``, or a second reply has the error. A
+    process whose parent was killed executes nothing, and replies :data:`ReplyKind.KILLED`.
     """
     request = Request(RequestKind.SPAWN)
     _add_namespaces(request, namespaces)
@@ -266,14 +259,14 @@ def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
 
 
 def stop(namespaces: SandboxNamespaces) -> Request:
-    """Stop every process of a sandbox but the first, in one step; replies with 1 if that happened."""
+    """Return the request to send SIGSTOP to all processes of a sandbox except the first; replied with 1 if sent."""
     request = Request(RequestKind.STOP)
     _add_namespaces(request, namespaces)
     return request
 
 
 def listen(namespaces: SandboxNamespaces, port: int) -> Request:
-    """Open a socket that listens on the sandbox's loopback device; the reply carries its descriptor."""
+    """Return the request to open a listening TCP socket on the sandbox's loopback device; replied with the socket."""
     request = Request(RequestKind.LISTEN)
     _add_namespaces(request, namespaces)
     request.words(port)
@@ -281,11 +274,9 @@ def listen(namespaces: SandboxNamespaces, port: int) -> Request:
 
 
 def put(namespaces: SandboxNamespaces, path: str, mode: int | None) -> Request:
-    """Write a file inside with the contents of the sent file; creates missing folders and replaces the file
-    atomically.
-
-    Replies with 1 if the file existed. Without a ``mode`` an existing file keeps its mode.
-    """
+    """Return the request to write the sent file's contents to ``path`` atomically, creating missing folders. The
+    reply's number is 1 if the file existed. Without a ``mode``, an existing file keeps its mode, and a new file gets
+    0644."""
     request = Request(RequestKind.PUT)
     _add_namespaces(request, namespaces)
     request.text(path)
@@ -294,7 +285,7 @@ def put(namespaces: SandboxNamespaces, path: str, mode: int | None) -> Request:
 
 
 def get(namespaces: SandboxNamespaces, path: str, most: int) -> Request:
-    """Copy the regular file ``path`` of at most ``most`` bytes into the sent file."""
+    """Return the request to copy the regular file at ``path``, of at most ``most`` bytes, into the sent file."""
     request = Request(RequestKind.GET)
     _add_namespaces(request, namespaces)
     request.words(_rights(namespaces), most)
@@ -303,10 +294,8 @@ def get(namespaces: SandboxNamespaces, path: str, most: int) -> Request:
 
 
 def prepare(namespaces: SandboxNamespaces, order: CreateRequest) -> Request:
-    """Adjust a sandbox that the container runtime has started to match one that the launcher made.
-
-    The sent file receives the variables that the image sets.
-    """
+    """Return the request to adjust a sandbox of the container runtime to match a direct start. The launcher's child
+    writes the variables that the image sets into the sent file."""
     request = Request(RequestKind.PREPARE)
     _add_namespaces(request, namespaces)
     request.words(math.ceil(order.start_timeout_s), MAX_ENVIRONMENT_BYTES)
@@ -319,27 +308,27 @@ def prepare(namespaces: SandboxNamespaces, order: CreateRequest) -> Request:
 
 
 def erase(folder: Path, group: Path | None) -> Request:
-    """Remove the control group of an ended sandbox, once it is empty, and then the sandbox's folder."""
+    """Return the request to remove an ended sandbox's control group (``None`` without one) and then its folder."""
     request = Request(RequestKind.ERASE)
     request.text(str(group or ""), str(folder))
     return request
 
 
 def _rights(namespaces: SandboxNamespaces) -> int:
-    """Return the capabilities that a sandbox's commands can have, as a bit mask."""
+    """Return the capabilities of the sandbox's root, as a bit mask."""
     return sum(1 << number for number in namespaces.capabilities.union(DEFAULT_CAPABILITIES.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply of the launcher."""
+    """Reply of a launcher's child: a pid, result or errno as ``number``, and the ``step`` that failed."""
 
     kind: ReplyKind
     number: int = 0
     step: str = ""
 
     def message(self) -> Message:
-        """Return the reply as a message for the supervisor's client."""
+        """Return the reply as a message, in the form of the supervisor's replies to its clients."""
         match self.kind:
             case ReplyKind.STARTED:
                 return {"pid": self.number}
@@ -363,13 +352,13 @@ class Reply:
 
 
 def receive_reply(channel: socket.socket) -> tuple[Message, list[int]]:
-    """Receive the next reply and its descriptors, which the caller must close.
+    """Receive the next reply, as a message, and its descriptors, which the caller must close.
 
     Raises:
         BlockingIOError: no reply has arrived yet.
-        PeerGone: the launcher's child has ended, or sent no valid reply.
+        PeerGone: the launcher's child has ended, or has sent an invalid reply.
     """
-    data, files, whole = receive_packet(channel, _REPLY.size + _LARGEST_WORDS)
+    data, files, whole = receive_packet(channel, _REPLY.size + _MAX_REPLY_TEXT_BYTES)
     try:
         kind, number = _REPLY.unpack_from(data)
         message = Reply(ReplyKind(kind), number, os.fsdecode(data[_REPLY.size :])).message()

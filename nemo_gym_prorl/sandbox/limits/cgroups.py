@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One control group (version 2) for each sandbox, where this process may make groups.
+"""One control group (version 2) for each sandbox, where this process may create control groups.
 
-A group enforces limits exactly, ends all of its processes at once however fast they fork, and reports when it is
-empty. Root is not needed, only a delegated group to make others in. systemd delegates a group to ``systemd-run --user
---scope -p Delegate=yes`` and to services; a privileged container has its own. Sandboxes' groups are made below the
-server's group, so all limits of the server apply to its sandboxes.
+A control group enforces limits exactly, and kills all of its processes at once however fast they fork. Root is not
+needed, only a *delegated* group, below which this process may create groups. systemd delegates a group to services and
+to ``systemd-run --user --scope -p Delegate=yes``; a privileged container has its own. Sandboxes' groups are created
+below the server's group, so all limits of the server also apply to its sandboxes.
 
-The kernel refuses to enable controllers in a group that holds processes, except in the root group. The delegated group
-holds the server and the supervisor. So all processes of the delegated group first move into a subgroup
+The kernel refuses to enable controllers in a group that contains processes, except in the root group. The delegated
+group contains the server and the supervisor. So all processes of the delegated group first move into a subgroup
 (:data:`SERVER_GROUP`), to which the limits of the delegated group still apply.
 
-The delegation is tested rather than read from settings: a probe group is made, a process started in it, and the group
-removed.
+The delegation is tested and not read from settings: a probe group is created, a process is started in the probe
+group, and the probe group is removed.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 
 
 CONTROLLERS = frozenset({"cpu", "memory", "pids"})
+"""Controllers that limit a sandbox."""
 
 SERVER_GROUP = "prorl-server"
-"""Name of the subgroup for the processes of the delegated group."""
+"""Name of the subgroup into which the processes of the delegated group move."""
 
 GROUP_PREFIX = "prorl-s-"
-"""Prefix of group names; a sandbox's group name continues with the names of its owner and of the sandbox."""
+"""Prefix of the names of sandboxes' groups (:func:`group_name`) and of probe groups."""
 
 PROCESS_SLACK = 16
-"""Processes of a group beyond the limit of the sandbox: helpers that start commands."""
+"""Processes that a group may have beyond the sandbox's limit: the supervisor's helpers that start commands."""
 
-CPU_PERIOD_US = 100_000
+CPU_PERIOD_US = 100_000  # the kernel's default
 MIN_CPU_US = 1000
-"""Smallest quota that the kernel accepts."""
+"""Smallest CPU quota in microseconds that the kernel accepts."""
 
-_UNITS = frozenset({".scope", ".service", ".slice"})
-"""Suffixes of group names that belong to systemd."""
+_SYSTEMD_SUFFIXES = frozenset({".scope", ".service", ".slice"})
+"""Suffixes of the names of groups that systemd manages."""
 
 STALE_PROBE_S = 60.0
-"""Age of a probe group whose maker is dead; a probe takes milliseconds."""
+"""Age in seconds from which a probe group counts as left by a killed process; a probe takes milliseconds."""
 
 REMOVE_S = 1.0
-"""Time for processes that are ending to leave a group, so that it can be removed."""
+"""Seconds to wait for exiting processes to leave a group, which cannot be removed before."""
 
-_MOVES = 100
-"""Rounds of moving processes, since processes may fork meanwhile."""
+_MAX_MOVE_ROUNDS = 100
+"""Rounds of moving all processes of a group; each round moves processes that were forked during the last round."""
 
 
 def group_of(mountinfo: str, membership: str) -> Path | None:
-    """Return the folder of a process's group; ``None`` if it is not visible or version 2 is not mounted.
+    """Return the folder of a process's control group of version 2; ``None`` if no such folder is visible.
 
     Args:
         mountinfo: text of ``/proc/self/mountinfo``.
@@ -78,22 +79,23 @@ def group_of(mountinfo: str, membership: str) -> Path | None:
 
 
 def group_name(folder: Path) -> str:
-    """Return the name of a sandbox's control group, given the sandbox's folder."""
+    """Return the name of a sandbox's control group: ``prorl-``, the supervisor's folder name, the sandbox's name."""
     return f"prorl-{folder.parent.name}-{folder.name}"
 
 
 def delegation_base(group: Path) -> Path:
-    """Return the group in which a process of ``group`` makes others: the parent of :data:`SERVER_GROUP`, else
-    ``group``."""
+    """Return the group below which a process of ``group`` creates groups: the parent of a :data:`SERVER_GROUP`, else
+    ``group`` itself."""
     return group.parent if group.name == SERVER_GROUP else group
 
 
 @dataclass(frozen=True, slots=True)
 class Delegation:
-    """A control group in which this process may make others.
+    """A control group below which this process may create groups.
 
     Attributes:
-        controllers: those of :data:`CONTROLLERS` that the group can enable for others.
+        base: folder of the control group.
+        controllers: members of :data:`CONTROLLERS` that can be enabled for groups below.
     """
 
     base: Path
@@ -101,7 +103,7 @@ class Delegation:
 
 
 def probe_delegation() -> Delegation | None:
-    """Return this process's delegation, tested with a probe group that is removed again; ``None`` without one."""
+    """Return this process's delegation, tested with a temporary probe group; ``None`` without a delegated group."""
     group = group_of(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if group is None:
         return None
@@ -125,20 +127,20 @@ def probe_delegation() -> Delegation | None:
 def _remove_stale_probes(base: Path) -> None:
     """Remove the empty probe groups of processes that were killed during their probe."""
     for left in base.glob(f"{GROUP_PREFIX}probe-*"):
-        # Not a group with processes, which rmdir refuses, nor a new one, which another process may be probing.
+        # rmdir refuses a group that contains processes. A new group may belong to a probe in progress.
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > STALE_PROBE_S:
                 left.rmdir()
 
 
 def is_delegated(base: Path) -> bool:
-    """Return whether this process may move all processes of a group.
+    """Return whether a writable group counts as delegated, so that its processes may be moved.
 
-    Root can write to every group, even to the scope of a login, so for root the group must be delegated by systemd.
-    systemd's user manager can't mark delegation before version 251. So a group that an ordinary user may write to
-    counts as delegated.
+    Root can write to every group, even to the scope of a login. So for root, systemd must have marked a group that it
+    manages as delegated. For an ordinary user, any writable group counts: before version 251 systemd's user manager
+    could not mark delegation.
     """
-    if os.geteuid() != 0 or base.suffix not in _UNITS:
+    if os.geteuid() != 0 or base.suffix not in _SYSTEMD_SUFFIXES:
         return True
     for attribute in ("trusted.delegate", "user.delegate"):
         with contextlib.suppress(OSError):
@@ -148,7 +150,7 @@ def is_delegated(base: Path) -> bool:
 
 
 def _can_start_in(group: Group) -> bool:
-    """Return whether a process can start in ``group``. A child makes the attempt, since it must have one thread."""
+    """Return whether a process can start in ``group``; tested in a child, since only a process with one thread may."""
     child = os.fork()
     if child == 0:
         failed = 1
@@ -163,47 +165,48 @@ def _can_start_in(group: Group) -> bool:
 
 
 def enable_controllers(granted: Delegation) -> frozenset[str]:
-    """Enable the controllers of ``granted`` for groups below its base, as far as the kernel allows; return the
-    enabled ones."""
-    missing = granted.controllers - _handed_out(granted.base)
+    """Enable the controllers of a delegation for groups below its base, as far as the kernel allows; return the
+    controllers that are enabled."""
+    missing = granted.controllers - _enabled_below(granted.base)
     if not missing:
         return granted.controllers
-    # Several supervisors may prepare the group at the same time.
+    # Several supervisors may enable controllers of the same group at the same time.
     lock = os.open(granted.base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # The root group alone has no type, and may enable controllers while it holds processes. In other groups the
-        # kernel would make the group and those below threaded.
+        # Only the root group has no cgroup.type, and may enable controllers while it contains processes. Elsewhere the
+        # kernel refuses that, or makes the group a threaded domain.
         if (granted.base / "cgroup.type").exists():
-            _evacuate(granted.base)
+            _move_to_subgroup(granted.base)
         for name in sorted(missing):
             with contextlib.suppress(OSError):
                 _write(granted.base, "subtree_control", f"+{name}")
     finally:
         os.close(lock)
-    return granted.controllers & _handed_out(granted.base)
+    return granted.controllers & _enabled_below(granted.base)
 
 
-def _handed_out(base: Path) -> set[str]:
+def _enabled_below(base: Path) -> set[str]:
     return set((base / "cgroup.subtree_control").read_text().split())
 
 
-def _evacuate(base: Path) -> None:
-    """Move every process of ``base`` into its subgroup, this process included."""
+def _move_to_subgroup(base: Path) -> None:
     leaf = base / SERVER_GROUP
     leaf.mkdir(exist_ok=True)
-    for _ in range(_MOVES):
+    for _ in range(_MAX_MOVE_ROUNDS):
         processes = _read(base, "procs").split()
         if not processes:
             return
         for pid in processes:
-            # The process has ended, or may not be moved; then enabling the controllers fails.
+            # OSError: the process has ended, or may not be moved. In the second case enabling the controllers fails.
             with contextlib.suppress(OSError):
                 _write(leaf, "procs", pid)
 
 
 def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
-    """Return the file to text that limit a group in bytes, processes and processors; 0 is no limit."""
+    """Return the text by name of the control group files that limit bytes of memory, processes with threads, and CPUs.
+
+    A limit of 0, or one whose controller is not enabled, is left out."""
     wanted = {
         "memory": ("memory.max", str(memory) if memory else ""),
         "pids": ("pids.max", str(processes) if processes else ""),
@@ -214,7 +217,7 @@ def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpu
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The control group of one sandbox."""
+    """Control group of one sandbox; ``controllers`` are those of :data:`CONTROLLERS` that are enabled in the group."""
 
     path: Path
     controllers: frozenset[str]
@@ -225,16 +228,14 @@ class Group:
         return cls(path, CONTROLLERS & set(_read(path, "controllers").split()))
 
     def set_limits(self, *, memory: int, processes: int, cpus: float) -> None:
-        """Set limits in bytes, processes and processors, as far as controllers are enabled; 0 for none.
-
-        To be called after the start of the sandbox: the runtime's threads and processor time would exceed the limits.
-        """
+        """Set the limits of :func:`limit_files`, and forbid swap if ``memory`` is limited. Call this after the start
+        of the sandbox, which needs more threads and CPU time than the sandbox may use."""
         present = int((self.path / "pids.current").read_text()) if "pids" in self.controllers else 0
         allowed = processes and processes + present + PROCESS_SLACK
         for name, value in limit_files(self.controllers, memory=memory, processes=allowed, cpus=cpus).items():
             (self.path / name).write_text(value)
         if "memory" in self.controllers and memory and (swap := self.path / "memory.swap.max").exists():
-            # Swapped memory does not count as memory. Some kernels have no swap controller.
+            # memory.max does not include swap. Kernels without swap accounting have no such file.
             swap.write_text("0")
 
     def fork(self) -> int:
@@ -245,27 +246,26 @@ class Group:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """Send SIGKILL to every process in the group at once; a process can't escape by forking."""
+        """Send SIGKILL to all processes of the group in one step, so that none escapes by forking; idempotent."""
         with contextlib.suppress(FileNotFoundError):
             _write(self.path, "kill", "1")
 
     def processes(self) -> list[int]:
-        """Return the processes in the group. A process that is ending is not listed, but still prevents removal."""
+        """Return the pids of the group's processes. A zombie is not listed, but prevents the removal of the group."""
         try:
             return [int(pid) for pid in _read(self.path, "procs").split()]
         except FileNotFoundError:
             return []
 
     def is_full(self) -> bool:
-        """Return whether the group has as many processes as its limit."""
+        """Return whether the group has as many processes as its limit; ``False`` without the pids controller."""
         if "pids" not in self.controllers:
             return False
         allowed = (self.path / "pids.max").read_text().strip()
         return allowed != "max" and int((self.path / "pids.current").read_text()) >= int(allowed)
 
     def oom_kills(self) -> int:
-        """Return how many processes the kernel has killed in the group, for lack of the group's or the machine's
-        memory."""
+        """Return how many processes of the group the OOM killer has killed, at the group's limit or the machine's."""
         return self._memory_event("oom_kill")
 
     def exceeded_memory(self) -> bool:
@@ -277,7 +277,7 @@ class Group:
         return int(found[1]) if found else 0
 
     def remove(self) -> None:
-        """Remove the group, which proves that it is empty. Idempotent; blocks for up to :data:`REMOVE_S`.
+        """Remove the group. Idempotent; blocks for up to :data:`REMOVE_S` while processes of the group are exiting.
 
         Raises:
             OSError: processes are left in the group.

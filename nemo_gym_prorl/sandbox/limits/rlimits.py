@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that the kernel enforces for each process, and a report of how every sandbox limit is enforced on this
-machine.
+"""Limits that the kernel enforces per process (rlimits), and how each limit of a sandbox is enforced on this machine.
 
-Limits of a sandbox as a whole are in :mod:`.cgroups` and :mod:`.watchdog`.
+:mod:`.cgroups` and :mod:`.watchdog` enforce limits of a sandbox as a whole.
 
-- *Processes*: from Linux 5.14 on, the kernel counts a user's processes per user namespace, so the limit is the
-  sandbox's own. Earlier kernels count all processes of the user on the machine, a trainer's threads included. A limit
-  of 512 would then forbid every fork inside once the user has 512 threads outside. So on these kernels sandboxes may
-  use three quarters of the user's processes, and have no limit of their own.
-- *Open files*: the supervisor raises its own soft limit to the hard one, and checks before each start that enough
-  descriptors are left. Programs in a sandbox get the soft limit that the server was started with, on which users of
-  ``select`` rely, and may raise it to the hard one.
+- *Processes*: from Linux 5.14 on, the kernel counts a user's processes per user namespace, so each sandbox has its own
+  limit. Earlier kernels count all processes of the user on the machine, a trainer's threads included. A limit of 512
+  would then forbid every fork in the sandbox once the user has 512 threads on the machine. So on these kernels a
+  sandbox has no limit of its own: forks in a sandbox fail once the user has three quarters of the allowed processes.
+- *Open files*: the supervisor raises its own soft limit to the hard limit, and checks before each start that enough
+  descriptors are left. Programs in a sandbox start with the soft limit that the server was started with, because
+  ``select`` fails above 1024 descriptors. Programs may raise their soft limit to the hard limit.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ LOGGER = logging.getLogger(__name__)
 COUNTED_PER_NAMESPACE = (5, 14)
 """First Linux version that counts a user's processes per user namespace."""
 
-_SCOPE = "--scope -p Delegate=yes COMMAND"
+_SYSTEMD_RUN_ARGUMENTS = "--scope -p Delegate=yes COMMAND"  # arguments of systemd-run that delegate a control group
 
 STATE_DIR_HINT = "set PRORL_STATE to a folder on a local disk"
 
 
 class Enforcement(StrEnum):
-    """Strictness of a limit."""
+    """Strictness of a limit's enforcement. A ``POLLED`` limit is measured at intervals, between which a sandbox can
+    exceed it."""
 
     KERNEL = "enforced"
     POLLED = "watched"
-    """Measured at intervals; a sandbox can exceed the limit in between."""
     NONE = "not enforced"
 
 
@@ -55,9 +54,8 @@ class HostFacts:
 
     Attributes:
         controllers: control group controllers that limit each sandbox.
-        kernel: Linux version.
-        exempt: whether sandboxes' processes belong to the machine's root user, whom the kernel exempts from process
-            limits.
+        kernel: Linux version, major and minor.
+        exempt: whether sandboxed processes run as the machine's root user, to whom no process limit applies.
     """
 
     controllers: frozenset[str]
@@ -72,11 +70,12 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Enforcement of one limit.
+    """How one limit is enforced.
 
     Attributes:
-        enforcement: how strictly the limit holds.
-        mechanism: kernel interface or check, in a few words.
+        name: the limited resource.
+        enforcement: strictness of the enforcement.
+        mechanism: kernel interface or measurement that enforces the limit, in a few words.
     """
 
     name: str
@@ -100,12 +99,12 @@ def enforced_limits(facts: HostFacts) -> tuple[Limit, ...]:
 
 
 def cgroup_remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
-    """Return the remedy for control groups that a server lacks.
+    """Return how a user can give a server a delegated control group.
 
     Args:
         mountinfo: text of ``/proc/self/mountinfo``.
-        root: whether this process is machine root.
-        systemd: whether systemd runs the machine.
+        root: whether the server is machine root.
+        systemd: whether systemd is the machine's service manager.
     """
     if re.search(r" - cgroup \S+ \S*\b(cpu|memory|pids)\b", mountinfo) or " - cgroup2 " not in mountinfo:
         return (
@@ -113,7 +112,7 @@ def cgroup_remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
             "systemd.unified_cgroup_hierarchy=1): version 1, which has the controllers here, can't delegate them"
         )
     if systemd:
-        return f"start the server with: systemd-run {'' if root else '--user '}{_SCOPE}"
+        return f"start the server with: systemd-run {'' if root else '--user '}{_SYSTEMD_RUN_ARGUMENTS}"
     return (
         "start this container with its own writable control groups (Docker, Podman: --privileged, or "
         "--cgroupns=private with /sys/fs/cgroup mounted rw)"
@@ -121,7 +120,7 @@ def cgroup_remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
 
 
 def cgroup_remedy_here() -> str:
-    """Return :func:`cgroup_remedy` for this process."""
+    """Return :func:`cgroup_remedy` for this process and machine."""
     mountinfo = Path("/proc/self/mountinfo").read_text()
     return cgroup_remedy(mountinfo, root=is_machine_root(), systemd=Path("/run/systemd/system").is_dir())
 
@@ -137,12 +136,12 @@ def _processes(facts: HostFacts) -> Limit:
 
 
 def file_size_violation(mib: int) -> str:
-    """Return the note for a sandbox in which a file reached the size limit."""
+    """Return the text for a sandbox in which a file reached the size limit of ``mib`` MiB."""
     return f"file size: a file reached the limit of {mib} MiB"
 
 
 def weak_limits(found: Sequence[Limit]) -> str:
-    """Return the limits that the kernel does not enforce, in one line; empty if there are none."""
+    """Return a line with the limits that are only polled or not enforced; empty if the kernel enforces all."""
     parts = []
     for by in (Enforcement.POLLED, Enforcement.NONE):
         if weak := [f"{limit.name} ({limit.mechanism})" for limit in found if limit.enforcement is by]:
@@ -155,7 +154,7 @@ _warned_slow_start = False
 
 
 def warn_slow_start_once(trouble: str) -> None:
-    """Log why the container runtime starts the sandboxes, once in each process."""
+    """Log why direct starts are not possible, once in each process; a no-op if ``trouble`` is empty."""
     global _warned_slow_start
     if trouble and not _warned_slow_start:
         _warned_slow_start = True
@@ -163,11 +162,11 @@ def warn_slow_start_once(trouble: str) -> None:
 
 
 def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> None:
-    """Log the limits that are not enforced, once in each process.
+    """Log the limits that the kernel does not enforce, once in each process.
 
     Args:
         controllers: control group controllers that limit the sandboxes.
-        in_memory: whether sandboxes' files are kept in the machine's memory.
+        in_memory: whether sandboxes' files are on a file system in memory, which is logged, too.
     """
     global _warned_weak_limits
     if not _warned_weak_limits:
@@ -182,16 +181,16 @@ def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> No
 
 
 USER_RESERVE_DIVISOR = 4
-"""Sandboxes leave one fourth of the user's processes to other programs."""
+"""One fourth of the processes allowed to a user is reserved for programs that are not in sandboxes."""
 
 
 def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:
-    """Return ``RLIMIT_NPROC`` for a sandbox with a limit of ``wanted`` processes.
+    """Return ``RLIMIT_NPROC`` for the programs of a sandbox.
 
     Args:
-        wanted: processes and threads at a time.
-        kernel: Linux version.
-        most: processes that the user may have on the machine.
+        wanted: the sandbox's limit of processes and threads.
+        kernel: Linux version, major and minor.
+        most: processes and threads that the user may have on the machine.
     """
     if kernel >= COUNTED_PER_NAMESPACE:
         return wanted
@@ -199,7 +198,7 @@ def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:
 
 
 def process_limit_here(wanted: int) -> int:
-    """Return :func:`process_limit` for this machine, at most this process's hard limit (``ulimit -Hu``)."""
+    """Return :func:`process_limit` on this machine, reduced to this process's hard limit (``ulimit -Hu``)."""
     kernel = HostFacts.of_host(frozenset()).kernel
     machine = min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
     own, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -208,11 +207,11 @@ def process_limit_here(wanted: int) -> int:
 
 
 def program_limits(processes: int, disk_mib: int) -> dict[int, int]:
-    """Return the limits of every program in a sandbox: ``RLIMIT_*`` constant to value, soft and hard limit alike.
+    """Return the rlimits of every program in a sandbox: value by ``RLIMIT_*`` constant, soft and hard limit alike.
 
     Args:
-        processes: limit of processes.
-        disk_mib: limit of written data, and so of a file; 0 for none.
+        processes: the sandbox's limit of processes and threads.
+        disk_mib: the sandbox's disk limit, which also limits the size of each file; 0 for none.
     """
     limits = {resource.RLIMIT_NPROC: process_limit_here(processes), resource.RLIMIT_CORE: 0}
     if disk_mib:
@@ -221,45 +220,44 @@ def program_limits(processes: int, disk_mib: int) -> dict[int, int]:
 
 
 DESCRIPTORS_PER_SANDBOX = 6
-"""Descriptors of one sandbox: channel, first process, lock on the image, a terminal and its holder, the proxy's port.
-"""
+"""The supervisor's descriptors per sandbox: channel, ``/proc`` folder of the first process, image lock, proxy port;
+while a program starts, also the joiner's socket and the terminal."""
 
 RESERVED_DESCRIPTORS = 64
-"""Descriptors for everything else: connections, and descriptors that are being sent."""
+"""Descriptors of the supervisor that no sandbox needs: client connections, and descriptors in transit."""
 
-_original: list[int] = []
+_initial_soft_limit: list[int] = []
+"""Soft limit of open files before :func:`raise_supervisor_file_limit`; empty before the call."""
 
 
 def raise_supervisor_file_limit() -> None:
-    """Raise this process's soft limit to the hard one, permanently."""
+    """Raise this process's soft limit of open files to the hard limit, permanently."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    _original[:] = [soft]
+    _initial_soft_limit[:] = [soft]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def program_file_limits() -> tuple[int, int] | None:
-    """Return soft and hard limit of programs in a sandbox; ``None`` if this process's limit was not raised.
-
-    The soft limit is the one from before :func:`raise_supervisor_file_limit`.
-    """
-    if not _original:
+    """Return soft and hard limit of open files for programs in a sandbox. The soft limit is this process's before
+    :func:`raise_supervisor_file_limit`; ``None`` without such a call."""
+    if not _initial_soft_limit:
         return None
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return min(_original[0], hard), hard
+    return min(_initial_soft_limit[0], hard), hard
 
 
 def set_program_file_limits() -> None:
-    """Set the limits of :func:`program_file_limits`, in a forked child that executes the container runtime."""
+    """Apply :func:`program_file_limits` to this process, a forked child that executes the container runtime."""
     if limits := program_file_limits():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def descriptor_shortage(sandboxes: int) -> str:
-    """Return why too few descriptors are left for one more sandbox; empty if there are enough."""
+    """Return an error message if this process has too few descriptors left for one more sandbox; empty otherwise."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
-    # Linux reports the count as the folder's size from 6.2 on, and 0 before.
+    # From Linux 6.2 on, the folder's size is the number of open descriptors; before, 0.
     count = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
     if limit - count >= DESCRIPTORS_PER_SANDBOX + RESERVED_DESCRIPTORS:
         return ""

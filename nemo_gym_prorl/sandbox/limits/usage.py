@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements for the watchdog: memory, processor time and threads of processes, and a sandbox's disk use.
+"""Measurements for the watchdog: memory, CPU time and threads of processes, and a sandbox's disk use.
 
-The disk scan runs in steps. A scan stops at too many folders, and the watchdog ends a sandbox whose scan takes too
-long (:mod:`.watchdog`). A sandbox may replace any folder by a link to the host meanwhile. So folders are opened
-beneath the top one, and no link is followed.
+A disk scan runs in steps and stops at too many folders. The watchdog ends a sandbox whose scan takes too long
+(:mod:`.watchdog`). A sandbox may replace a scanned folder by a symlink to the host at any time. So folders are opened
+relative to the top folder (``openat2``), and symlinks are not followed.
 
-Memory files have no name, so they count as disk use, and as memory where they are mapped. Not counted: page tables,
-folders closed to the server's user, folders deeper than the longest path, and unnamed files that are only mapped or in
-transit over a socket.
+An open memfd is an unlinked file, and so counts as disk use; mapped parts count as memory, too. Not counted: page
+tables, folders that the server's user may not read, folders deeper than the longest path, and unlinked files that are
+only mapped or in transit over a socket.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATE, PARENT, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, PAGES = 0, 1, 
 """Indexes of the fields that :func:`read_stat` returns."""
 
 ENDED_STATES = "ZX"
-"""States of a process that has ended."""
+"""States in ``/proc/PID/stat`` of a process that has ended: zombie, dead."""
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
@@ -39,13 +39,14 @@ _AVAILABLE = re.compile(rb"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process at one moment.
+    """Measurement of one process.
 
     Attributes:
-        pid: number on the host.
-        started: start time in clock ticks, which makes the number unique.
-        ticks: processor time used.
-        resident: bytes of memory, shared pages counted in full.
+        pid: process id on the host.
+        started: start time in clock ticks since boot; pid and start time together are unique.
+        ticks: CPU time used, in clock ticks.
+        resident: resident memory in bytes, with shared pages counted in full.
+        threads: number of threads.
     """
 
     pid: int
@@ -56,17 +57,17 @@ class Process:
 
 
 def read_stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on.
+    """Return the fields of ``/proc/PID/stat`` from the state on; :data:`STATE` and so on are their indexes.
 
     Raises:
-        OSError: the process has ended.
+        OSError: the process has ended and is reaped.
     """
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].decode().split()
 
 
 def read_process(pid: int) -> Process | None:
-    """Return one process; ``None`` if it has ended."""
+    """Return the measurement of a process; ``None`` if the process has ended."""
     try:
         first = read_stat(pid)
         found = read_stat(living_thread(pid)) if first[STATE] in ENDED_STATES else first
@@ -82,9 +83,9 @@ def read_process(pid: int) -> Process | None:
 
 
 def living_thread(pid: int) -> int:
-    """Return a thread that has not ended, by whose number ``/proc`` describes the process.
+    """Return the id of a running thread of a process, whose ``/proc`` folder describes the whole process.
 
-    A process whose first thread ends looks like an ended process, but continues.
+    A process whose main thread has ended looks like a zombie in ``/proc/PID``, but its other threads continue.
 
     Raises:
         OSError: the process has ended.
@@ -97,19 +98,20 @@ def living_thread(pid: int) -> int:
 
 
 def process_trees(pids: Iterable[int]) -> list[Process]:
+    """Return the live processes among ``pids``, and all of their descendants."""
     found: dict[int, Process] = {}
     todo = [*pids]
     while todo:
         pid = todo.pop()
         if pid not in found and (process := read_process(pid)):
             found[pid] = process
-            # A process's first thread has its number.
+            # The main thread's id is the pid.
             todo += _children(pid, pid) if process.threads == 1 else child_pids(pid)
     return [*found.values()]
 
 
 def processes_by_namespace(spaces: Iterable[int]) -> dict[int, set[int]]:
-    """Return the processes in each of some PID namespaces; read every process of the machine."""
+    """Return the pids by PID namespace, given the namespaces' inode numbers; scans all processes of the machine."""
     found: dict[int, set[int]] = {number: set() for number in spaces}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -121,7 +123,7 @@ def processes_by_namespace(spaces: Iterable[int]) -> dict[int, set[int]]:
 
 
 def child_pids(pid: int) -> list[int]:
-    """Return the children of a process, forked by any of its threads."""
+    """Return the pids of a process's children, forked by any of its threads; empty if the process has ended."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -134,15 +136,13 @@ def _children(pid: int, thread: int | str) -> list[int]:
 
 
 def threads_in(space: int) -> int:
-    """Return the number of processes and threads in a PID namespace; read every process of the machine."""
+    """Return the number of threads in a PID namespace, by inode number; scans all processes of the machine."""
     return sum(process.threads for pid in processes_by_namespace([space])[space] if (process := read_process(pid)))
 
 
 def proportional_memory(pid: int) -> int:
-    """Return bytes of a process's memory, each shared page divided by its users; 0 if it has ended.
-
-    Slow: the kernel walks the page tables of the process.
-    """
+    """Return the proportional set size (PSS) of a process in bytes; 0 if the process has ended. PSS divides each
+    shared page by the number of processes that map it; the kernel walks all page tables for that."""
     try:
         found = _PSS.search(_read(f"/proc/{living_thread(pid)}/smaps_rollup"))
     except OSError:
@@ -159,7 +159,7 @@ def _read(path: str) -> bytes:
 
 
 def oom_kills() -> int:
-    """Return how many processes the machine's kernel has killed for lack of memory; 0 if unknown."""
+    """Return the number of OOM kills on this machine since boot; 0 if unknown."""
     with open("/proc/vmstat", "rb") as file:
         found = _OOM_KILLS.search(file.read())
     return int(found[1]) if found else 0
@@ -172,15 +172,15 @@ def available_memory() -> int:
 
 
 ENTRIES_PER_STEP = 64
-"""Entries between two pauses of a scan."""
+"""Directory entries per step of a scan; between steps the watchdog checks its time budget."""
 
 MIN_ENTRY_BYTES = 4096
-"""Minimum size of a file, link or folder, for its inode and name."""
+"""Bytes that each directory entry counts at least, for its inode and name."""
 
 MAX_FOLDERS = 100_000
-"""Folders that a scan has found and not yet entered; more would need too much memory."""
+"""Limit of folders that a scan has found and not yet entered, whose paths are kept in memory."""
 
-BLOCK_BYTES = 512
+BLOCK_BYTES = 512  # unit of st_blocks
 
 OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -189,13 +189,13 @@ _GONE = " (deleted)"
 
 @dataclass(slots=True)
 class DiskUsage:
-    """Result of a scan.
+    """Result of a disk scan, complete or so far.
 
     Attributes:
         disk: bytes on disk.
-        largest: size of the largest file in bytes.
-        crowded: whether there are more than :data:`MAX_FOLDERS` folders.
-        seconds: processor time of the scan.
+        largest: apparent size of the largest file, in bytes.
+        crowded: whether more than :data:`MAX_FOLDERS` folders were waiting, so that the scan stopped.
+        seconds: CPU time of the scan.
     """
 
     disk: int = 0
@@ -205,8 +205,8 @@ class DiskUsage:
 
 
 def scan(folders: Iterable[str], processes: Iterable[int], found: DiskUsage) -> Iterator[None]:
-    """Add contents of ``folders`` and open files of ``processes`` to ``found``; yields every :data:`ENTRIES_PER_STEP`
-    entries."""
+    """Add the contents of ``folders``, and the unlinked files that the pids ``processes`` have open, to ``found``.
+    Yields after every :data:`ENTRIES_PER_STEP` entries, so that the caller can pause or stop the scan."""
     begin = time.thread_time()
     for number, _ in enumerate(_entries(folders, processes, found)):
         if number % ENTRIES_PER_STEP == 0:
@@ -219,13 +219,13 @@ def scan(folders: Iterable[str], processes: Iterable[int], found: DiskUsage) -> 
 def _entries(folders: Iterable[str], processes: Iterable[int], found: DiskUsage) -> Iterator[None]:
     seen: set[tuple[int, int]] = set()
     for pid in tuple(processes):
-        yield from _of_process(pid, seen, found)
+        yield from _count_unlinked(pid, seen, found)
     for folder in folders:
-        yield from _below(folder, found)
+        yield from _count_folder(folder, found)
 
 
-def _below(top: str, found: DiskUsage) -> Iterator[None]:
-    """Count the entries of a folder, depth first."""
+def _count_folder(top: str, found: DiskUsage) -> Iterator[None]:
+    """Add the entries below the folder ``top`` to ``found``, depth first; yields before each entry."""
     try:
         descriptor = os.open(top, OPEN_FOLDER_FLAGS)
     except OSError:
@@ -234,14 +234,14 @@ def _below(top: str, found: DiskUsage) -> Iterator[None]:
         todo = [""]
         while todo and not found.crowded:
             path = todo.pop()
-            # The folder was removed, closed or replaced by a link.
+            # OSError: the folder was removed, made unreadable or replaced by a symlink.
             with contextlib.suppress(OSError):
                 here = open_folder_beneath(path or ".", descriptor)
                 try:
                     with os.scandir(here) as entries:
                         for entry in entries:
                             yield
-                            if _count(entry, found):
+                            if _count_entry(entry, found):
                                 todo.append(f"{path}{entry.name}/")
                 finally:
                     os.close(here)
@@ -250,7 +250,7 @@ def _below(top: str, found: DiskUsage) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _count(entry: os.DirEntry[str], found: DiskUsage) -> bool:
+def _count_entry(entry: os.DirEntry[str], found: DiskUsage) -> bool:
     try:
         status = entry.stat(follow_symlinks=False)
     except OSError:
@@ -262,8 +262,8 @@ def _count(entry: os.DirEntry[str], found: DiskUsage) -> bool:
     return False
 
 
-def _of_process(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Iterator[None]:
-    """Count the unlinked files that a process has open."""
+def _count_unlinked(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Iterator[None]:
+    """Add the unlinked files that a process has open to ``found``; ``seen`` has device and inode of counted files."""
     try:
         folder = f"/proc/{living_thread(pid)}/fd"
         numbers = os.listdir(folder)
@@ -272,7 +272,7 @@ def _of_process(pid: int, seen: set[tuple[int, int]], found: DiskUsage) -> Itera
     for number in numbers:
         yield
         path = f"{folder}/{number}"
-        # The process may have closed the file meanwhile.
+        # OSError: the process has closed the file.
         with contextlib.suppress(OSError):
             if not os.readlink(path).endswith(_GONE):
                 continue

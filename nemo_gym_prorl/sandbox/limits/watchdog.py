@@ -1,22 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Decide from measurements which processes and sandboxes exceed limits that the kernel does not enforce.
+"""Decide from measurements which processes and sandboxes exceed limits that the kernel does not enforce (pure).
 
-Control groups need delegation by an administrator, and few machines have disk quotas. So the watchdog measures, mostly
-in sandboxes that are active: of two thousand sandboxes most wait for a model.
+Control groups need delegation by an administrator, and few machines have disk quotas. So the watchdog measures usage,
+mostly of active sandboxes: of two thousand sandboxes, most wait for a model.
 
-- A *hot* sandbox used processor time since the last look, or started a program. Each tick looks at all hot sandboxes,
-  and at others in rotation for a share of the tick. The watchdog looks at all sandboxes while the machine's available
-  memory drops fast.
-- *Memory*: the sum of resident sizes counts shared pages several times, but is cheap. Where that sum exceeds the
-  limit, the slow sum of proportional sizes decides. The largest processes are killed until the rest fits. A sandbox
-  that still exceeds its limit look after look is ended. A layer in memory counts once a scan has found it.
-- *Disk*: hot sandboxes are scanned in turn, for a share of each tick. A sandbox is ended as soon as a scan exceeds its
-  limit or takes too long.
+- A *hot* sandbox has used CPU time since its last measurement, or started a program; other sandboxes are *cold*. Each
+  tick measures the processes of all hot sandboxes, and of cold sandboxes in rotation within a time budget. While the
+  machine's available memory drops fast, each tick measures all sandboxes.
+- *Memory*: the sum of resident sizes counts shared pages several times, but is cheap. If that sum exceeds the limit,
+  the sum of proportional sizes (PSS), which is slow to read, decides. The largest processes are killed until the
+  others fit into the limit. A sandbox that exceeds its limit in many consecutive measurements is ended. Where the
+  overlay's layer is kept in memory, its size in the last disk scan counts, too.
+- *Disk*: sandboxes that were active are scanned in turn, within a time budget per tick. A sandbox is ended as soon as
+  a scan exceeds its limit or takes too long.
 - *Processes, shared memory*: the kernel enforces these limits; the watchdog reports when one is used up.
 
-A sandbox may exceed its limits between two looks: the watchdog stops runaway programs and does no accounting. This
-module is pure.
+A sandbox may exceed a limit between two measurements: the watchdog stops runaway programs and does no accounting.
 """
 
 from __future__ import annotations
@@ -27,52 +27,57 @@ from dataclasses import dataclass, field
 from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, DiskUsage, Process
 
 
-TICK_S = 0.5
+TICK_S = 0.5  # seconds between two measurements of hot sandboxes: bounds how far memory use can overshoot
 
 COLD_BUDGET_S = 0.002
-"""Share of each tick for sandboxes that are not hot."""
+"""Seconds per tick for measuring cold sandboxes: 0.4 % of a core."""
 
 SCAN_BUDGET_S = 0.05
-"""Share of each tick for disk scans."""
+"""Seconds per tick for disk scans: a tenth of a core."""
 
 MAX_SCAN_S = 10.0
-"""Processor time of one scan: about a million folders or three million files."""
+"""CPU seconds of one scan, enough for about a million folders or three million files."""
 
 SCAN_PAUSE_S = 2.0
-"""Pause between two scans of one sandbox."""
+"""Minimum seconds between the starts of two scans of one sandbox."""
 
 PROC_SCAN_FRACTION = 0.002
-"""Share of all time for reading every process of the machine, where no control groups list sandboxes' processes. Such
-a scan finds processes that a new watchdog does not know; every look finds the descendants of known processes."""
+"""Fraction of time for scans of all processes of the machine, where no control group lists a sandbox's processes. Such
+a scan finds processes that a restarted watchdog does not know; each measurement finds descendants of known processes.
+"""
 
-MAX_LOOKS_OVER_LIMIT = 10
-"""Looks in a row above the memory limit, after which killing processes has not helped and the sandbox is ended."""
+MAX_MEASUREMENTS_OVER_LIMIT = 10
+"""Consecutive measurements above the memory limit after which a sandbox is ended, since killing has not helped."""
 
 FAST_DROP_FRACTION = 0.02
-"""Share of the machine's memory used up within a tick, at which the watchdog looks at all sandboxes."""
+"""Fraction of the machine's memory used up within a tick from which all sandboxes are measured."""
 
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """State of one sandbox.
+    """Limits and measurements of one sandbox.
 
     Attributes:
-        space: inode number of its PID namespace.
-        init: pid of the first process.
+        space: inode number of the PID namespace.
+        init: host pid of the first process.
         group: folder of the control group; empty without a group.
-        folder: folder with the sandbox's layer.
-        memory_limit: in bytes; 0 if there is none, or the kernel enforces it.
-        disk_limit: in bytes; 0 for none.
-        process_limit: processes and threads; 0 if the kernel counts no processes for the sandbox alone.
-        shared_memory_mib: size of ``/dev/shm``.
-        outside: the runtime's process, which runs outside but counts as one of the sandbox's user.
-        hot: whether the sandbox was active since the last look.
-        unmeasured: whether the sandbox was active since the last scan.
-        disk: bytes that the last scan found.
-        members: known processes of the sandbox.
-        killed: members that were killed for their memory and may not have ended yet.
-        looks_over: looks in a row above the memory limit.
-        seen: pid and processor time of each process at the last look.
+        folder: upper folder of the overlay, which disk scans measure.
+        memory_limit: bytes; 0 if there is no limit, or the kernel enforces it.
+        disk_limit: bytes; 0 for no limit.
+        process_limit: processes and threads; 0 if the kernel does not count them per user namespace.
+        shared_memory_mib: size of ``/dev/shm``; 0 for no reports.
+        outside: host pid of the runtime's process, which counts against the process limit but is not in the PID
+            namespace; ``None`` without such a process.
+        in_memory: whether ``folder`` is on a file system in memory.
+        hot: whether the sandbox was active since the last measurement of its processes.
+        unmeasured: whether the sandbox was active since the start of the last disk scan.
+        scanned: monotonic time of the start of the last disk scan.
+        scanning: whether a disk scan is in progress.
+        disk: bytes that the last complete disk scan found.
+        members: host pids of the known processes.
+        killed: pids of processes that were killed for their memory and may not have ended yet.
+        measurements_over: consecutive measurements above the memory limit.
+        seen: pid and CPU time of each process at the last measurement.
     """
 
     name: str
@@ -93,11 +98,11 @@ class Watched:
     disk: int = 0
     members: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
-    looks_over: int = 0
+    measurements_over: int = 0
     seen: frozenset[tuple[int, int]] = frozenset()
 
-    def record_look(self, processes: list[Process]) -> None:
-        """Record the processes of a look, and whether any was active since the last one."""
+    def record_measurement(self, processes: list[Process]) -> None:
+        """Record the measured processes; the sandbox is hot if a process has started, ended or used CPU time."""
         seen = frozenset((process.pid, process.ticks) for process in processes)
         self.hot = seen != self.seen
         self.unmeasured |= self.hot
@@ -105,31 +110,31 @@ class Watched:
         self.members = {process.pid for process in processes}
 
     def may_exceed_memory(self, processes: list[Process]) -> bool:
-        """Return whether proportional sizes must be measured: resident sizes count too much, never too little."""
+        """Return whether resident sizes exceed the memory limit, so that proportional sizes must be measured.
+        Resident sizes are never smaller than proportional sizes."""
         used = self._used(sum(one.resident for one in processes))
         may = bool(self.memory_limit) and used > self.memory_limit
         if not may:
-            self.looks_over = 0
+            self.measurements_over = 0
         return may
 
     def memory_victims(self, proportional: dict[int, int]) -> tuple[list[int], str] | None:
-        """Return the processes to kill and the reason; an empty list if killing would not help, so the sandbox has to
-        end.
+        """Return the pids to kill and the reason; ``None`` within the limit. No pids mean that the sandbox must end.
 
-        The largest processes come first, after those that were killed before and still exist. The first process is
-        never a victim: its end would end the sandbox, and would look like an end caused outside.
+        Processes that were killed before and still exist come first, then the largest. The first process is never a
+        victim: its end would end the sandbox, and would be attributed to the machine.
 
         Args:
-            proportional: proportional size of each process.
+            proportional: proportional size in bytes by pid, of all processes of the sandbox.
         """
         used = self._used(sum(proportional.values()))
         self.killed &= proportional.keys()
         if used <= self.memory_limit or not proportional:
-            self.looks_over = 0
+            self.measurements_over = 0
             return None
-        self.looks_over += 1
+        self.measurements_over += 1
         reason = f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
-        if self.looks_over > MAX_LOOKS_OVER_LIMIT:
+        if self.measurements_over > MAX_MEASUREMENTS_OVER_LIMIT:
             return [], f"{reason}, although processes were killed for it"
         layer = self.disk if self.in_memory else 0
         shares = {pid: size for pid, size in proportional.items() if pid != self.init}
@@ -144,7 +149,7 @@ class Watched:
         return victims, reason
 
     def disk_violation(self, found: DiskUsage) -> str:
-        """Return why a running scan must end the sandbox; empty if it need not."""
+        """Return why a complete or running disk scan must end the sandbox; empty if the sandbox may continue."""
         if not self.disk_limit:
             return ""
         if found.crowded:
@@ -159,9 +164,11 @@ class Watched:
         self.disk, self.scanning = found.disk, False
 
     def exhausted_limits(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
-        """Return the limits enforced by the kernel that are used up: resource and description."""
+        """Return resource and description of each limit that is enforced by the kernel and used up.
+
+        ``shared_memory_free`` is the number of free blocks or inodes of ``/dev/shm``."""
         found = []
-        # With one process left, no command could start another.
+        # With room for one process, a command could not start a child.
         if self.process_limit and sum(one.threads for one in processes) >= self.process_limit - 1:
             found.append(("processes", f"processes: all of {self.process_limit} in use"))
         if self.shared_memory_mib and not shared_memory_free:
@@ -173,24 +180,24 @@ class Watched:
 
 
 class WatchList:
-    """All watched sandboxes, in the order in which they are looked at."""
+    """All watched sandboxes by name, the least recently measured cold sandbox first."""
 
     def __init__(self) -> None:
         self.all: dict[str, Watched] = {}
 
     def hot(self) -> list[Watched]:
-        """Return the sandboxes to look at in every tick."""
+        """Return the sandboxes that every tick measures."""
         return [box for box in self.all.values() if box.hot]
 
     def cold(self) -> Iterator[Watched]:
-        """Yield the sandboxes that are not hot, the least recently measured first; each moves to the end."""
+        """Yield the cold sandboxes, the least recently measured first; each yielded sandbox becomes the last."""
         for name in [name for name, box in self.all.items() if not box.hot]:
             box = self.all.pop(name)
             self.all[name] = box
             yield box
 
     def next_to_scan(self, now: float) -> Watched | None:
-        """Return the sandbox whose disk use is to be scanned next; ``None`` if no scan is due."""
+        """Return the sandbox whose disk scan is due longest at the monotonic time ``now``; ``None`` if none is due."""
         due = (
             box
             for box in self.all.values()
@@ -203,5 +210,5 @@ class WatchList:
 
 
 def is_memory_dropping(before: int, now: int, total: int) -> bool:
-    """Return whether available memory drops so fast that all sandboxes must be looked at."""
+    """Return whether available memory (bytes) has dropped by more than :data:`FAST_DROP_FRACTION` of ``total``."""
     return before - now > total * FAST_DROP_FRACTION

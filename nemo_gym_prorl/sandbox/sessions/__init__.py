@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions in a sandbox, and whom the failure of a session's program is attributed to.
+"""Sessions in a sandbox, and attribution of a failed session to the agent or the infrastructure.
 
-The agent broke a program that exited or is missing, if the program worked in the sandbox before or the image has it.
-The machine may have caused it if the program was killed or does not answer in time.
+If a session's program exits or is missing, but has worked in the sandbox before or is in the image, the agent broke
+the program. If the program was killed or does not reply in time, the machine may be the cause.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 
 async def blame_agent(container: Container, program: str, process: SandboxProcess | None, trouble: str) -> None:
-    """Raise if the agent is the cause of a session's program not starting.
+    """Raise an agent failure if programs of the agent are the cause of a session's program not starting.
 
     Args:
-        container: the sandbox.
-        program: name of the program.
+        program: name of the session's program, such as ``bash``.
         process: the program's process; ``None`` if it could not be started.
         trouble: observed failure, for the message.
 
@@ -41,14 +40,14 @@ async def blame_agent(container: Container, program: str, process: SandboxProces
 
 
 def session_end_error(
-    container: Container, session: str, process: SandboxProcess | None, *, ours: bool
+    container: Container, session: str, process: SandboxProcess | None, *, killed_here: bool
 ) -> RolloutError:
-    """Return the error for a request to a session that has ended.
+    """Return the error for a request to a session that has ended, while the sandbox is up.
 
     Args:
-        session: name of the session in messages.
-        process: the session's program, which has ended; ``None`` if the session was closed.
-        ours: whether this process killed the program, at a time limit.
+        session: name of the session in messages: ``shell`` or ``kernel``.
+        process: the session's process, which has ended; ``None`` if the session was closed.
+        killed_here: whether the server killed the process, such as at a time limit.
 
     Raises:
         AgentError: programs in the sandbox have ended the sandbox.
@@ -57,16 +56,16 @@ def session_end_error(
     container.check_alive()
     if process is None:
         return CallerError(f"the {session} is closed; restart it")
-    if not ours and process.ended.done() and process.ended.result() == -signal.SIGKILL:
+    if not killed_here and process.ended.done() and process.ended.result() == -signal.SIGKILL:
         return SandboxLost(f"the {session} was killed; restart it")
     return SandboxBroken(f"the {session} has ended; restart it")
 
 
 def _in_image(container: Container, program: str) -> bool:
-    """Return whether the image is a folder with the program on its PATH; ``False`` for an image file."""
+    """Return whether an unpacked image has the program on the sandbox's PATH; ``False`` for an image file."""
     root = container.spec.image.resolve()
     for folder in container.environment.get("PATH", os.defpath).split(":"):
-        place = (root / folder.lstrip("/")).resolve()
-        if place.is_relative_to(root) and os.path.lexists(place / program):
+        candidate = (root / folder.lstrip("/")).resolve()
+        if candidate.is_relative_to(root) and os.path.lexists(candidate / program):
             return True
     return False

@@ -1,31 +1,30 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Command and status sockets of a persistent bash, and its terminal.
+r"""Command socket, status socket and terminal of a persistent bash.
 
-Bash reads commands from a stream socket, its standard input. Bash's own standard error, outside of commands, is a
-packet socket, the *status socket*. The standard files of a command are the terminal. Each command is one line::
+Bash reads commands from a stream socket, its standard input. Bash's own standard error is a packet socket, the *status
+socket*. Standard input, output and error of a command are the terminal. Each command is one line::
 
     <&0 _prorl=(); if ((1)) <"/NONCE/begin"; then :; fi; \eval -- 'COMMAND' <TTY 2>TTY; if ((1)) <"/NONCE/$?/"; then …
 
-``((1)) <"/NONCE/…"`` redirects from a file that does not exist. Bash's complaint names the file, and so carries the
-begin or the end of the command to the status socket. No word of these lines can be an alias or a function of the
-agent's, and a failed redirection runs no ``DEBUG`` or ``ERR`` trap. The condition of an ``if`` is exempt from
-``set -e``. (The line begins with a redirection without effect: after some syntax errors bash misreads the first
-parenthesis of the next line.)
+``((1)) <"/NONCE/…"`` redirects from a file that does not exist. Bash's error message names the file, and so reports
+the begin or the end of the command on the status socket. The agent cannot define an alias or function for any word of
+these lines. A failed redirection runs no ``DEBUG`` or ``ERR`` trap, and the condition of an ``if`` is exempt from
+``set -e``. (The line begins with a redirection without effect, because after some syntax errors bash misparses the
+first parenthesis of the next line.)
 
-The command is an argument of ``eval``: unfinished quotes are a syntax error of that command alone. Ctrl-C, or an error
-in an expansion, discards the rest of the line, and bash prints its prompt to the status socket. Then a line of its own
-requests the end.
+The command is an argument of ``eval``, so unfinished quotes are a syntax error of that command only. After Ctrl-C, or
+an error in an expansion, bash discards the rest of the line and prints its prompt to the status socket. The server
+then sends another line that reports the end.
 
 ``$?``, ``PIPESTATUS`` and ``$_`` persist from the end of a command to the beginning of the next (:class:`Outcome`).
 Since ``eval`` overwrites these parameters, the command saves their values at its end (:data:`_SAVE`).
 
-A program that writes the nonce to the status socket ends its own command early. So graders never rely on a shell: they
-use ``exec``, whose exit code comes from the kernel.
+A program that writes the nonce to the status socket ends its own command early. So graders do not use a shell session:
+they use ``exec``, whose exit code comes from the kernel.
 
-The terminal (:class:`ContainerTerminal`) belongs to the sandbox's own ``devpts``, so that programs can open it by
-name. The supervisor makes the terminal and starts bash, and returns the controlling end. Bash is no child of this
-process, which can neither wait for it nor kill it.
+The terminal (:class:`ContainerTerminal`) belongs to the sandbox's own ``devpts``, so that programs can open the
+terminal by path. The supervisor creates the terminal, starts bash, and passes the controlling end to the server.
 """
 
 from __future__ import annotations
@@ -54,60 +53,63 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken
 
 
 PROMPT = "$ "
-"""Prompt by which bash reports a discarded line; any text but an empty one works."""
+"""Bash's prompt, which appears on the status socket after a discarded line; any text but an empty one works."""
 
-_PACKET_BYTES = 16 << 10  # bash writes a kilobyte at a time
-_MAX_END_REQUESTS = 50  # per command; a command that floods the status socket would cause more
-# The longest ``$_`` and ``PIPESTATUS`` that are restored. Of a report in several packets only the exit code is read.
-_WORD_CHARS = 512
-_PIPES = 64
+_PACKET_BYTES = 16 << 10  # read per packet; bash writes 1 KiB at a time
+_MAX_END_REQUESTS = 50  # per command: each unexpected packet causes one, and a command may flood the status socket
+# Longest $_ (characters) and PIPESTATUS (entries) that are restored: a report must fit into one packet of bash.
+_MAX_WORD_CHARS = 512
+_MAX_PIPES = 64
 
 
 _REPORT = re.compile(rb"/([0-9a-f]{32})/(?:begin|(\d+)/(?:([\d ]*)/(.*)/\1/)?|discarded(\d+)|over)")
-"""Bash's report about a command, with the command's nonce."""
+"""Bash's report on the status socket about the command with a nonce: begun, ended or discarded."""
 
 _NO_TERMINAL = re.compile(rb"/dev/pts/\d+: \w")
-"""Bash's error when a command could not open its terminal, such as at the limit of open files."""
+"""Bash's error message if a command cannot open the terminal, such as at the limit of open files."""
 
 _DELETED = " (deleted)"
-"""Suffix by which the kernel marks the path of a deleted folder."""
+"""Suffix that the kernel appends to the path of a deleted folder."""
 
 _SAVE = (
-    f'\nif ((1)) 2>/dev/null <"/-/${{_prorl[0]:=$?}}${{_prorl[1]:=${{PIPESTATUS[@]:0:{_PIPES + 1}}}}}'
-    f'${{_prorl[2]:=${{_:0:{_WORD_CHARS + 1}}}}}"; then :; fi'
+    f'\nif ((1)) 2>/dev/null <"/-/${{_prorl[0]:=$?}}${{_prorl[1]:=${{PIPESTATUS[@]:0:{_MAX_PIPES + 1}}}}}'
+    f'${{_prorl[2]:=${{_:0:{_MAX_WORD_CHARS + 1}}}}}"; then :; fi'
 )
-"""Saves the :class:`Outcome` for the next command; also makes ``eval`` succeed, so that ``ERR`` is trapped once."""
+"""Appended to a command: saves the :class:`Outcome` for the next command, and makes ``eval`` succeed, so that a failed
+command runs the ``ERR`` trap only once."""
 
 _HEREDOC = re.compile(r"(?<!<)<<(-?)(?!<)[ \t]*(?:\\?([\w.-]+)|'([^'\n]+)'|\"([^\"\n]+)\")?")
 _UNFINISHED = re.compile(r"(?:[|\\]|&&|\bin|\( ?\)?|\bfunction \S+)\Z")
-"""Matches the last two words of a continued command."""
+"""Matches the last two words of a command that continues on the next line."""
 
-_OPTION = '-- "$@"; \\eval \'_prorl() {{ \\unset -f _prorl; {edited}; \\set {sign}o "$@"; }}; _prorl\''
-_SHOPT = "\\eval '_prorl() {{ \\unset -f _prorl; {edited}; \\shopt \"$@\"; }}; _prorl'"
-_EDITED = '\\set -- "${@/#vi/nolog}"; \\set -- "${@/#emacs/nolog}"'
+_SET_OPTION_ALIAS = (
+    '-- "$@"; \\eval \'_prorl() {{ \\unset -f _prorl; {ignore_editors}; \\set {sign}o "$@"; }}; _prorl\''
+)
+_SHOPT_ALIAS = "\\eval '_prorl() {{ \\unset -f _prorl; {ignore_editors}; \\shopt \"$@\"; }}; _prorl'"
+_IGNORE_EDITORS = '\\set -- "${@/#vi/nolog}"; \\set -- "${@/#emacs/nolog}"'
 _ALIASES = {
     "set": "set ",
-    **{f"{sign}o": _OPTION.format(edited=_EDITED, sign=sign) for sign in "-+"},
-    "shopt": _SHOPT.format(edited=_EDITED),
+    **{f"{sign}o": _SET_OPTION_ALIAS.format(ignore_editors=_IGNORE_EDITORS, sign=sign) for sign in "-+"},
+    "shopt": _SHOPT_ALIAS.format(ignore_editors=_IGNORE_EDITORS),
 }
-"""Aliases that replace the options ``vi`` and ``emacs`` by ``nolog``, which bash ignores. The originals switch bash's
-input within a command, and bash exits. Not functions: ``set`` in a function sets the function's arguments."""
+"""Aliases that replace the options ``vi`` and ``emacs`` by ``nolog``, which bash ignores: with ``vi``, bash would
+switch to readline and exit. Functions cannot replace ``set``, which in a function sets the function's arguments."""
 
 PREPARE = (
     "exec 2>&4 4>&-; set +o history +H; unset HISTFILE; alias -- "
     f"{' '.join(f'{name}={shlex.quote(value)}' for name, value in _ALIASES.items())}; history -c\n"
 ).encode()
-"""Bash's own errors and prompts go to the status socket; those of commands go to the terminal."""
+"""First line that bash gets: sends bash's own errors and prompts to the status socket, and disables the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of a command that the next command can read.
+    """Shell parameters that a command leaves for the next command.
 
     Attributes:
         status: ``$?``.
-        pipes: ``PIPESTATUS``, if known.
-        word: ``$_``.
+        pipes: ``PIPESTATUS``; empty if unknown or too long.
+        word: ``$_``; empty if unknown or too long.
     """
 
     status: int = 0
@@ -116,7 +118,7 @@ class Outcome:
 
 
 def _is_finished(command: str) -> bool:
-    """Return whether a new line after a command cannot continue it; ``False`` in doubt."""
+    """Return whether text appended on a further line would be a statement of its own; ``False`` if unsure."""
     for found in _HEREDOC.finditer(command):
         tabs, *names = found.groups()
         name = next((name for name in names if name), None)
@@ -130,8 +132,8 @@ class BashChannel:
     """The command and status sockets of one bash. Belongs to one event loop.
 
     Args:
-        on_end: called with the exit code of the running command, once.
-        on_unusable: called when bash has failed to run a command and cannot run others.
+        on_end: called once per command, with the exit code.
+        on_unusable: called when a command could not open the terminal, so that bash cannot run commands.
     """
 
     def __init__(self, on_end: Callable[[int], None], on_unusable: Callable[[], None]) -> None:
@@ -144,25 +146,25 @@ class BashChannel:
         self._status.setblocking(False)
         self._unsent = b""
         self._process = -1
-        """Descriptor of bash's folder under ``/proc``, which stays bash's after its pid is reused."""
+        """Descriptor of bash's ``/proc/PID``, which never refers to a later process with the same pid; -1 before."""
         self._terminal = 0
         self._nonce = ""
         self._mark = b""
-        """Beginning of bash's reports about the running command; empty if none runs."""
+        """``/NONCE/``, with which reports about the running command begin; empty if no command runs."""
         self._discarded: int | None = None
-        """Exit code of a discarded line, until its end is reported."""
+        """Exit code of a line that bash has discarded, until bash reports that the line is over."""
         self._end_requests = 0
         self.begun = False
-        """Whether bash has read the whole line of the last command."""
+        """Whether bash has begun the last command, and so has read its complete line."""
         self.last = Outcome()
         self._loop.add_reader(self._status, self._read)
 
     def connect(self, pid: int, terminal: int) -> None:
-        """Prepare a new bash, which owns the other ends of the sockets from now on.
+        """Send :data:`PREPARE` to a new bash, and close this process's copies of bash's socket ends.
 
         Args:
             pid: host pid of bash.
-            terminal: number of bash's terminal in the sandbox.
+            terminal: number N of bash's terminal, ``/dev/pts/N`` in the sandbox.
         """
         self._terminal = terminal
         self.bash_commands.close()
@@ -172,7 +174,7 @@ class BashChannel:
         self._send(PREPARE)
 
     def run(self, command: str) -> None:
-        """Let bash run a command, with the :class:`Outcome` of the last one.
+        """Send a command to bash, which first restores the :class:`Outcome` of the last command.
 
         Raises:
             SandboxBroken: bash has ended.
@@ -182,8 +184,8 @@ class BashChannel:
         self._discarded, self._end_requests, self.begun = None, 0, False
         last, pipes = self.last, ""
         if last.pipes != (last.status,):
-            pipes = "".join(f"PIPESTATUS[{place}]={status}," for place, status in enumerate(last.pipes))
-        # Only an expansion can set these variables without a command, which a trap would see.
+            pipes = "".join(f"PIPESTATUS[{index}]={status}," for index, status in enumerate(last.pipes))
+        # Expansions restore $_ and PIPESTATUS, since an assignment command would run the agent's DEBUG trap.
         code = shlex.quote(command + _SAVE if _is_finished(command) else command)
         self._send(
             f"<&0 _prorl=(); if ((1)) </{self._nonce}/begin${{_:={shlex.quote(last.word)}}}; then :; fi; "
@@ -195,24 +197,24 @@ class BashChannel:
         )
 
     def ask_end(self) -> None:
-        """Request a report of the end of a line that bash has, or may have, discarded."""
+        """Send a line that reports the end of the running command, in case bash has discarded the command's line."""
         self._end_requests += 1
         if self.begun and self._mark and self._end_requests <= _MAX_END_REQUESTS:
-            # A bash that was interrupted while it started a program waits for the program at its next simple command.
-            # The comment closes quotes, in case another interrupt leaves only a part of this line.
+            # "<&0" is a simple command, at which bash waits for a program that it was starting when interrupted. The
+            # quote in the comment closes an open quote, if a further interrupt makes bash drop the line's beginning.
             with contextlib.suppress(SandboxBroken):
                 self._send(f'{self._report_command("discarded$?")}; <&0; {self._report_command("over")} #"\n'.encode())
 
     @property
-    def unread(self) -> int:
-        """Bytes that bash has not read, as the kernel counts them, with its overhead."""
+    def unread_bytes(self) -> int:
+        """Bytes of commands that bash has not read, including the kernel's overhead per buffer; 0 once closed."""
         if self._commands.fileno() < 0:
             return 0
         queued = fcntl.ioctl(self._commands, termios.TIOCOUTQ, bytes(4))
         return len(self._unsent) + int(struct.unpack("i", queued)[0])
 
     def folder(self) -> str | None:
-        """Return bash's working folder; ``None`` if it cannot be read, since bash has ended or is not dumpable."""
+        """Return bash's working directory; ``None`` if bash has ended, or is not dumpable and so cannot be read."""
         try:
             folder = os.readlink("cwd", dir_fd=self._process)
             gone = folder.endswith(_DELETED) and not os.stat("cwd", dir_fd=self._process).st_nlink
@@ -221,7 +223,7 @@ class BashChannel:
         return folder.removesuffix(_DELETED) if gone else folder
 
     def close(self) -> None:
-        """Close every file, which ends bash's input."""
+        """Close all sockets and descriptors; bash then reads the end of its input."""
         for ours in (self._commands, self._status):
             if ours.fileno() >= 0:
                 self._loop.remove_reader(ours)
@@ -253,12 +255,12 @@ class BashChannel:
             self._loop.remove_writer(self._commands)
 
     def _write_rest(self) -> None:
-        # The process of bash reports its end.
+        # The end of bash is reported by its process, not by this callback.
         with contextlib.suppress(SandboxBroken):
             self._write()
 
     def _read(self) -> None:
-        """Read one packet per callback, so that a flood does not block the loop."""
+        """Read one packet of the status socket per callback, so that a flood of packets does not block the loop."""
         try:
             data = self._status.recv(_PACKET_BYTES)
         except BlockingIOError:
@@ -283,12 +285,13 @@ class BashChannel:
         if report and report[2]:
             pipes = tuple(min(int(status), 255) for status in (report[3] or b"").split())
             word = (report[4] or b"").decode("utf-8", "surrogateescape")
-            fitting = (pipes if len(pipes) <= _PIPES else (), word if len(word) <= _WORD_CHARS else "")
+            fitting = (pipes if len(pipes) <= _MAX_PIPES else (), word if len(word) <= _MAX_WORD_CHARS else "")
             self._end(Outcome(int(report[2]), *fitting))
         elif report and report[5]:
             self._discarded = int(report[5]) if self._discarded is None else self._discarded
         elif self._discarded is not None:
-            self._end(Outcome(self._discarded))  # also after another interrupt: bash then waits for no program
+            # The report "over", or the prompt after a further interrupt: in both cases bash waits for no program.
+            self._end(Outcome(self._discarded))
         elif _NO_TERMINAL.search(data):
             self._mark = b""
             self._on_unusable()
@@ -301,17 +304,17 @@ class BashChannel:
 
 
 _TIOCGPTN = 0x80045430
-"""ioctl that returns the number of a terminal; PowerPC and MIPS have another value."""
+"""ioctl that returns the number of a terminal, on x86 and ARM."""
 
 _TIOCGPTPEER = 0x5441
-"""ioctl that opens the other end of a terminal without a path (Linux 4.13). Python 3.13 has the constant."""
+"""ioctl that opens a terminal by its controlling end's descriptor (Linux 4.13); Python 3.12 lacks the constant."""
 
-_READ_BYTES = 1 << 16  # more than the kernel's buffer of a terminal
+_READ_BYTES = 1 << 16  # more than the kernel buffers per terminal
 _READS_PER_CALLBACK = 16
-"""Reads before the loop runs other tasks, while a command floods the terminal."""
+"""Reads of a terminal per callback, so that a flood of output does not block the event loop."""
 
 _LAST_READS = 64
-"""Reads after a command's end; more than the kernel's buffer of a terminal can hold."""
+"""Reads after a command's end: enough for all that the kernel buffers per terminal."""
 
 
 class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
@@ -323,42 +326,38 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
         self._session = Session.of(pid)
         os.set_blocking(fd, False)
         self.number = int.from_bytes(fcntl.ioctl(fd, _TIOCGPTN, bytes(4)), sys.byteorder)
-        """The terminal's path in the sandbox is ``/dev/pts/NUMBER``."""
+        """Number of the terminal: its path in the sandbox is ``/dev/pts/NUMBER``."""
 
     def press_control(self, key: str) -> None:
-        """Press Ctrl and a key; the foreground programs have the signal when this returns.
-
-        The key is lost if the terminal's buffer is full of unread input.
-        """
+        """Type Ctrl and a key; the signal is sent to the foreground process group before this call returns. The key
+        is lost if the terminal's input buffer is full."""
         with contextlib.suppress(BlockingIOError):
             self.sendcontrol(key)
             self._take_typed()
 
     def _take_typed(self) -> None:
-        """Make the kernel process typed input now.
-
-        The kernel processes input asynchronously, but at once when the other end is polled for input. A late Ctrl-C
-        would hit bash between two commands, or within the next command's line.
-        """
-        with contextlib.suppress(OSError):  # the terminal is closed at the other end, or the kernel is too old
+        """Make the kernel process typed input now, by polling the terminal for input. The kernel processes input
+        asynchronously, but a poll flushes its work queue. A late Ctrl-C would interrupt bash between two commands, or
+        while bash reads the next command."""
+        with contextlib.suppress(OSError):  # no process has the terminal open, or the kernel lacks the ioctl
             other_end = fcntl.ioctl(self.fd, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                look = select.poll()
-                look.register(other_end, select.POLLIN)
-                look.poll(0)
+                poll = select.poll()
+                poll.register(other_end, select.POLLIN)
+                poll.poll(0)
             finally:
                 os.close(other_end)
 
     def foreground(self) -> int | None:
-        """Return the foreground process group; ``None`` for bash itself, or without one."""
-        # The call fails without a foreground group, or after the other end is closed.
+        """Return the id of the foreground process group; ``None`` if that is bash's own, or there is none."""
+        # tcgetpgrp fails without a foreground group, or if no process has the terminal open.
         with contextlib.suppress(OSError):
             group = os.tcgetpgrp(self.fd)
             return group if group != self.pid else None
         return None
 
     def kill_foreground(self) -> None:
-        """Kill the foreground programs, but not bash. Blocks while members of the group are looked for."""
+        """Kill the foreground process group, unless it is bash's. Blocks: it may scan all processes of the machine."""
         with contextlib.suppress(OSError):
             if (group := self.foreground()) is not None:
                 self._session.kill(group)
@@ -373,9 +372,9 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
 
 
 class TerminalOutput:
-    """Output of one shell's terminal. Belongs to one event loop.
+    """Collector of the output of one shell's terminal. Belongs to one event loop.
 
-    Output of background jobs between two commands belongs to the next command.
+    Output of background jobs between two commands counts as output of the next command.
 
     Args:
         limit: bytes kept of a command's output.
@@ -387,17 +386,17 @@ class TerminalOutput:
         self._limit = limit
         self._changed: asyncio.Future[None] | None = None
         self.kept = HeadTail(limit)
-        self.heard = 0.0
-        """Loop time of the last output."""
+        self.last_output = 0.0
+        """Event loop time of the last output."""
 
     def listen_to(self, terminal: int) -> None:
-        """Start reading from a terminal, and drop the output of an earlier one."""
+        """Start reading from the controlling end ``terminal``, and drop the output of an earlier terminal."""
         self._terminal = terminal
         self.kept = HeadTail(self._limit)
         self._loop.add_reader(terminal, self._read)
 
     def stop(self) -> None:
-        """Stop reading; to be called before the terminal is closed."""
+        """Stop reading. Must be called before the terminal's descriptor is closed."""
         if self._terminal >= 0:
             self._loop.remove_reader(self._terminal)
             self._terminal = -1
@@ -412,7 +411,7 @@ class TerminalOutput:
         self.kept = HeadTail(self._limit)
 
     def take_last(self) -> None:
-        """Read all output that has been written so far."""
+        """Read all output that programs have written so far, up to :data:`_LAST_READS` reads."""
         self._take(_LAST_READS)
 
     def notify(self) -> None:
@@ -420,7 +419,7 @@ class TerminalOutput:
             self._changed.set_result(None)
 
     async def change(self, until: float) -> None:
-        """Wait for output or :meth:`notify`, at most until the loop time ``until``."""
+        """Wait for output or :meth:`notify`, at most until the event loop time ``until``."""
         self._changed = self._loop.create_future()
         timer = self._loop.call_at(until, self.notify)
         try:
@@ -432,11 +431,11 @@ class TerminalOutput:
     def _read(self) -> None:
         if not self._take(_READS_PER_CALLBACK) and self._terminal >= 0:
             self._loop.remove_reader(self._terminal)
-        self.heard = self._loop.time()
+        self.last_output = self._loop.time()
         self.notify()
 
     def _take(self, most: int) -> bool:
-        """Read at most ``most`` times; return whether more output may come."""
+        """Read at most ``most`` times; return whether the terminal is open, so that further output may come."""
         for _ in range(most):
             if self._terminal < 0:
                 return False
@@ -445,8 +444,7 @@ class TerminalOutput:
             except BlockingIOError:
                 break
             except OSError as error:
-                # EIO: the other end is closed.
-                if error.errno != errno.EIO:
+                if error.errno != errno.EIO:  # EIO: no process has the terminal open
                     raise
                 return False
             self.kept.add(data)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a command without a terminal, with a time limit, and collect its output up to a size limit.
 
-:class:`HeadTail` keeps the beginning and the end of output of any size, and counts the rest. Shells and kernels use
-it, too.
+:class:`HeadTail` keeps the beginning and the end of an output stream and counts the omitted bytes. Shell and kernel
+sessions also use this class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 
 
 class HeadTail:
-    """Buffer of the first and the last bytes of a stream, half of ``limit`` each."""
+    """Buffer of the first and last bytes of a stream, up to ``limit // 2`` each; ``total`` counts all bytes added."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -39,7 +39,7 @@ class HeadTail:
             self._head += data[:room]
             data = data[room:]
         if data:
-            # A slice, since a large piece would stay in memory as a whole.
+            # Keep a slice: a reference to large data would keep all of it in memory.
             self._tail.append(data[-self._half :])
             self._tail_size += len(self._tail[-1])
             while self._tail_size - len(self._tail[0]) >= self._half:
@@ -47,12 +47,12 @@ class HeadTail:
 
     @property
     def omitted(self) -> int:
-        """Number of bytes that :meth:`text` omits, with the rest of a cut character."""
+        """Number of bytes that :meth:`text` omits, including the remaining bytes of characters cut in two."""
         head, tail = self._ends()
         return self.total - len(head) - len(tail)
 
     def text(self) -> str:
-        """Return the kept text, with invalid UTF-8 replaced and one line for the omitted bytes."""
+        """Return the kept bytes decoded, with U+FFFD for invalid UTF-8 and one line in place of omitted bytes."""
         head, tail = self._ends()
         omitted = self.total - len(head) - len(tail)
         if not omitted:
@@ -61,7 +61,7 @@ class HeadTail:
         return head.decode("utf-8", "replace") + between + tail.decode("utf-8", "replace")
 
     def _ends(self) -> tuple[bytes, bytes]:
-        """Return beginning and end; if bytes are missing between them, without partial characters at the cut."""
+        """Return the first and the last bytes; if bytes between them are omitted, without characters cut in two."""
         head, tail = bytes(self._head), b"".join(self._tail)[-self._half :]
         if len(head) + len(tail) == self.total:
             return head, tail
@@ -73,15 +73,15 @@ class HeadTail:
 
 
 OUTPUT_LIMIT = 1 << 20
-"""Bytes kept of each output stream of a command, half from its beginning and half from its end; logs are longer."""
+"""Default limit in bytes of each output stream of a command: bounds the server's memory per command."""
 
 DEFAULT_EXEC_TIMEOUT_S = 180.0  # Gym's default for a command
 
 DEATH_S = 1.0
-"""Time to wait for the end of a killed process, which takes milliseconds unless the process is in I/O or traced."""
+"""Seconds to wait for the exit of a killed process, which takes milliseconds unless it is in I/O or traced."""
 
 MAX_ARGUMENT_BYTES = 100_000
-"""A longer command travels as a file; the kernel's limit for one argument is 128 KiB."""
+"""Commands of this size or more are passed as a file; the kernel's limit for one argument is 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ class Completed:
 
 @contextlib.contextmanager
 def shell_command(command: str) -> Iterator[tuple[list[str], list[int]]]:
-    """Yield arguments, and open files from 3 on, that run a command of any length with ``/bin/sh``.
+    """Yield the argument list that runs a command with ``/bin/sh``, and the descriptors to pass as files from 3 on.
+
+    The descriptors are closed at the end of the block.
 
     Raises:
         CallerError: the command is not valid text, or too long.
@@ -131,16 +133,16 @@ async def complete(
     timeout_s: float | None,
     output_limit: int,
 ) -> Completed:
-    """Start a process and wait for its end. The process is killed at its time limit or if the call is cancelled.
+    """Start a process and wait for its exit. The process is killed at its time limit or if the call is cancelled.
 
     The time limit includes the start, which running programs of the sandbox can delay.
 
     Args:
-        spawn: starts the process with these open files from 0 on: empty input and two output streams. If cancelled,
-            ``spawn`` leaves nothing running.
-        kill: kills the process group.
+        spawn: starts the process, given descriptors for its standard input (empty), output and error. Cancelling
+            ``spawn`` must leave no process.
+        kill: kills the process group of the started process.
         timeout_s: time limit; ``None`` for no limit.
-        output_limit: bytes to keep of each stream.
+        output_limit: bytes to keep of each output stream.
     """
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     streams = [_Stream(output_limit), _Stream(output_limit)]
@@ -200,8 +202,8 @@ class _Stream:
         return bool(data)
 
     def finish(self) -> None:
-        """Read the available output and close. Bounded: background processes may write for ever."""
-        for _ in range(64):
+        """Read the output that is already in the pipe, and close the pipe."""
+        for _ in range(64):  # bounded, since background processes may write for ever
             if not self._read():
                 break
         self._loop.remove_reader(self._reader)

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An IPython kernel in a sandbox that receives cells over pipes.
 
-The sandbox's ``python3`` runs :mod:`.kernel_driver`; :class:`.kernel_pipes.KernelPipes` is the server's end. The
-kernel needs no port and no file of the sandbox, so a sandbox without network can have a kernel.
+The sandbox's ``python3`` runs :mod:`.kernel_driver`; :class:`.kernel_pipes.KernelPipes` has the server's ends of the
+pipes. The kernel needs no port and no file of the sandbox, so a sandbox without network can have a kernel.
 
-Every wait for a kernel also ends with the kernel's process.
+Each wait for a kernel also ends when the kernel's process exits.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from nemo_gym_prorl.sandbox_results import CellResult
 START_TIMEOUT_S = 60.0  # importing IPython takes seconds on a busy machine
 CELL_TIMEOUT_S = 180.0  # Gym's default for a command
 INTERRUPT_GRACE_S = 2.0
-"""Time for a cell to end after an interrupt, before the kernel is killed; Python handles a signal between opcodes."""
+"""Seconds until the kernel of an interrupted cell is killed; Python handles SIGINT between two opcodes."""
 
 DRIVER = ("python3", "-c", Path(__file__).with_name("kernel_driver.py").read_text())
 """Command that starts a kernel."""
 
 PROGRAM = "IPython"
+"""Name of a kernel in :attr:`.Container.sessions_started`."""
 
 _LOG_CHARS = 2000  # of a failed start's output; enough for a traceback
 
 
 class KernelBroken(AgentError):
-    """The kernel's process broke the protocol and was killed: programs in the sandbox have replaced the kernel."""
+    """The kernel's process violated the protocol and was killed: programs in the sandbox have changed the kernel."""
 
 
 class Kernel:
-    """One kernel. Belongs to one event loop. Cells run one at a time (FIFO)."""
+    """One kernel session. Belongs to one event loop. Cells run one at a time (FIFO)."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
@@ -61,16 +62,17 @@ class Kernel:
         """Start a kernel and wait until it accepts cells.
 
         Raises:
-            InfrastructureError: the image has no IPython, or the kernel does not start; has the kernel's output.
-            KernelBroken: the started process breaks the kernel's protocol.
-            SandboxBroken: a kernel worked in the sandbox before, or the image has one, and programs broke it.
+            InfrastructureError: the image has no IPython, or the kernel does not start; the message has its output.
+            KernelBroken: the started process violates the protocol.
+            SandboxBroken: programs broke IPython, which has worked in the sandbox before or is in the image.
+            SandboxLost: the sandbox ended.
         """
         kernel = cls(container)
         await kernel.restart(timeout_s=timeout_s)
         return kernel
 
     async def restart(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """End the kernel, if it lives, and start a new one."""
+        """Kill the kernel's process, if it runs, and start a new one, with the errors of :meth:`start`."""
         await self.close()
         self._broken, self._killed = "", False
         pipes = self._pipes = KernelPipes(self._on_unusable)
@@ -108,33 +110,34 @@ class Kernel:
         """Run one cell. A cancelled call interrupts the cell.
 
         Args:
-            code: Python source.
-            timeout_s: time limit. The cell is then interrupted, and the kernel is killed if the cell does not end.
-            output_limit: bytes of text to keep.
+            code: Python source with IPython's extensions.
+            timeout_s: time limit, after which the cell is interrupted; the kernel is killed
+                :data:`INTERRUPT_GRACE_S` later if the cell has not ended.
+            output_limit: bytes to keep of the cell's text, and of its traceback.
 
         Raises:
-            SandboxBroken: programs in the kernel have ended the kernel; :meth:`restart` starts another.
+            SandboxBroken: an earlier cell ended the kernel; :meth:`restart` starts a new one.
             SandboxLost: the sandbox ended, or the kernel was killed.
             CallerError: the kernel is closed.
-            KernelBroken: the kernel was killed before, after it broke the protocol.
+            KernelBroken: the kernel violated the protocol before, and was killed.
         """
         async with self._lock:
             process, pipes = self._process, self._pipes
             if self._broken:
                 raise KernelBroken(self._broken)
             if process is None or pipes is None or self._killed or process.ended.done():
-                raise session_end_error(self._container, "kernel", process, ours=self._killed)
+                raise session_end_error(self._container, "kernel", process, killed_here=self._killed)
             over = pipes.begin(code, output_limit)
             try:
                 timed_out = await self._ends_within(over, process, timeout_s)
             except asyncio.CancelledError:
-                # The lock is held until the cell has ended, or the next cell would wait inside the kernel.
+                # Hold the lock until the cell has ended, so that the next cell's time limit excludes this cell.
                 await run_uncancellable(self._ends_within(over, process, 0.0))
                 raise
             output = over.result() if over.done() else pipes.drain()
             died = bool(self._broken) or not over.done()
             if died and not timed_out and not self._broken and process.ended.result() == -signal.SIGKILL:
-                # The kill may be the end of the sandbox, which is reported later.
+                # The end of the sandbox may have killed the kernel; then raise the end's error.
                 await self._container.check_living()
             return _cell(output, output_limit, timed_out=timed_out, died=died, broken=self._broken)
 
@@ -143,7 +146,7 @@ class Kernel:
             await self._container.signal(self._process, signal.SIGINT)
 
     async def close(self) -> None:
-        """End the kernel. Idempotent."""
+        """Kill the kernel's process and close its pipes. Idempotent."""
         if self._pipes is not None:
             self._pipes.close()
         if self._process is not None:
@@ -157,7 +160,11 @@ class Kernel:
         await self.close()
 
     async def _ends_within(self, over: asyncio.Future[CellOutput], process: SandboxProcess, timeout_s: float) -> bool:
-        """Wait for the end of a cell or its kernel, interrupt and then kill; return whether a signal was needed."""
+        """Wait until a cell or its kernel ends. After ``timeout_s`` send SIGINT, and after a grace SIGKILL.
+
+        Returns:
+            Whether a signal was sent.
+        """
         ends: list[asyncio.Future[Any]] = [over, process.ended]
         for number, limit in ((signal.SIGINT, timeout_s), (signal.SIGKILL, INTERRUPT_GRACE_S)):
             await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -169,14 +176,14 @@ class Kernel:
         return True
 
     async def _raise_cause(self, error: Exception, process: SandboxProcess | None, output: str) -> None:
-        """Raise the cause of a failed start, unless the image is the cause."""
+        """Raise the error of a failed start if the agent or the end of the sandbox caused the failure."""
         if self._broken:
             raise KernelBroken(self._broken) from error
         if not self._container.alive:
             with contextlib.suppress(SandboxLost):
                 self._container.check_alive()
             raise SandboxLost(f"the sandbox ended while its kernel started: {output}") from error
-        # A timeout is not blamed on the agent: the machine may be busy.
+        # A busy machine may cause a timeout, so a timeout is not attributed to the agent.
         if not isinstance(error, TimeoutError):
             await blame_agent(self._container, PROGRAM, process, output)
 

@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program of a kernel process: an IPython shell that receives cells over a pipe.
 
-The image's own Python (3.7 or later, with IPython 7.34 or later) runs the text of this module with ``python3 -c``;
-the image has nothing of this package. :mod:`.kernel_pipes` has the other ends of the pipes, by descriptor:
+The image's own Python (3.7 or later, with IPython 7.34 or later) runs the text of this module with ``python3 -c``, so
+the module imports nothing of this package. :mod:`.kernel_pipes` has the other ends of these pipes, by descriptor:
 
 - 1 and 2: *text*. Output of the process, its threads and its children, in the order of their writes. Marks, each
-  written atomically, separate the text of cells and say where the text was cleared.
-- 3: *requests*. A length and that many bytes each: first the mark, then cells.
-- 4: *events*. Rich results, tracebacks and ends of cells. Each event is a sequence of records that are written
+  written atomically, separate the text of cells and mark where the text was cleared.
+- 3: *requests*. The first request is the mark, each other request a cell: a length and that many bytes.
+- 4: *events*. Rich results, tracebacks and ends of cells. Each event is a sequence of records, each written
   atomically. An interrupt between two records leaves no partial record, and the reader drops the incomplete event.
 
-One event loop runs during cells and between them, so tasks of earlier cells continue, and cells may ``await``.
+One event loop runs during cells and between them, so tasks of earlier cells continue, and cells may use ``await``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 
 
-# The agent's working folder may have a ``random.py``, which only its cells must import; see ``sys.path.insert`` below.
+# The working directory, added again for cells, may have modules such as random.py, which this module must not import.
 sys.path[:] = filter(None, sys.path)
 
 # ruff: noqa: E402
@@ -53,31 +53,33 @@ except ImportError as missing:
 
 
 TEXT, REQUESTS, EVENTS = 1, 3, 4
-FIRST_OWN = 100
-"""First descriptor of the driver's copies: programs close or replace the low ones."""
+"""Descriptors of the pipes when the kernel starts."""
+
+MIN_OWN_FD = 100
+"""Lowest descriptor of the driver's copies of the pipes, since cells may close or replace low descriptors."""
 
 MAX_RESULT_BYTES = 8 << 20
-"""Of a larger result only the size is sent; the server keeps no more."""
+"""Largest rich result in bytes that is sent, the server's limit; for a larger result only the size is sent."""
 
 MAX_TRACEBACK_CHARS = 1 << 20
-"""Of a longer traceback the beginning and the end are sent; the server keeps less."""
+"""Longest traceback that is sent completely, above the server's limit; else its beginning and end are sent."""
 
 MAX_MIME_TYPES = 100
-"""MIME types of one result that are sent; the server's limit of parts allows more."""
+"""MIME types of one rich result that are sent, below the server's limit of parts; further types are dropped."""
 
 SIZE = struct.Struct("!I")
 RECORD = struct.Struct("!HB")
 BEGINS, ENDS = 1, 2
-_ROOM = select.PIPE_BUF - RECORD.size
+_RECORD_DATA_BYTES = select.PIPE_BUF - RECORD.size  # bytes of an event per record: writes up to PIPE_BUF are atomic
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Text(io.FileIO):
-    """The text pipe as a file, for Python's own output: writes completely, after a pending clear."""
+    """The text pipe as a file for ``sys.stdout`` and ``sys.stderr``; writes all bytes, after a pending clear."""
 
     def __init__(self) -> None:
-        super().__init__(fcntl.fcntl(TEXT, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN), "w", closefd=False)
+        super().__init__(fcntl.fcntl(TEXT, fcntl.F_DUPFD_CLOEXEC, MIN_OWN_FD), "w", closefd=False)
         self.before_next: Callable[[], None] = lambda: None
 
     def write(self, data: Any) -> int:
@@ -86,15 +88,15 @@ class Text(io.FileIO):
         return self.put(data)
 
     def close(self) -> None:
-        """Do nothing: a wrapper that a cell makes of the file closes the file when it is collected."""
+        """Do nothing: garbage collection of a wrapper that a cell has created would close the file."""
 
     def put(self, data: Any) -> int:
-        """Write without a pending clear."""
+        """Write all bytes and return their number; does not apply a pending clear."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
             count = super().write(view[done:])
-            if count is None:  # a child has made the pipe non-blocking for all
+            if count is None:  # a child process has set O_NONBLOCK, which all users of the pipe share
                 waiting = select.poll()
                 waiting.register(self.fileno(), select.POLLOUT)
                 waiting.poll()
@@ -103,19 +105,19 @@ class Text(io.FileIO):
 
 
 class Channel:
-    """Both output pipes to the server; a clear applies to both."""
+    """The text pipe and the event pipe to the server. ``clears``: whether to clear both before the next output."""
 
     def __init__(self) -> None:
         self.text = Text()
         self.text.before_next = self._before_output
         self.mark = b""
         self.clears = False
-        self._events = fcntl.fcntl(EVENTS, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN)
+        self._events = fcntl.fcntl(EVENTS, fcntl.F_DUPFD_CLOEXEC, MIN_OWN_FD)
         self._lock = threading.RLock()
         self._process = os.getpid()
 
     def send(self, kind: bytes, *parts: bytes) -> None:
-        """Send an event; a forked child's are dropped, since the pipe is its parent's."""
+        """Send an event; a no-op in a forked child, since the pipe belongs to the kernel's own process."""
         if os.getpid() != self._process:
             return
         size = sum(map(len, parts))
@@ -123,13 +125,13 @@ class Channel:
             kind, parts = b"omitted", (b"%d" % size,)
         event = b"".join(SIZE.pack(len(part)) + part for part in (kind, *parts))
         with self._lock:
-            for begin in range(0, len(event), _ROOM):
-                part = event[begin : begin + _ROOM]
-                flags = (BEGINS if begin == 0 else 0) | (ENDS if begin + _ROOM >= len(event) else 0)
+            for begin in range(0, len(event), _RECORD_DATA_BYTES):
+                part = event[begin : begin + _RECORD_DATA_BYTES]
+                flags = (BEGINS if begin == 0 else 0) | (ENDS if begin + _RECORD_DATA_BYTES >= len(event) else 0)
                 os.write(self._events, RECORD.pack(len(part), flags) + part)
 
     def show(self, data: Mapping[str, Any], transient: Any = None, *, update: bool = False) -> None:
-        """Send a rich result: pairs of MIME type and content."""
+        """Send a rich result, content by MIME type; ``update`` replaces results with the same ``display_id``."""
         self._before_output()
         parts = [encoded((transient or {}).get("display_id") or "")]
         for kind, value in list(data.items())[:MAX_MIME_TYPES]:
@@ -141,7 +143,7 @@ class Channel:
         self.send(b"update" if update else b"data", *parts)
 
     def clear(self) -> None:
-        """Drop all output of the cell so far."""
+        """Tell the server to drop the text and results of the cell so far."""
         self.clears = False
         self._put_mark(b"clear")
         self.send(b"clear")
@@ -188,7 +190,7 @@ class Displays(DisplayPublisher):  # type: ignore[misc]
 
 
 class Shell(InteractiveShell):  # type: ignore[misc]
-    """IPython without a terminal. ``channel`` is set before the first cell."""
+    """IPython without a terminal. :class:`Driver` sets ``channel`` before the first cell."""
 
     displayhook_class = Type(Results)
     display_pub_class = Type(Displays)
@@ -203,7 +205,7 @@ class Shell(InteractiveShell):  # type: ignore[misc]
         self.exit_now = True
 
     def system(self, cmd: str) -> None:
-        """Run a command that writes to the text pipe itself, after the cell's own output."""
+        """Run a shell command, whose output goes directly to the text pipe, after flushing the cell's output."""
         flush()
         self.system_raw(cmd)
 
@@ -219,14 +221,14 @@ class Shell(InteractiveShell):  # type: ignore[misc]
 
 
 class Driver:
-    """Runner of cells, one after the other, on an event loop that also runs between them."""
+    """Runs cells one after the other, on an event loop that also runs between cells."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
         self.channel = Channel()
         for name, errors in (("stdout", "surrogateescape"), ("stderr", "backslashreplace")):
-            # Line buffering keeps the lines of several processes apart.
+            # Line buffering, so that the output of several processes does not mix within a line.
             stream = io.TextIOWrapper(self.channel.text, "utf-8", errors, line_buffering=True)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
@@ -235,26 +237,26 @@ class Driver:
         os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
         os.environ.update(PAGER="cat", GIT_PAGER="cat")
         sys.argv[:] = [""]
-        # IPython's history is a database on disk, written after each cell.
+        # IPython would write its history to a database on disk after each cell.
         config = Config(HistoryManager={"enabled": False}, InteractiveShell={"colors": "NoColor"})
         self.shell = Shell.instance(config=config)
         self.shell.channel = self.channel
         self.shell.set_hook("show_in_pager", self._page, 99)
         sys.path.insert(0, "")
         self._cell: asyncio.Task[None] | None = None
-        self._requests = fcntl.fcntl(REQUESTS, fcntl.F_DUPFD_CLOEXEC, FIRST_OWN)
+        self._requests = fcntl.fcntl(REQUESTS, fcntl.F_DUPFD_CLOEXEC, MIN_OWN_FD)
         self._received = bytearray()
         for descriptor in (REQUESTS, EVENTS):
             os.close(descriptor)
 
     async def serve(self) -> None:
-        """Run cells until the server hangs up or a cell asks for the end."""
+        """Run cells until the server closes the request pipe or a cell calls ``exit``."""
         signal.signal(signal.SIGINT, self._interrupt)
         self.channel.mark = await self._next_request() or b""
         number = 0
         while True:
-            # The start counts as cell 0. A cell that calls ``exit`` gets no end, as with ``os._exit``, so that the
-            # server does not send another cell to a kernel that is ending.
+            # End 0 reports the start. The end of a cell that calls exit is not reported, so that the server waits for
+            # the exit of the process instead of sending another cell.
             flush()
             if self.shell.exit_now:
                 return
@@ -292,14 +294,14 @@ class Driver:
             result = shell.run_cell(code, store_history=True)
         error = result.error_before_exec or result.error_in_exec
         if os.getpid() != process:
-            # A child that the cell has forked must not use the parent's loop and pipes.
+            # A child that the cell has forked must not use its parent's event loop and pipes.
             flush()
             status = error.code if isinstance(error, SystemExit) else None
             os._exit(status if isinstance(status, int) else error is not None)
         self._send_error(error)
 
     def _send_error(self, error: BaseException | None) -> None:
-        """Send a cell's error, unless IPython has sent a traceback."""
+        """Send type and message of a cell's error, if there is one and IPython has not sent its traceback."""
         if error is not None and not self.shell.error_sent:
             try:
                 text = f"{type(error).__name__}: {error}"
@@ -308,7 +310,7 @@ class Driver:
             self.channel.send(b"error", encoded(text))
 
     def _interrupt(self, *_signal: Any) -> None:
-        """Interrupt a running or waiting cell with ``await``; do nothing between cells."""
+        """Handle SIGINT outside of synchronous cells: interrupt a cell that uses ``await``; a no-op between cells."""
         cell = self._cell
         if cell is None or cell.done():
             return
@@ -318,7 +320,7 @@ class Driver:
         self.loop.call_soon_threadsafe(cell.cancel)
 
     async def _next_request(self) -> bytes | None:
-        """Return the next request, or ``None`` when the server has closed the pipe."""
+        """Return the next request; ``None`` when the server has closed the request pipe."""
         received = self._received
         while len(received) < SIZE.size or len(received) < SIZE.size + SIZE.unpack_from(received)[0]:
             ready = asyncio.Event()
@@ -335,23 +337,23 @@ class Driver:
         return request
 
     def _page(self, _shell: Any, data: Any, start: Any = 0, screen_lines: Any = 0) -> None:
-        """Print text that IPython would show in a pager, such as for ``len?``."""
+        """Print text that IPython would otherwise show in a pager, such as the help for ``len?``."""
         text = data.get("text/plain", "") if isinstance(data, dict) else data
         print(_COLOURS.sub("", text))
 
 
 def flush() -> None:
-    """Flush Python's streams, also those that a cell has replaced."""
+    """Flush the standard streams, and the objects by which a cell has replaced them; errors are ignored."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__):
         with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
 
 
 def encoded(text: str) -> bytes:
-    """Encode text; surrogates for bytes that are not UTF-8 become those bytes."""
+    """Encode text as UTF-8; surrogate escapes become the bytes for which they stand, other lone surrogates ``?``."""
     try:
         return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # half a surrogate pair that is no byte
+    except UnicodeEncodeError:  # a lone surrogate outside of the range of surrogate escapes
         return text.encode("utf-8", "replace")
 
 
@@ -368,7 +370,7 @@ def main() -> None:
     driver = Driver()
     serving = driver.loop.create_task(driver.serve())
     while not serving.done() and not driver.loop.is_closed():
-        # An exception of an agent's task, or a stopped loop, must not end the kernel.
+        # An exception of a cell's background task, or a stopped event loop, must not end the kernel.
         with contextlib.suppress(KeyboardInterrupt, SystemExit, RuntimeError):
             driver.loop.run_until_complete(serving)
 

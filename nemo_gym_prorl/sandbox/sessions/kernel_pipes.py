@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's ends of a kernel's pipes. :mod:`.kernel_driver` has the other ends and describes the protocol.
 
-All input is untrusted: any program inside can write to these pipes. Text is kept up to a limit, rich results up to
-:data:`DATA_LIMIT`, and the rest is counted. In addition one event of bounded size is buffered. Input that no driver
-sends raises :class:`Violation`. Each callback of the event loop reads one piece of a pipe; unread data blocks the
-writer (backpressure).
+All input is untrusted: any program in the sandbox can write to these pipes. Text is kept up to a limit and rich
+results up to :data:`DATA_LIMIT`; omitted bytes are counted. One event of bounded size is buffered in addition. Input
+that violates the protocol raises :class:`Violation`. Each callback of the event loop reads once from a pipe; unread
+data blocks the writer (backpressure).
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from nemo_gym_prorl.sandbox.sessions.commands import HeadTail
 
 
 OUTPUT_LIMIT = 64 << 10
-"""Bytes kept of a cell's text, and of its traceback; a model reads about 16k tokens."""
+"""Default of the bytes kept of a cell's text, and of its traceback: about 16k tokens for a model."""
 
 DATA_LIMIT = 8 << 20
-"""Bytes kept of a cell's rich results: several large images."""
+"""Bytes kept of a cell's rich results, enough for several large images."""
 
 RESULT_COST = 1 << 10
-"""Bytes charged per result and per MIME type, so that many short results are bounded, too."""
+"""Bytes charged against :data:`DATA_LIMIT` per result and per MIME type, to bound the number of short results."""
 
 MAX_EVENT_BYTES = DATA_LIMIT + (64 << 10)
-"""The driver sends at most :data:`DATA_LIMIT` of a result; the rest is for names and lengths."""
+"""Largest event in bytes: a result of :data:`DATA_LIMIT`, and 64 KiB for names and lengths."""
 
 MAX_PARTS = 256
-"""Parts of one event; a result with 100 MIME types has 202."""
+"""Parts of one event: more than the 202 of a result with 100 MIME types."""
 
 TEXT_BYTES = 64 << 10
 EVENT_BYTES = 4 << 10
-"""Bytes per read; decoding the shortest events of so many bytes takes about a millisecond."""
+"""Bytes per read of the text pipe and of the event pipe; bounds the time that a callback blocks the event loop."""
 
 DRAINED_READS = 64
-"""Reads of each pipe after the kernel's end; a process that the kernel has started may write forever."""
+"""Reads of each pipe after the kernel's exit, since a process that the kernel has started may write forever."""
 
 CLOSED_GRACE_S = 1.0
-"""Time for a kernel to end after closing its pipes; an ending kernel closes them before its end is reported."""
+"""Seconds in which a kernel that has closed its event pipe must exit; the kernel's exit closes the pipe, too."""
 
 WORD_BYTES = 8
-"""Length of the word after a mark: ``clear``, or the number of the cell that has ended."""
+"""Length of the control word after a mark: ``clear``, or the number of the cell that has ended."""
 
 SIZE = struct.Struct("!I")
 RECORD = struct.Struct("!HB")
@@ -56,16 +56,16 @@ BEGINS, ENDS = 1, 2
 
 
 class Violation(Exception):
-    """Input that breaks the driver's protocol."""
+    """Input from a kernel's pipe that violates the protocol of :mod:`.kernel_driver`."""
 
 
 class MarkedText:
-    """Splitter of a stream of text at its marks. Buffers only bytes that may be the beginning of a mark.
+    """Splitter of the text stream at its marks. Buffers only bytes that may be the beginning of a mark.
 
     Args:
-        mark: begins with a NUL byte.
-        on_text: called with all text.
-        on_mark: called with the word of each mark, after the text before the mark.
+        mark: bytes that precede each control word; the first is NUL.
+        on_text: called with the text between the marks.
+        on_mark: called with the control word after each mark, once all text before the mark is passed on.
     """
 
     def __init__(self, mark: bytes, on_text: Callable[[bytes], None], on_mark: Callable[[bytes], None]) -> None:
@@ -87,7 +87,7 @@ class MarkedText:
         self._on_text(data[begin:end])
 
     def flush(self) -> None:
-        """Pass on buffered bytes at the end of the stream."""
+        """Pass on buffered bytes as text, at the end of the stream."""
         held, self._held = self._held, b""
         self._on_text(held)
 
@@ -96,7 +96,7 @@ class EventReader:
     """Assembler of events from a stream of records; buffers at most one event.
 
     Args:
-        listener: called with the kind and the other parts of each event.
+        listener: called for each event with its kind, such as ``data``, and its other parts.
     """
 
     def __init__(self, listener: Callable[[str, list[bytes]], None]) -> None:
@@ -105,10 +105,10 @@ class EventReader:
         self._event: bytearray | None = None
 
     def feed(self, data: bytes) -> None:
-        """Process received bytes.
+        """Process bytes from the event pipe, in pieces of any size.
 
         Raises:
-            Violation: the stream is not the driver's; the reader must not be used again.
+            Violation: an event is too large or malformed; the reader must not be used again.
         """
         data, begin = self._rest + data, 0
         while (body := begin + RECORD.size) <= len(data):
@@ -134,7 +134,6 @@ class EventReader:
 
 
 def _parts(event: bytearray) -> list[bytes]:
-    """Return the parts of an event, the kind first."""
     parts: list[bytes] = []
     begin = 0
     while not parts or begin < len(event):
@@ -153,7 +152,7 @@ def _number(text: bytes) -> int:
 
 
 class RichResults:
-    """Rich results and traceback of a cell."""
+    """Rich results and traceback of a cell; ``omitted`` counts bytes beyond the limits, here or in the driver."""
 
     def __init__(self) -> None:
         self.error = b""
@@ -161,10 +160,10 @@ class RichResults:
         self._clear()
 
     def take(self, kind: str, parts: list[bytes]) -> None:
-        """Apply an event.
+        """Apply an event other than ``end``.
 
         Raises:
-            Violation: the event is malformed.
+            Violation: the event is malformed, or its kind is unknown.
         """
         match kind, parts:
             case "data" | "update", [name, *pairs] if len(pairs) % 2 == 0:
@@ -181,7 +180,7 @@ class RichResults:
     def _clear(self) -> None:
         self.data: list[dict[str, str]] = []
         self._left = DATA_LIMIT
-        self._places: dict[bytes, int] = {}
+        self._indexes: dict[bytes, int] = {}
 
     def _show(self, name: bytes, pairs: list[bytes], *, update: bool) -> None:
         size = sum(map(len, pairs))
@@ -192,16 +191,16 @@ class RichResults:
         self._left -= cost
         texts = [part.decode("utf-8", "replace") for part in pairs]
         data = dict(zip(texts[::2], texts[1::2], strict=True))
-        if update and name in self._places:
-            self.data[self._places[name]] = data
+        if update and name in self._indexes:
+            self.data[self._indexes[name]] = data
             return
         if name:
-            self._places[name] = len(self.data)
+            self._indexes[name] = len(self.data)
         self.data.append(data)
 
 
 def _pipes(count: int) -> list[tuple[int, int]]:
-    """Return ``count`` pipes, reading end first, or raise and leave none."""
+    """Return ``count`` new pipes, reading end first; after an error, no descriptor is left open."""
     made: list[tuple[int, int]] = []
     try:
         while len(made) < count:
@@ -214,7 +213,7 @@ def _pipes(count: int) -> list[tuple[int, int]]:
 
 
 class CellOutput(NamedTuple):
-    """Text and results of a cell."""
+    """Output of a cell: text, and rich results with the traceback."""
 
     text: HeadTail
     results: RichResults
@@ -223,14 +222,14 @@ class CellOutput(NamedTuple):
 class KernelPipes:
     """Pipes to one kernel. Belongs to one event loop.
 
-    Output between two cells, from threads and tasks of earlier cells, belongs to the next cell.
+    Output of threads and tasks between two cells counts as output of the next cell.
 
     Args:
-        on_unusable: called with the reason when the kernel cannot run cells any more.
+        on_unusable: called with the reason when the kernel violates the protocol or stops reading cells.
 
     Attributes:
-        driver_ends: descriptors of the kernel's ends, in the order of the driver's descriptors from 1 on.
-        over: resolved when the running cell has ended; for the start, when the kernel is ready.
+        driver_ends: descriptors that become the driver's descriptors 1 to 4; empty once closed.
+        over: future of the running cell's output; first, of the output until the kernel is ready.
     """
 
     def __init__(self, on_unusable: Callable[[str], None]) -> None:
@@ -251,20 +250,20 @@ class KernelPipes:
         self._begin(mark)
 
     def close_driver_ends(self) -> None:
-        """Close this process's copies of the driver's ends, once the kernel has them or has failed to start."""
+        """Close this process's copies of the driver's ends, after the kernel's process was started or failed."""
         for descriptor in set(self.driver_ends):
             os.close(descriptor)
         self.driver_ends = []
 
     def begin(self, code: str, limit: int) -> asyncio.Future[CellOutput]:
-        """Send a cell and return :attr:`over`; ``limit`` bytes of the cell's text are kept."""
+        """Send a cell and return :attr:`over`. Of the cell's text, ``limit`` bytes are kept."""
         late, self._text = self._text, HeadTail(limit)
         if late.total:
             self._text.add(late.text().encode())
         return self._begin(code.encode("utf-8", "surrogatepass"))
 
     def drain(self) -> CellOutput:
-        """Read the rest of an ended kernel's output, and return the output of the cell that ran."""
+        """Read the output that an ended kernel has left in its pipes; return the output of the cell that ran."""
         for read in (self._read_text, self._read_events) if self._ours else ():
             for _ in range(DRAINED_READS):
                 if not read():
@@ -273,7 +272,7 @@ class KernelPipes:
         return self.over.result() if self.over.done() else CellOutput(self._ended_text or self._text, self._results)
 
     def close(self) -> None:
-        """Close all ends. No callback runs afterwards."""
+        """Close all descriptors. Idempotent; no callback runs afterwards."""
         self.close_driver_ends()
         for descriptor in self._ours:
             self._loop.remove_reader(descriptor)
@@ -287,12 +286,12 @@ class KernelPipes:
         self._ended_results: RichResults | None = None
         self.over: asyncio.Future[CellOutput] = self._loop.create_future()
         if self._unsent:
-            self._lose("it does not read its cells")
+            self._report_unusable("it does not read its cells")
         self._unsent += SIZE.pack(len(request)) + request
         self._send()
         return self.over
 
-    def _lose(self, reason: str) -> None:
+    def _report_unusable(self, reason: str) -> None:
         if self._ours:
             self._loop.remove_reader(self._event_pipe)
             self._on_unusable(reason)
@@ -314,11 +313,11 @@ class KernelPipes:
         except BlockingIOError:
             return False
         except Violation as violation:
-            self._lose(f"it sends {violation}")
+            self._report_unusable(f"it sends {violation}")
             return False
         if not data:
             self._loop.remove_reader(self._event_pipe)
-            self._loop.call_later(CLOSED_GRACE_S, self._lose, "it has closed its pipe")
+            self._loop.call_later(CLOSED_GRACE_S, self._report_unusable, "it has closed its pipe")
         return bool(data)
 
     def _on_mark(self, word: bytes) -> None:
@@ -341,7 +340,7 @@ class KernelPipes:
 
     def _send(self) -> None:
         self._loop.remove_writer(self._request_pipe)
-        # The kernel's end is reported by its process.
+        # The exit of the kernel's process reports the end of the kernel.
         with contextlib.suppress(BrokenPipeError):
             try:
                 while self._unsent:

@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A persistent bash on a terminal inside a sandbox.
+"""A persistent bash on a terminal in a sandbox.
 
 A session has three channels:
 
-- *Commands* and *exit codes* travel through two private sockets (:mod:`.bash_channel`). Commands are not typed, so
-  the terminal neither echoes them nor cuts them at 4,096 characters, and no program reads them as input.
+- *Commands* and *exit codes* are sent through two private sockets (:mod:`.bash_channel`) and not typed. So no command
+  is echoed, cut at the terminal's 4,096 characters, or read by a program as its input.
 - *Input* for programs, and Ctrl-C, go through the terminal.
-- *Output* comes from the terminal unchanged.
+- *Output* is read from the terminal unchanged.
 
-The output of a command is complete when its end is reported: before the kernel reports a terminal as empty, it
-delivers all output written to the other end. The working folder is read from the kernel.
+When bash reports the end of a command, all output of the command can be read from the terminal. The working directory
+is read from ``/proc``.
 
-Interrupting a command polls, until the command has begun or, after its time limit, until it has ended.
+To interrupt a command, the server polls until bash has begun the command and, after a time limit, until it has ended.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ from nemo_gym_prorl.sandbox_results import ShellResult
 
 
 OUTPUT_LIMIT = 64 << 10
-"""Bytes kept of a command's output, half from its beginning and half from its end; a model reads about 16k tokens."""
+"""Default of the bytes kept of a command's output: about 16k tokens for a model."""
 
 HARD_TIMEOUT_S = 180.0  # Gym's default for a command
-SOFT_TIMEOUT_S = 60.0  # most silent commands wait for input by then
+SOFT_TIMEOUT_S = 60.0  # of silence: most commands that are silent for a minute wait for input
 
 INTERRUPT_GRACE_S = 1.0
-"""Time for a program to end after Ctrl-C, before it is killed; programs that clean up take less."""
+"""Seconds from Ctrl-C until the foreground program is killed; a program's cleanup usually takes less."""
 
 ENDING_S = 3.0
-"""Time to end all programs of a command, which may start one after the other, before bash is killed."""
+"""Seconds from a time limit until bash is killed: time for Ctrl-C and SIGKILL to several programs of a command."""
 
 ARRIVAL_S = 1.0
-"""Time without progress in reading a command, after which bash counts as busy with another program."""
+"""Seconds without progress in reading a command, after which bash counts as busy with an earlier program."""
 
 _BEGIN_POLL_S = 0.002
-"""Interval of checking whether a command that is to be interrupted has begun, which takes about a millisecond."""
+"""Seconds between checks whether bash has begun a command, which usually takes about a millisecond."""
 
 _FOREGROUND_POLL_S = 0.02
-"""Interval of checking whether an interrupted command continues with another program."""
+"""Seconds between checks whether an interrupted command has ended or started another program."""
 
-START_TIMEOUT_S = 20.0  # a start takes milliseconds; a busy machine is slower
+START_TIMEOUT_S = 20.0  # a start takes milliseconds, but longer on a busy machine
 
 ROWS, COLUMNS = 50, 200
-"""Size of the terminal: wide, because folded lines are harder to read for a model."""
+"""Size of the terminal in characters: wide, because a model reads wrapped lines less reliably."""
 
 VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 
 
 class ShellBusy(CallerError):
-    """A command still runs in the shell."""
+    """The last command of the shell still runs, so the shell accepts no other command."""
 
 
 class Shell:
-    """One bash session. Belongs to one event loop; one command at a time."""
+    """One bash session. Belongs to one event loop and runs one command at a time."""
 
     def __init__(
         self, container: Container, env: Mapping[str, str], cwd: str | None, user: str | int | None = None
@@ -90,7 +90,7 @@ class Shell:
         self._code: int | None = None
         self._killing: asyncio.Future[None] | None = None
         self.running = False
-        """Whether the last command has not ended."""
+        """Whether a command runs, or has ended without a call of :meth:`wait` that returned its result."""
         self.cwd = ""
 
     @classmethod
@@ -102,11 +102,12 @@ class Shell:
         env: Mapping[str, str] | None = None,
         user: str | int | None = None,
     ) -> Shell:
-        """Start bash in a sandbox.
+        """Start bash in a sandbox, in ``cwd`` and as ``user`` (``None``: the sandbox's own), with ``env`` added.
 
         Raises:
-            InfrastructureError: the image has no bash, or bash does not answer.
-            SandboxBroken: the image has bash, and programs in the sandbox broke it.
+            InfrastructureError: the image has no bash, or bash does not start in time.
+            SandboxBroken: programs broke bash, which has worked in the sandbox before or is in the image.
+            SandboxLost: the sandbox ended.
         """
         shell = cls(container, {**VARIABLES, **(env or {})}, cwd, user)
         await shell.restart()
@@ -117,12 +118,12 @@ class Shell:
         return self._bash is None or self._bash.ended.done()
 
     async def restart(self) -> None:
-        """Kill bash with all programs of its session, and start a new bash."""
+        """Close the shell, as :meth:`close`, and start a new bash, with the errors of :meth:`start`."""
         await self.close()
         self._killed = False
         self._channel = BashChannel(self._on_end, self._on_unusable)
         try:
-            # Programs inside may stop a starting process for ever.
+            # Sandboxed processes can delay a start for ever with SIGSTOP.
             async with asyncio.timeout(START_TIMEOUT_S):
                 self._bash = await self._container.spawn(
                     ["/bin/sh", "-c", "exec bash --noprofile --norc --noediting -i <&3 3<&-"],
@@ -153,7 +154,7 @@ class Shell:
         self._container.sessions_started.add("bash")
 
     async def _prepare(self, bash: SandboxProcess, channel: BashChannel) -> str:
-        """Prepare a new bash for commands; return the error, or an empty text."""
+        """Connect to a new bash and run a first command; return the error message, empty if that works."""
         assert bash.terminal is not None
         self._terminal = ContainerTerminal(bash.pid, bash.terminal)
         bash.ended.add_done_callback(lambda _future: self._output.notify())
@@ -175,20 +176,20 @@ class Shell:
         silence_s: float | None = SOFT_TIMEOUT_S,
         output_limit: int = OUTPUT_LIMIT,
     ) -> ShellResult:
-        """Run a command, of one line or many, in the shell.
+        """Run a command, of one or more lines, in the shell.
 
         Args:
             command: bash source.
-            timeout_s: hard limit. Afterwards each program of the command gets Ctrl-C, and SIGKILL one second later.
-                If the shell is not usable after three seconds, bash is killed (``exited``).
-            silence_s: soft limit: return after this time without output. The command keeps running; :meth:`wait`,
-                :meth:`send` or :meth:`interrupt` may follow. ``None`` for the hard limit only.
+            timeout_s: hard limit, after which each program of the command gets Ctrl-C, and SIGKILL one second later.
+                If the command has not ended after three seconds, bash is killed (``exited``).
+            silence_s: soft limit: return (``waiting``) after this time without output. The command keeps running;
+                :meth:`wait`, :meth:`send` or :meth:`interrupt` may follow. ``None`` for the hard limit only.
             output_limit: bytes of output to keep.
 
         Raises:
             ShellBusy: the last command has not ended.
-            CallerError: the command has a NUL.
-            SandboxBroken: programs in the shell have ended bash; :meth:`restart` starts another.
+            CallerError: the command contains a NUL character, or the shell is closed.
+            SandboxBroken: programs in the shell have ended bash; :meth:`restart` starts a new bash.
             SandboxLost: the sandbox ended, or bash was killed.
         """
         if self.running:
@@ -221,21 +222,25 @@ class Shell:
     async def wait(
         self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S
     ) -> ShellResult:
-        """Wait for the running command, as :meth:`run`; the result has all of its output so far."""
+        """Wait for the running command, with limits as in :meth:`run`; the result has all of the command's output."""
         output = self._output
-        begin = output.heard = self._loop.time()
+        begin = output.last_output = self._loop.time()
         while not self._has_ended():
             now = self._loop.time()
             if now - begin >= timeout_s:
                 return await self._time_out(begin)
-            if silence_s is not None and now - output.heard >= silence_s:
+            if silence_s is not None and now - output.last_output >= silence_s:
                 return await self._action(begin, waiting=True)
-            until = begin + timeout_s if silence_s is None else min(begin + timeout_s, output.heard + silence_s)
+            until = begin + timeout_s if silence_s is None else min(begin + timeout_s, output.last_output + silence_s)
             await output.change(until)
         return await self._action(begin)
 
     async def send(self, text: str) -> None:
-        """Type ``text`` at the terminal, as input of the running program; end a line with a newline."""
+        """Type ``text`` at the terminal, as input of the running program; a line of input ends with a newline.
+
+        Raises:
+            RolloutError: the shell is closed or has ended, as for :meth:`run`.
+        """
         descriptor, data = self.terminal.fd, text.encode("utf-8", "surrogateescape")
         while data:
             try:
@@ -246,18 +251,15 @@ class Shell:
                 raise self._ended_error() from error
 
     async def interrupt(self) -> None:
-        """Press Ctrl-C, if a command runs.
-
-        A command that bash is still reading begins first: an interrupted bash drops the part of the line that it has
-        read, and would run the rest as a command.
-        """
+        """Type Ctrl-C, if a command runs. The call first waits until bash has begun the command: an interrupted bash
+        drops the part of a line that it has read, and would run the remaining part as a command."""
         await self._wait_begun()
         if self.running and not self._has_ended():
             self._press()
 
     @property
     def terminal(self) -> ContainerTerminal:
-        """The shell's terminal, with ptyprocess's ``setwinsize``, ``setecho`` and so on.
+        """The shell's terminal, with the methods of ``ptyprocess.PtyProcess``, such as ``setwinsize``.
 
         Raises:
             CallerError: the shell is closed.
@@ -267,7 +269,7 @@ class Shell:
         return self._terminal
 
     async def close(self) -> None:
-        """Kill bash and the foreground programs. Idempotent."""
+        """Kill bash and close the terminal, which sends SIGHUP to the foreground programs. Idempotent."""
         self._close_files()
         if self._bash is not None:
             await self._container.end(self._bash)
@@ -275,7 +277,7 @@ class Shell:
         self.running = False
 
     def _ended_error(self) -> RolloutError:
-        return session_end_error(self._container, "shell", self._bash, ours=self._killed)
+        return session_end_error(self._container, "shell", self._bash, killed_here=self._killed)
 
     def _close_files(self) -> None:
         self._output.stop()
@@ -293,9 +295,9 @@ class Shell:
         await self.close()
 
     async def _time_out(self, begin: float) -> ShellResult:
-        """End the command with increasing force, until the shell answers or is killed."""
+        """End the command by Ctrl-C, by killing its programs, and finally by killing bash."""
         await self._wait_begun()
-        # A command that has not begun would begin, after its time limit, once the program before it is interrupted.
+        # If bash still runs an earlier program, Ctrl-C would end that program and begin the command after its limit.
         if self._channel and self._channel.begun:
             await self._end_foreground()
         if not self._has_ended():
@@ -307,27 +309,25 @@ class Shell:
         return self._code is not None or self.exited
 
     async def _wait_ended(self, patience_s: float) -> None:
-        """Wait until the command or bash has ended, at most ``patience_s``."""
+        """Wait until the command or bash has ended, at most ``patience_s`` seconds."""
         deadline = self._loop.time() + patience_s
         while not self._has_ended() and self._loop.time() < deadline:
             await self._output.change(deadline)
 
     async def _wait_begun(self) -> None:
-        """Wait until the command has begun, or bash has read nothing of it for :data:`ARRIVAL_S`."""
+        """Wait until bash has begun the command, or has read nothing of the command for :data:`ARRIVAL_S`."""
         unread, until = -1, 0.0
         while self.running and self._channel and not self._channel.begun and not self.exited:
-            if self._channel.unread != unread:
-                unread, until = self._channel.unread, self._loop.time() + ARRIVAL_S
+            if self._channel.unread_bytes != unread:
+                unread, until = self._channel.unread_bytes, self._loop.time() + ARRIVAL_S
             elif self._loop.time() >= until:
                 return
             await asyncio.sleep(_BEGIN_POLL_S)
 
     async def _end_foreground(self) -> None:
-        """Press Ctrl-C, kill after a grace, and repeat for each next program, at most for :data:`ENDING_S`.
-
-        Bash continues a loop if its program ended by itself just as it was interrupted, and a list if its program had
-        to be killed. Ctrl-C is pressed once per program: many clean up after the first, and die of a second.
-        """
+        """Send each foreground program Ctrl-C, then SIGKILL, until the command has ended or :data:`ENDING_S` is over.
+        Bash may start a next program: in a loop whose program exits just before Ctrl-C, or after a killed program of a
+        list. Each program gets Ctrl-C once, since a second Ctrl-C could abort the program's cleanup."""
         until = self._loop.time() + ENDING_S
         pressed, kill_at = self._press(), self._loop.time() + INTERRUPT_GRACE_S
         while not self._has_ended() and self._loop.time() < until:
@@ -341,7 +341,7 @@ class Shell:
                 kill_at += INTERRUPT_GRACE_S
 
     def _press(self) -> int | None:
-        """Press Ctrl-C; return the foreground process group."""
+        """Type Ctrl-C and request a report of the end; return the id of the foreground process group."""
         running = self.terminal.foreground()
         self.terminal.press_control("c")
         if self._channel:
@@ -356,7 +356,7 @@ class Shell:
     async def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> ShellResult:
         code = self._code
         if code is None and self._bash is not None and self._bash.ended.done():
-            # The result raises if the sandbox was lost.
+            # result() raises SandboxLost if the supervisor died.
             status = self._bash.ended.result()
             code = status if status >= 0 else 128 - status
             self._output.take_last()
@@ -365,7 +365,7 @@ class Shell:
             self.running = False
             self._output.clear()
         if code == SIGKILL_EXIT_CODE and not timed_out:
-            # The kill may be the end of the sandbox, which is reported later.
+            # The end of the sandbox may have killed the program; then raise the end's error.
             await self._container.check_living()
         return ShellResult(
             output=kept.text(),
@@ -373,7 +373,7 @@ class Shell:
             cwd=self.cwd,
             waiting=waiting,
             timed_out=timed_out,
-            # A tracer inside may delay the report of bash's end.
+            # _killed: a tracer in the sandbox can delay the report of bash's exit.
             exited=self.exited or self._killed,
             omitted=kept.omitted,
             seconds=self._loop.time() - begin,

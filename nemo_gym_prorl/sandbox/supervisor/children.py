@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes of the supervisor: fork, signal and reap them. Only this module reaps.
 
-Work that may take long, or that must join a container, runs in a child, which the supervisor or its *launcher* forks.
-A child sends one message and exits; the supervisor waits for the exit, never for the message. A child inherits only
-the files that it was given.
+Work that may block, or that must join a sandbox's namespaces, runs in a child forked by the supervisor or by the
+supervisor's *launcher*. A child sends one message and exits; the supervisor waits for the exit, never for the message.
+A child inherits only the file descriptors that the caller lists.
 
-The kernel reuses a process id as soon as the process is reaped. So only a :class:`Child` that is not reaped is
-signalled, and an exit is never attributed to an earlier process with the same id (:meth:`Children.starting`).
+The kernel reuses a pid as soon as the process is reaped. So the supervisor signals a :class:`Child` only until the
+child is reaped, and never attributes an exit to an earlier process with the same pid (:meth:`Children.starting`).
 
-The launcher (``launcher/launcher.c``) is a small process that forks in place of the supervisor, whose memory is
-expensive to copy. The launcher's children are the supervisor's, born in the sandbox's control group. The launcher is
-invisible to every sandbox, holds no file but its channel, and ends with the supervisor. A killed launcher is replaced
-on use.
+The launcher (``launcher/launcher.c``) is a small process that forks for the supervisor, whose page tables are
+expensive to copy. Processes forked by the launcher are children of the supervisor and start in the sandbox's control
+group. The launcher is in no sandbox's PID namespace, has only its request socket and descriptors 0 to 2 open, and ends
+with the supervisor. A killed launcher is replaced at the next request.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
 
 
 Reply = tuple[Message, list[int]]
-"""A message, and its open files."""
+"""A message, and the file descriptors sent with the message."""
 
 ChildAction = Callable[[], Reply]
-"""The work of a forked child; return the child's reply."""
+"""The work of a forked child; returns the reply that the child sends to the supervisor."""
 
-Adopt = Callable[[int], "Child"]
-"""Makes the :class:`Child` of a process id that another process has reported."""
+RegisterChild = Callable[[int], "Child"]
+"""Registers the pid of a child that another process has forked, and returns the :class:`Child`."""
 
 
 class Child:
-    """A child process. The pid is valid until the child is reaped, which sets ``status``."""
+    """A child process. The pid is valid until the child is reaped, which sets ``status`` (``None`` before)."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -78,7 +78,7 @@ class Child:
         return self.status is None
 
     def signal(self, number: int, *, group: bool = False) -> None:
-        """Signal the process or its group; a no-op once it has ended."""
+        """Signal the process, or with ``group`` its process group; a no-op once the process is reaped."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(self.pid, number)
@@ -87,15 +87,15 @@ class Child:
         self.signal(signal.SIGKILL)
 
     def wait(self) -> asyncio.Future[int]:
-        """Return a future of the exit code, negative for a signal. Each caller may cancel its own future."""
+        """Return a new future of the exit code: -N after signal N. Cancelling the future affects no other caller."""
         end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append(end)
         if self.status is not None:
-            self.reaped(self.status)
+            self.set_status(self.status)
         return end
 
-    def reaped(self, status: int) -> None:
-        """Record the wait status and resolve the waiters."""
+    def set_status(self, status: int) -> None:
+        """Record the wait status and resolve the futures of :meth:`wait`."""
         self.status = status
         while self._waiting:
             end = self._waiting.pop()
@@ -104,18 +104,18 @@ class Child:
 
 
 class Children:
-    """All children of a single-threaded process.
+    """Registry of the children of a single-threaded process; reaps the children on SIGCHLD.
 
     Args:
-        on_orphan: called with the pid of each reaped process that has no :class:`Child`, such as container orphans.
+        on_orphan: called with the pid of each reaped process without a :class:`Child`, such as a sandbox's orphan.
     """
 
     def __init__(self, on_orphan: Callable[[int], object] = lambda pid: None) -> None:
         self._on_orphan = on_orphan
         self._known: dict[int, Child] = {}
         self._starting: dict[int, dict[int, int]] = {}
-        """Per :meth:`starting` block in progress: wait status by pid of the orphans reaped since its start."""
-        # Not loop.add_signal_handler, which needs two more iterations of the loop per signal.
+        """For each active :meth:`starting` block: wait status by pid of the orphans reaped since the block began."""
+        # loop.add_signal_handler would delay each reap by two more iterations of the loop.
         self._woken, self._wakeup = socket.socketpair()
         self._woken.setblocking(False)
         self._wakeup.setblocking(False)
@@ -124,7 +124,9 @@ class Children:
         asyncio.get_running_loop().add_reader(self._woken.fileno(), self._wake)
 
     def fork(self, program: Callable[[], Any], files: Sequence[int] = (), group: Group | None = None) -> Child:
-        """Fork a child that runs ``program``, with these ``files`` and no others, in the control group ``group``.
+        """Fork a child that runs ``program`` and exits. Only descriptors 0 to 2 and ``files`` stay open in the child.
+
+        The child starts in the control group ``group``. Its exit code is 0, or 1 after an exception.
 
         Raises:
             Refused: no process can be started.
@@ -140,7 +142,7 @@ class Children:
         return child
 
     def can_fork(self) -> bool:
-        """Return whether this machine and user can start another process, by starting one."""
+        """Fork a child that exits at once; return whether this user could start a process on this machine."""
         try:
             self.fork(lambda: None)
         except Refused:
@@ -148,12 +150,10 @@ class Children:
         return True
 
     async def run(self, action: ChildAction, files: Sequence[int] = (), group: Group | None = None) -> Reply:
-        """Run ``action`` in a forked child, with these ``files`` and no others, and return its reply.
-
-        The child and its descendants are in the control group ``group``.
+        """Run ``action`` in a child, as :meth:`fork`, and return the reply. Cancellation kills the child.
 
         Raises:
-            Refused: the action failed, or no process can be started.
+            Refused: the action failed, the child was killed, or no process can be started.
         """
         try:
             ours, theirs = socket_pair()
@@ -167,10 +167,10 @@ class Children:
     async def reply(
         self, child: Child, channel: socket.socket, take: Callable[[socket.socket], Reply] = receive
     ) -> Reply:
-        """Wait for a child's exit and return its reply. Cancellation kills the child.
+        """Wait for a child's exit and return the reply that ``take`` receives. Cancellation kills the child.
 
         Raises:
-            Refused: the child failed, or was killed.
+            Refused: the reply is an error, or the child ended without a reply.
         """
         try:
             await child.wait()
@@ -186,25 +186,23 @@ class Children:
         return reply, files
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[Adopt]:
-        """Yield an :data:`Adopt` for a child that another process starts within the block.
-
-        The child may be reaped before its pid is reported; its status is kept for the block. A process that was reaped
-        before the block had the same pid by reuse, and is never adopted.
-        """
+    def starting(self) -> Iterator[RegisterChild]:
+        """Yield a function that registers a child of which another process reports the pid within the block. The
+        child may be reaped before the pid arrives, so exit statuses of unknown pids are kept until the block ends.
+        Statuses reaped before the block are not kept: a reused pid never gets an earlier process's status."""
         reaped: dict[int, int] = {}
         self._starting[id(reaped)] = reaped
 
-        def adopt(pid: int) -> Child:
+        def register(pid: int) -> Child:
             child = Child(pid)
             if pid in reaped:
-                child.reaped(reaped[pid])
+                child.set_status(reaped[pid])
             else:
                 self._known[pid] = child
             return child
 
         try:
-            yield adopt
+            yield register
         finally:
             del self._starting[id(reaped)]
 
@@ -222,7 +220,7 @@ class Children:
             if pid == 0:
                 return
             if child := self._known.pop(pid, None):
-                child.reaped(status)
+                child.set_status(status)
             else:
                 for reaped in self._starting.values():
                     reaped[pid] = status
@@ -230,12 +228,12 @@ class Children:
 
 
 def send_from_child(channel: socket.socket, message: Message, files: Sequence[int] = ()) -> None:
-    """Send a message from a forked child, on a blocking channel."""
+    """Send a message and descriptors on a blocking socket, from a forked child without an event loop."""
     send(channel, pack(message, files))
 
 
 def _run_forked(program: Callable[[], object], files: Sequence[int], parent: int) -> NoReturn:
-    """Run a program in a forked child, which must never return to its copy of the event loop."""
+    """Run a program in a forked child and exit: the child must never return to its copy of the event loop."""
     try:
         syscalls.die_with_parent(parent)
         gc.disable()
@@ -260,20 +258,20 @@ def _send_reply(action: ChildAction, channel: socket.socket) -> None:
 
 
 LAUNCHER_TRIES = 5
-"""Attempts per request, each with another launcher; several sandboxes would have to lose it at once to use them up."""
+"""Attempts per request, each with a new launcher; a request fails only if all five launchers are killed."""
 
 CHANNEL = 3
-"""Descriptor of the launcher's request socket."""
+"""Descriptor of the request socket in the launcher; ``launcher.c`` has the same number."""
 
 _STARTED = struct.Struct("=q")
 """The launcher's reply to a request: a pid, or a negative errno."""
 
 _MIN_PROGRAM_FD = 64
-"""Above the descriptors that an executed program gets its own files under."""
+"""Lowest descriptor for the launcher's executable: above :data:`CHANNEL`, which ``posix_spawn`` overwrites."""
 
 
 class LauncherLost(Refused):
-    """The launcher was killed before it replied. A child that may have been started waits for ``GO`` and ends."""
+    """The launcher was killed before replying. A child that the launcher has forked gets no ``GO``, and exits."""
 
     def __init__(self) -> None:
         super().__init__(HELPER_KILLED)
@@ -294,7 +292,7 @@ class Launcher:
         """Start a child in ``group`` that carries out a request.
 
         Returns:
-            The child, and the channel of its reply, which the caller closes.
+            The child, and the socket on which the child replies, which the caller closes.
 
         Raises:
             LauncherLost: the launcher was killed.
@@ -305,12 +303,12 @@ class Launcher:
         except OSError as error:
             raise no_process(error, group) from error
         try:
-            with theirs, self._children.starting() as adopt:
-                # The child blocks on its end; the supervisor never blocks on the other.
+            with theirs, self._children.starting() as register:
+                # The child blocks in reads and sends; the supervisor's end is non-blocking.
                 theirs.setblocking(True)
-                child = adopt(await self._ask(request, [theirs.fileno(), *files], group))
+                child = register(await self._ask(request, [theirs.fileno(), *files], group))
             with contextlib.suppress(ConnectionError):
-                # The child may have failed already; its reply says why.
+                # The child may have failed and exited already; its reply, still in the socket, has the error.
                 ours.send(GO)
         except BaseException as error:
             ours.close()
@@ -320,10 +318,10 @@ class Launcher:
         return child, ours
 
     async def run_once(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Reply:
-        """Carry out a request in a child of the launcher and return the child's reply.
+        """Carry out a request in a child that the launcher forks, as :meth:`begin`, and return the child's reply.
 
         Raises:
-            LauncherLost: the launcher was killed; another one may carry out the request.
+            LauncherLost: the launcher was killed; a retry uses a new launcher.
             Refused: the request failed, or no process can be started.
         """
         child, channel = await self.begin(request, files, group)
@@ -331,10 +329,8 @@ class Launcher:
             return await self._children.reply(child, channel, receive_answer)
 
     async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Reply:
-        """Carry out an idempotent request, as :meth:`run_once`, retrying after the death of a launcher.
-
-        Joining is idempotent because a joiner waits for ``GO``; erasing is by nature.
-        """
+        """Carry out a request, as :meth:`run_once`, in up to :data:`LAUNCHER_TRIES` attempts. A retry is safe: a child
+        changes nothing before ``GO``, which is sent once the launcher has reported the child's pid."""
         for _ in range(LAUNCHER_TRIES - 1):
             try:
                 return await self.run_once(request, files, group)
@@ -343,7 +339,7 @@ class Launcher:
         return await self.run_once(request, files, group)
 
     def program(self) -> int:
-        """Return a descriptor of the launcher's executable, which first processes of sandboxes execute, too.
+        """Return a descriptor of the launcher's executable, which each sandbox's first process also executes.
 
         Raises:
             OSError: there is no launcher for this machine's architecture.
@@ -359,7 +355,7 @@ class Launcher:
         connection = self._running()
         group_fd = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
         packet = request.packet(group_fd, files)
-        # Queued before sending: replies come in the order of the requests.
+        # Queue the future before sending: the launcher replies in the order of the requests.
         reply: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._asked.append(reply)
         try:
@@ -379,7 +375,7 @@ class Launcher:
             return self._connection
         executable = self.program()
         ours, theirs = socket_pair()
-        with theirs, self._children.starting() as adopt:
+        with theirs, self._children.starting() as register:
             theirs.setblocking(True)
             try:
                 pid = os.posix_spawn(
@@ -391,7 +387,7 @@ class Launcher:
             except OSError:
                 ours.close()
                 raise
-            self._process = adopt(pid)
+            self._process = register(pid)
         self._connection = Connection(ours, self._on_started, self._on_lost, _receive_started)
         return self._connection
 

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A server's end of its sandbox supervisor: start the supervisor, send requests, receive events, notice its death.
+"""Client of the sandbox supervisor: start the supervisor, send requests, receive events, clean up after its death.
 
-A process has one supervisor, however many event loops and provider objects it has. The supervisor starts with the
-first sandbox and lives as long as the process: its lifetime is tied to one socket that this module keeps open. Each
+A server process has one supervisor, shared by all event loops and provider objects. The supervisor starts with the
+first sandbox and ends with the server process, when the kernel closes the socket that this module keeps open. Each
 event loop has its own :class:`SupervisorConnection`.
 """
 
@@ -51,28 +51,31 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
 
 
 SEND_RETRY_S = 0.05
-"""Pause before a message is sent again after ``ETOOMANYREFS``; descriptors in transit are received within it."""
+"""Pause before a message is resent after ``ETOOMANYREFS``; receivers usually take descriptors from sockets sooner."""
 
 SEND_RETRIES = 20
-"""One second in all, after which the shortage is reported to the caller."""
+"""Resends, one second in all, before the caller gets the error."""
 
 CLEANUP_S = 5.0
-"""Time to remove the state of a dead supervisor; the next supervisor's sweep removes the rest."""
+"""Time limit for cleaning up after a dead supervisor; the next supervisor's sweep removes what is left."""
 
 
 NETWORK_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
-"""Variables of the server that its supervisor gets: how the egress process reaches hosts, and which it trusts."""
+"""Environment variables that the supervisor inherits for its egress process: proxies and trusted certificates. Matched
+in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxProcess:
-    """A process that was started inside a sandbox.
+    """A process that was started in a sandbox.
 
     Attributes:
         name: identifies the process in requests to the supervisor.
-        pid: process id on the host, also the id of its process group.
-        ended: exit code, negative for a signal. Shared between waiters, so shield it.
-        terminal: controlling end of the process's terminal, owned by the caller; ``None`` without a terminal.
+        pid: process id on the host, also the id of the process group.
+        ended: future of the exit code, -N after signal N. All waiters share the future, so await it with
+            ``asyncio.shield``.
+        terminal: descriptor of the controlling end of the process's terminal, which the caller closes; ``None`` if the
+            process has no terminal.
     """
 
     name: str
@@ -84,7 +87,7 @@ class SandboxProcess:
 _connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Path, SupervisorConnection]] = (
     weakref.WeakKeyDictionary()
 )
-# A forked copy of the server must not use the connections of the original.
+# A forked child of the server must not use its parent's connections.
 os.register_at_fork(after_in_child=_connections.clear)
 
 
@@ -116,7 +119,11 @@ class SupervisorConnection:
 
     @classmethod
     async def to(cls, folder: Path) -> SupervisorConnection:
-        """Return the running loop's connection to the supervisor of ``folder``, which may be another process's."""
+        """Return the running loop's connection to the supervisor of ``folder``, which may be another process's.
+
+        Raises:
+            SandboxLost: no supervisor listens in the folder.
+        """
         connections = _connections.setdefault(asyncio.get_running_loop(), {})
         if folder not in connections or connections[folder].lost:
             connection = await cls._connect(folder)
@@ -138,14 +145,15 @@ class SupervisorConnection:
         return connection
 
     async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
-        """Send a request and return its reply, with the received files, which the caller closes.
+        """Send a request with descriptors; return the reply and its descriptors, which the caller closes.
 
-        A cancelled caller has no side effect: a request that is not sent yet is dropped.
+        A cancelled call drops a request that is not sent yet. A request that is sent is still carried out.
 
         Raises:
             SandboxRefused: the request could not be carried out.
             SandboxExhausted: the sandbox is at one of its own limits.
-            SandboxLost: the supervisor is gone.
+            SandboxLost: the sandbox or its supervisor is gone.
+            CallerError: a field of the request is wrong.
         """
         for _ in range(SEND_RETRIES):
             with contextlib.suppress(_TooManyFilesInTransit):
@@ -177,7 +185,7 @@ class SupervisorConnection:
         return reply, received
 
     def post(self, request: Request) -> None:
-        """Send a request without waiting for a reply; a dead supervisor makes this a no-op."""
+        """Send a request without waiting for a reply; a no-op if the supervisor is gone."""
         self._connection.post(encode(request))
 
     def new_name(self) -> str:
@@ -185,13 +193,13 @@ class SupervisorConnection:
         return f"{self._name}-{self._number}"
 
     async def spawn(self, request: SpawnRequest, files: Sequence[int]) -> SandboxProcess:
-        """Start a process, as :meth:`ask`. If the call is cancelled, the process does not run."""
+        """Start a process with the open files ``files``; errors as for :meth:`ask`. Cancellation kills the process."""
         name = request.spawn
         ended = self._exits[name] = self._loop.create_future()
         try:
             reply, received = await self.ask(request, files)
         except BaseException as error:
-            # A lost supervisor has cleared the exits already.
+            # _on_lost may have removed the entry already.
             self._exits.pop(name, None)
             if isinstance(error, asyncio.CancelledError):
                 self.kill(name)
@@ -203,7 +211,7 @@ class SupervisorConnection:
         self.post(SignalRequest(name, int(signal.SIGKILL)))
 
     def watch(self, sandbox: str, watcher: Callable[[Message], None] | None) -> None:
-        """Pass the events of a sandbox to ``watcher``; ``None`` stops that."""
+        """Call ``watcher`` with each event of a sandbox, instead of an earlier watcher; ``None`` unregisters it."""
         if watcher:
             self._watchers[sandbox] = watcher
         else:
@@ -236,7 +244,7 @@ class SupervisorConnection:
         for future in futures:
             if not future.done():
                 future.set_exception(reason)
-                # Mark the exception as retrieved: a process's end may have no waiter.
+                # Retrieve the exception, or asyncio logs it for a process without a waiter.
                 future.exception()
         self._exits.clear()
         for watcher in list(self._watchers.values()):
@@ -261,25 +269,21 @@ def _reply_error(reply: Message) -> RolloutError:
         return SandboxExhausted(reply["error"], reply["exhausted"])
     if reply.get("field"):
         return CallerError(reply["error"], field=reply["field"])
-    # Sandboxed processes cannot kill the supervisor's helper, so its death is the machine's doing.
+    # Sandboxed processes cannot kill a child of the supervisor, so a killed child is a failure of the machine.
     kind = FailureKind.PROVIDER_UNAVAILABLE if reply.get("killed") else None
     if reply.get("quota"):
         kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED
     if shortage := SHORTAGES.get(reply.get("errno") or 0):
         if reply["errno"] in (errno.EMFILE, errno.ENFILE):
             kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED
-        # Without an errno: callers take an errno as a fault of the request.
+        # Without the errno: callers would attribute an error with an errno to the request.
         return SandboxRefused(f"{reply['error']}: {shortage}", kind=kind or FailureKind.PROVIDER_UNAVAILABLE)
     return SandboxRefused(reply["error"], reply.get("errno") or 0, reply.get("log", ""), kind=kind)
 
 
 @dataclass(slots=True)
 class SupervisorProcess:
-    """The supervisor of this process.
-
-    Attributes:
-        owner: the supervisor ends when this socket closes.
-    """
+    """The supervisor of this process, which ends when the socket ``owner`` closes."""
 
     popen: subprocess.Popen[bytes]
     folder: Path
@@ -292,7 +296,7 @@ own_supervisor: SupervisorProcess | None = None
 
 
 def _forget_after_fork() -> None:
-    """Close a forked copy's socket, which would keep the original's supervisor alive."""
+    """In a forked child, close the copy of the owner socket, which would keep the parent's supervisor alive."""
     global own_supervisor, _lock
     _lock = threading.Lock()
     if own_supervisor:
@@ -304,7 +308,11 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def running_supervisor() -> Path:
-    """Return the state folder of this process's supervisor, which is started unless it runs. Blocks."""
+    """Return the state folder of this process's supervisor; start the supervisor unless it runs. Blocks.
+
+    Raises:
+        InfrastructureError: the state folder cannot be created.
+    """
     global own_supervisor
     with _lock:
         if own_supervisor and own_supervisor.popen.poll() is None:
@@ -340,15 +348,14 @@ def running_supervisor() -> Path:
 
 
 def _make_state_folder() -> tuple[Path, int, socket.socket]:
-    """Make the folder of a new supervisor; return the folder, its lock and its listening socket.
+    """Create the folder of a new supervisor; return the folder, the lock's descriptor and the listening socket.
 
-    The server makes the folder, not the supervisor, so that a wrong folder is the server's own error.
-    """
+    The server creates the folder, so that a wrong ``PRORL_STATE`` raises an exception in the server."""
     folder: Path | None = None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         root = state_dir.state_root()
-        folder, lock = state_dir.take(root)
+        folder, lock = state_dir.create_locked_folder(root)
         listener.bind(str(folder / "socket"))
         (folder / "socket").chmod(0o600)
         listener.listen(128)
@@ -366,10 +373,8 @@ def _make_state_folder() -> tuple[Path, int, socket.socket]:
 
 
 def cleanup_dead_supervisor(folder: Path) -> None:
-    """Remove the processes and files of a dead supervisor. Blocks up to :data:`CLEANUP_S`.
-
-    The supervisor's last forked child may hold the folder's lock for a moment longer.
-    """
+    """Kill the processes and remove the files of a dead supervisor; retry for up to :data:`CLEANUP_S`. Blocks.
+    Retries are needed because a child that the supervisor forked may hold the folder's lock a little longer."""
     deadline = time.monotonic() + CLEANUP_S
     while not state_dir.remove_if_dead(folder, patience_s=1.0) and time.monotonic() < deadline:
         time.sleep(0.1)

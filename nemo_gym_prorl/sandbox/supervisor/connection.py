@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Message framing between a server, its supervisor and the supervisor's helpers: JSON packets with open files.
+"""Message framing between a server, its supervisor and the supervisor's children: JSON packets with file descriptors.
 
-The socket is a ``SOCK_SEQPACKET``: the kernel sends a packet whole or not at all, so a cancelled or killed sender
-leaves no partial message. A message above :data:`MAX_INLINE_BYTES` travels as a memory file, and its packet holds only
-the id and the size.
+The sockets are ``SOCK_SEQPACKET``: the kernel sends a packet completely or not at all, so a cancelled or killed sender
+leaves no partial message. A message above :data:`MAX_INLINE_BYTES` is sent as a memfd, with a packet that contains the
+message's id and size only.
 
 :class:`Connection` is one end of such a socket in an event loop: it queues outgoing packets in order and passes
-incoming ones to a callback.
+incoming packets to a callback.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from typing import Any
 Message = dict[str, Any]
 
 MAX_FILES = 8
-"""Open files per message; the largest request needs fewer."""
+"""File descriptors per message, without the memfd of a large message; no request has as many."""
 
 MAX_INLINE_BYTES = 60_000
-"""Bytes of a message that fits into a packet; a socket's default buffer of 208 KiB holds three such packets."""
+"""Largest message in bytes that is sent in a packet; a socket's default buffer of 208 KiB holds three such packets."""
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Bytes; the kernel accepts less for the arguments and variables of a program."""
+"""Largest message in bytes; the kernel's limit for the arguments and variables of a program is lower."""
 
 _ENVELOPE = 256
-"""Bytes that a packet may be larger than its message."""
+"""Slack in bytes of a receive buffer above :data:`MAX_INLINE_BYTES`."""
 
-_ROOM_FOR_FILES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
+_ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
 
 
 class PeerGone(ConnectionError):
-    """The other end is closed, or has sent an invalid message."""
+    """The other end of a socket is closed, or has sent an invalid message."""
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -60,10 +60,10 @@ class Packet:
 
     Attributes:
         data: the bytes of the packet.
-        files: open files that travel with the packet.
-        own: files that the packet owns; closed once it is sent or dropped.
-        sent: whether the kernel has taken the packet.
-        waiter: resolved when the packet is sent or has failed.
+        files: descriptors to send with the packet.
+        own: descriptors among ``files`` that are closed once the packet is sent or dropped.
+        sent: whether the kernel has accepted the packet.
+        waiter: resolved when the packet is sent or has failed; ``None`` if no caller waits.
     """
 
     data: bytes
@@ -78,10 +78,10 @@ class Packet:
 
 
 def pack(message: Message, files: Sequence[int] = ()) -> Packet:
-    """Encode a message with its files.
+    """Encode a message that is sent with the descriptors ``files``, which stay the caller's.
 
     Raises:
-        OSError: the message is too large, or there is no memory for it.
+        OSError: ``E2BIG`` above :data:`MAX_MESSAGE_BYTES`, or an error of creating the memfd of a large message.
     """
     body = json.dumps(message, separators=(",", ":")).encode()
     packet = Packet(body, list(files))
@@ -98,12 +98,12 @@ def pack(message: Message, files: Sequence[int] = ()) -> Packet:
 
 
 def send(connection: socket.socket, packet: Packet) -> None:
-    """Send a packet.
+    """Send a packet on a socket.
 
     Raises:
-        BlockingIOError: the socket's buffer is full.
+        BlockingIOError: the socket is non-blocking and its buffer is full.
         PeerGone: the other end is closed.
-        OSError: the kernel refuses this packet.
+        OSError: the kernel refuses this packet, such as ``ETOOMANYREFS``.
     """
     try:
         if packet.files:
@@ -115,24 +115,25 @@ def send(connection: socket.socket, packet: Packet) -> None:
 
 
 def receive_packet(connection: socket.socket, largest: int) -> tuple[bytes, list[int], bool]:
-    """Receive the next packet, of ``largest`` bytes at most, with its files, which the caller closes.
+    """Receive the next packet, of at most ``largest`` bytes, and its file descriptors, which the caller closes.
 
     Returns:
-        The packet, the files, and whether the files are complete; this process's limit of open files may cut them.
+        The packet, the descriptors, and whether all descriptors were received. The kernel drops descriptors above this
+        process's limit of open files.
 
     Raises:
-        BlockingIOError: no packet has arrived.
-        PeerGone: the other end is closed.
+        BlockingIOError: the socket is non-blocking and no packet has arrived.
+        PeerGone: the other end is closed, or the packet is too large.
     """
     try:
-        # Not socket.recv_fds: it ignores its flags, and without CLOEXEC executed programs would inherit the files.
-        data, ancillary, flags, _address = connection.recvmsg(largest, _ROOM_FOR_FILES, socket.MSG_CMSG_CLOEXEC)
+        # socket.recv_fds ignores its flags; without CLOEXEC executed programs would inherit the descriptors.
+        data, ancillary, flags, _address = connection.recvmsg(largest, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:
         raise PeerGone(*error.args) from None
     numbers = array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            # A truncated control message may end within a number.
+            # A truncated control message may end in the middle of a descriptor's number.
             numbers.frombytes(content[: len(content) // numbers.itemsize * numbers.itemsize])
     files = list(numbers)
     if not data or flags & socket.MSG_TRUNC:
@@ -142,13 +143,13 @@ def receive_packet(connection: socket.socket, largest: int) -> tuple[bytes, list
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
-    """Receive the next message, with its files, which the caller closes.
+    """Receive the next message and its file descriptors, which the caller closes.
 
-    A message has the key ``torn`` if its files were lost because this process may open no more.
+    The message gets the key ``torn``, and no descriptors, if this process's limit of open files was reached.
 
     Raises:
-        BlockingIOError: no message has arrived.
-        PeerGone: the other end is closed, or has sent no valid packet.
+        BlockingIOError: the socket is non-blocking and no message has arrived.
+        PeerGone: the other end is closed, or has sent an invalid packet.
     """
     data, files, whole = receive_packet(connection, MAX_INLINE_BYTES + _ENVELOPE)
     try:
@@ -161,7 +162,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
         if not isinstance(message, dict):
             raise TypeError(type(message).__name__)
     except Exception as error:
-        # Also an untrusted file in place of the memory file, such as a pipe.
+        # An untrusted sender may also send a pipe instead of a memfd.
         close_all(files)
         raise PeerGone(errno.EPROTO, f"not a message: {error}") from error
     if "torn" in message:
@@ -181,13 +182,13 @@ def close_all(files: list[int]) -> None:
 
 
 MAX_UNSENT_PACKETS = 256
-"""Packets queued for a client before its requests are no longer read (backpressure)."""
+"""Unsent packets to a client above which no further requests of the client are read (backpressure)."""
 
 READS_PER_CALLBACK = 16
-"""Packets read before the loop runs its other callbacks, so that a flood starves no connection."""
+"""Packets read per callback of the event loop, so that one busy connection does not starve others."""
 
 PAUSE_S = 0.5
-"""Pause before reading again after an unexpected error, which would repeat at once and keep the loop busy."""
+"""Pause in seconds before reading again after an unexpected error, which may recur at once."""
 
 File = socket.socket | FileIO
 
@@ -197,10 +198,10 @@ class Connection[*Received]:
 
     Args:
         ours: the socket; closed with the connection.
-        on_message: called with each message. The loop reports its exceptions; the connection continues.
-        on_gone: called once when the other end is closed, never from within a call of this object.
-        take: reads and decodes one packet.
-        bounded: read nothing while :data:`MAX_UNSENT_PACKETS` packets wait to be sent.
+        on_message: called with what ``take`` returns; the loop logs its exceptions, and the connection continues.
+        on_gone: called once when the other end is closed, but never during a method call on this object.
+        take: reads and decodes one packet from the socket.
+        bounded: whether to stop reading while more than :data:`MAX_UNSENT_PACKETS` packets wait to be sent.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class Connection[*Received]:
     ) -> None:
         ours.setblocking(False)
         self._ours = ours
-        # The loop gets the descriptor: with a socket object it would make two more system calls per registration.
-        self._number = ours.fileno()
+        # With a socket object instead of a descriptor, the loop would make two more system calls per registration.
+        self._descriptor = ours.fileno()
         self._on_message = on_message
         self._on_gone = on_gone
         self._take = take
@@ -225,24 +226,26 @@ class Connection[*Received]:
         self._reading = True
         self._writing = False
         self.closed = False
-        self._loop.add_reader(self._number, self._read)
+        self._loop.add_reader(self._descriptor, self._read)
 
     def post(self, message: Message) -> None:
-        """Queue a message without waiting; a lost message is not reported."""
+        """Queue a message without waiting; a message that cannot be sent is dropped."""
         if not self.closed:
             self._enqueue(pack(message))
 
     async def send(self, message: Message, files: Sequence[int] = ()) -> None:
-        """Send a message, waiting for room. A cancelled call has not sent the message.
+        """Send a message, with the descriptors ``files``; wait until the kernel has accepted it.
+
+        Cancellation drops a message that is not sent yet.
 
         Raises:
             PeerGone: the other end is closed.
-            OSError: the kernel refuses this message.
+            OSError: the kernel refuses this message, or as :func:`pack`.
         """
         await self.send_packet(pack(message, files))
 
     async def send_packet(self, packet: Packet) -> None:
-        """Send an encoded message, as :meth:`send`."""
+        """Send an encoded message, as :meth:`send`; afterwards ``packet.sent`` is set."""
         if self.closed:
             packet.close()
             raise PeerGone
@@ -256,11 +259,11 @@ class Connection[*Received]:
                 packet.close()
 
     def close(self) -> None:
-        """Close the socket and drop unsent packets. No callback runs afterwards."""
+        """Close the socket; senders of unsent packets get :class:`PeerGone`. No callback runs afterwards."""
         if not self.closed:
             self.closed = True
-            self._loop.remove_reader(self._number)
-            self._loop.remove_writer(self._number)
+            self._loop.remove_reader(self._descriptor)
+            self._loop.remove_writer(self._descriptor)
             self._ours.close()
             while self._unsent:
                 self._finish_first(PeerGone())
@@ -286,10 +289,10 @@ class Connection[*Received]:
                 send(self._ours, self._unsent[0])
             except BlockingIOError:
                 self._writing = True
-                self._loop.add_writer(self._number, self._flush)
+                self._loop.add_writer(self._descriptor, self._flush)
                 return
             except PeerGone:
-                # Not within the caller's call: see ``on_gone``.
+                # Deferred: on_gone must not run during the caller's method call.
                 self._loop.call_soon(self._end)
                 return
             except OSError as error:
@@ -298,14 +301,14 @@ class Connection[*Received]:
                 self._finish_first()
         if self._writing:
             self._writing = False
-            self._loop.remove_writer(self._number)
+            self._loop.remove_writer(self._descriptor)
         if not self._reading:
             self._listen()
 
     def _listen(self) -> None:
         if not self.closed:
             self._reading = True
-            self._loop.add_reader(self._number, self._read)
+            self._loop.add_reader(self._descriptor, self._read)
 
     def _read(self) -> None:
         for _ in range(READS_PER_CALLBACK):
@@ -313,7 +316,7 @@ class Connection[*Received]:
                 return
             if self._bounded and len(self._unsent) > MAX_UNSENT_PACKETS:
                 self._reading = False
-                self._loop.remove_reader(self._number)
+                self._loop.remove_reader(self._descriptor)
                 return
             try:
                 received = self._take(self._ours)
@@ -323,7 +326,7 @@ class Connection[*Received]:
                 self._end()
                 return
             except Exception:
-                self._loop.remove_reader(self._number)
+                self._loop.remove_reader(self._descriptor)
                 self._loop.call_later(PAUSE_S, self._listen)
                 raise
             self._on_message(*received)
@@ -335,7 +338,8 @@ class Connection[*Received]:
 
 
 async def ready(file: File | int, *, write: bool = False, unless: asyncio.Future[int] | None = None) -> None:
-    """Wait until a file is readable, or with ``write`` writable, or until ``unless`` is done; cancel ``unless``."""
+    """Wait until a non-blocking file is readable, or with ``write`` writable, or until ``unless`` is done. ``unless``
+    is cancelled afterwards."""
     loop, number = asyncio.get_running_loop(), file if isinstance(file, int) else file.fileno()
     waiter = loop.create_future()
 

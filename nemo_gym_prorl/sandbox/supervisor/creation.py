@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a sandbox: directly from its prepared image, or by the container runtime.
 
-With both methods the first process reports on the sandbox's channel, its PID namespace is recorded, and limits are
-set. ``start: auto`` is decided once per supervisor, by the first sandbox: directly if that works, else by the runtime.
+With both methods the first process reports on the sandbox's channel, the supervisor records the PID namespace, and
+the control group's limits are set. ``start: auto`` is decided once per supervisor: directly if a direct start
+succeeds, else by the runtime.
 
-At most :data:`MAX_CONCURRENT_STARTS` sandboxes start at a time, and as many again that are the only one of their
-image. So an image whose sandboxes start slowly, or never, does not delay the sandboxes of other images.
+At most :data:`MAX_CONCURRENT_STARTS` sandboxes start at a time. As many again may start if no other sandbox of the
+same image is starting. So an image whose sandboxes start slowly, or never, does not delay other images.
 
-The first request for an image prepares the image; concurrent requests wait for the same preparation. The key is
+The first request for an image prepares the image; concurrent requests wait for the same preparation. The cache key is
 ``image_identity``, which changes when the image is replaced.
 """
 
@@ -53,11 +54,11 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Sandbox
 
 
 MAX_CONCURRENT_STARTS = 2 * (os.cpu_count() or 1)
-"""Concurrent starts, two per core: more would only delay each other and the commands of running sandboxes."""
+"""Two starts per core: more starts would only delay each other and the commands of running sandboxes."""
 
 
 class StartLimiter:
-    """Limits concurrent sandbox starts (FIFO)."""
+    """Limits concurrent sandbox starts (FIFO); above :data:`MAX_CONCURRENT_STARTS`, to one start per image."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
@@ -65,7 +66,7 @@ class StartLimiter:
 
     @contextlib.asynccontextmanager
     async def slot(self, image: str) -> AsyncIterator[None]:
-        """Hold a start slot for a sandbox of ``image`` within the block; wait until one is free."""
+        """Wait for a start slot for a sandbox of ``image``, and hold the slot within the block."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((image, granted))
         self._grant()
@@ -92,10 +93,10 @@ class StartLimiter:
 
 
 class Creation:
-    """Creation of the sandboxes of one supervisor.
+    """Starter of one supervisor's sandboxes; remembers whether direct starts work on this machine.
 
     Args:
-        groups: parent of the sandboxes' control groups; ``None`` without control groups.
+        groups: folder of the control group below which sandboxes get theirs; ``None`` without control groups.
         in_use: returns the prepared images of all sandboxes that are not gone yet.
     """
 
@@ -117,11 +118,11 @@ class Creation:
         self._fallback_reason = ""
 
     async def create(self, sandbox: Sandbox) -> None:
-        """Start a sandbox. After a failure or cancellation, the caller ends ``starter`` and ``pid_namespace``.
+        """Start a sandbox. After a failure or cancellation, the caller kills its processes and removes its folder.
 
         Raises:
-            Refused: the sandbox does not start; says why.
-            OSError: a file or folder of the sandbox could not be made.
+            Refused: the sandbox does not start; the reply has the reason.
+            OSError: a file, folder or control group of the sandbox cannot be created.
         """
         request = sandbox.request
         with sandbox.step("folder"):
@@ -145,7 +146,7 @@ class Creation:
                 await self._egress.open(sandbox, PROXY_PORT, {"network": request.network})
 
     async def _choose_method(self, sandbox: Sandbox) -> None:
-        """Decide how ``start: auto`` starts sandboxes on this machine: directly, else by the runtime."""
+        """Start a sandbox directly, else by the runtime, and remember which method works for ``start: auto``."""
         try:
             await self._start_directly(sandbox)
             self._direct_works = True
@@ -157,11 +158,8 @@ class Creation:
             with sandbox.step("undoing"):
                 await self._undo_direct_start(sandbox)
             await self._start_by_runtime(sandbox)
-            # Set after a start by the runtime only: an image that neither method starts proves nothing about the
-            # machine.
+            # Not set if the runtime fails, too: the image may be the cause, and the next sandbox tries both methods.
             self._fallback_reason = sandbox.fallback_reason
-
-    # Direct start
 
     async def _start_directly(self, sandbox: Sandbox) -> None:
         sandbox.start_method, request = "direct", sandbox.request
@@ -191,13 +189,13 @@ class Creation:
             await _wait_ready(sandbox, first)
 
     async def _start_first(self, sandbox: Sandbox, prepared: PreparedImage, files: list[int]) -> Child:
-        """Start the sandbox's first process, which then waits for its image."""
+        """Start the sandbox's first process, which waits on its channel for a message that may carry the image."""
         request = make_request(prepared, sandbox.request, str(sandbox.folder))
         parent, *shown = files if sandbox.request.users else [prepared.parent_namespace, *files]
         for left in reversed(range(LAUNCHER_TRIES)):
             with (
                 open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
-                self._children.starting() as adopt,
+                self._children.starting() as register,
             ):
                 given = [
                     parent,
@@ -209,21 +207,21 @@ class Creation:
                 try:
                     reply, _files = await self._launcher.run_once(request, given, sandbox.group)
                 except LauncherLost:
-                    # A first process of the lost launcher ends: its channel is closed.
+                    # If the lost launcher started a first process, that process ends when its channel is closed here.
                     if not left:
                         raise
                 else:
-                    sandbox.starter = adopt(reply["pid"])
+                    sandbox.starter = register(reply["pid"])
                     return sandbox.starter
         raise AssertionError
 
     async def _undo_direct_start(self, sandbox: Sandbox) -> None:
-        """Remove the process and files of a failed direct start."""
+        """Kill the first process of a failed direct start and erase its files, for a start by the runtime."""
         if sandbox.starter:
             sandbox.starter.kill()
             await sandbox.starter.wait()
         sandbox.starter = None
-        sandbox.place = sandbox.pid_namespace = None
+        sandbox.namespaces = sandbox.pid_namespace = None
         (sandbox.folder / state_dir.PID_NAMESPACE_FILE).unlink(missing_ok=True)
         for entry in sandbox.folder.iterdir():
             if entry.is_dir():
@@ -231,7 +229,7 @@ class Creation:
         await self._make_layer(sandbox)
 
     async def _make_layer(self, sandbox: Sandbox) -> None:
-        """Make the writable layer, empty or restored from a snapshot. The start timeout excludes the restore."""
+        """Create the writable layer, empty or restored from a snapshot. Restoring does not count as start time."""
         make_overlay(sandbox)
         request = sandbox.request
         if not request.snapshot:
@@ -247,26 +245,24 @@ class Creation:
             raise Refused({"error": reason, "field": "snapshot_id"}) from error
         sandbox.start_timeout.reschedule(asyncio.get_running_loop().time() + request.start_timeout_s)
 
-    # Start by the container runtime
-
     async def _start_by_runtime(self, sandbox: Sandbox) -> None:
         sandbox.start_method, sandbox.prepared = "runtime", None
         if sandbox.request.uid:
-            # Apptainer starts only as a user with an account on the host, which an image's own user need not have.
+            # Apptainer fails for a user id without an account; the image's own user may have none on the host.
             sandbox.request = replace(sandbox.request, uid=mounts.SANDBOX_UID)
         with sandbox.step("runtime"):
             namespace = await start_by_runtime(self._children, sandbox)
         with sandbox.step("setup inside"), _setup_errors():
             self._record_first_process(sandbox, namespace.init)
-            assert sandbox.place
-            sandbox.environment = await self._set_up_inside(sandbox.place, sandbox.request)
+            assert sandbox.namespaces
+            sandbox.environment = await self._set_up_inside(sandbox.namespaces, sandbox.request)
         sandbox.take_log()
 
-    async def _set_up_inside(self, place: SandboxNamespaces, request: CreateRequest) -> dict[str, str]:
-        """Give a sandbox of the runtime the setup of a direct start; return the variables that its image sets."""
+    async def _set_up_inside(self, namespaces: SandboxNamespaces, request: CreateRequest) -> dict[str, str]:
+        """Adjust a sandbox of the runtime to match a direct start; return the variables that the image sets."""
         variables = os.memfd_create("variables", os.MFD_CLOEXEC)
         try:
-            await self._launcher.run(requests.prepare(place, request), [variables])
+            await self._launcher.run(requests.prepare(namespaces, request), [variables])
             return read_environment(f"/proc/self/fd/{variables}")
         finally:
             os.close(variables)
@@ -283,13 +279,13 @@ class Creation:
         spaces = unshared_namespaces(process)
         added = frozenset(sandbox.request.capabilities)
         rooted = sandbox.start_method == "direct"
-        sandbox.place = SandboxNamespaces(
+        sandbox.namespaces = SandboxNamespaces(
             process, sandbox.request.uid, sandbox.request.limits, spaces, is_pivoted=rooted, capabilities=added
         )
 
 
 def _is_transient(trouble: Message) -> bool:
-    """Return whether a failure proves nothing about direct starts: a killed process, or a shortage of the machine."""
+    """Return whether a failed direct start may succeed later: after a killed process or a shortage of the machine."""
     return bool(trouble.get("killed")) or trouble.get("errno") in SHORTAGES
 
 
@@ -302,7 +298,7 @@ def _setup_errors() -> Iterator[None]:
 
 
 def _send_image(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) -> None:
-    """Let the first process continue; root's also gets the image, mounted with its user ids."""
+    """Send ``go`` to the first process; as machine root, with the image from :func:`idmapped_image`."""
     assert sandbox.channel
     assert sandbox.starter
     image = idmapped_image(prepared, sandbox.starter.pid, owners)
@@ -314,7 +310,7 @@ def _send_image(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) -
 
 
 async def _wait_ready(sandbox: Sandbox, first: Child) -> None:
-    """Wait until the first process has sent ``ready`` and closed its channel by executing the sandbox's init."""
+    """Wait until the first process has sent ``ready``, and has closed its channel by executing the idle program."""
     assert sandbox.channel
     message: Message = {}
     while "error" not in message:
@@ -334,15 +330,11 @@ async def _first_process_error(first: Child) -> Refused:
 
 
 MAX_PREPARED_IMAGES = 256
-"""Prepared images that are kept, each with two open files; unused ones are evicted in LRU order."""
+"""Prepared images in the cache, each with two open descriptors; unused images beyond that are evicted in LRU order."""
 
 
 class PreparedImages:
-    """LRU cache of prepared images.
-
-    Args:
-        in_use: returns the prepared images of sandboxes that are not gone yet.
-    """
+    """LRU cache of prepared images. Images that ``in_use`` returns, those of present sandboxes, are not evicted."""
 
     def __init__(
         self,
@@ -356,14 +348,14 @@ class PreparedImages:
         self._launcher = launcher
         self._in_use = in_use
         self._made: dict[str, PreparedImage] = {}
-        """In order of use, the most recent last."""
+        """By ``image_identity``, the most recently used last."""
         self._making: dict[str, asyncio.Task[PreparedImage]] = {}
 
     async def get(self, request: CreateRequest) -> PreparedImage:
-        """Return the prepared image for a request.
+        """Return the prepared image of a request's image, which is prepared unless it is in the cache.
 
         Raises:
-            Refused: the image cannot be prepared; says why.
+            Refused: the image cannot be prepared; the reply has the reason.
         """
         key = request.image_identity
         if prepared := self._made.pop(key, None):
@@ -382,11 +374,9 @@ class PreparedImages:
         return made
 
     async def _script_variables(self, request: CreateRequest) -> dict[str, str]:
-        """Return the variables that the image's scripts set, which only its runtime can evaluate.
-
-        The runtime starts the image once, without network, binds or limits, and the variables of the waiting shell
-        are read from ``/proc``.
-        """
+        """Return the variables that the image's scripts set, which only the container runtime can evaluate. The
+        runtime starts the image once, without network and binds; ``/proc/PID/environ`` of its first process, a waiting
+        shell, has the variables."""
         folder = self._folder / f"m-{secrets.token_hex(6)}"
         isolated = replace(request, uid=0, network=NONE, binds=[])
         probe = Sandbox(folder.name, folder, isolated, [], [])
@@ -405,12 +395,12 @@ class PreparedImages:
                 await run_uncancellable(self._end_probe(probe))
 
     async def _end_probe(self, probe: Sandbox) -> None:
-        """Kill the probe's processes, which are untrusted, and erase its folder."""
+        """End the sandbox that evaluated an image's scripts: kill its untrusted processes and erase its folder."""
         if probe.channel:
             drop(probe.channel)
         find_pid_namespace(probe)
         async with asyncio.timeout(STUCK_S):
-            while probe.pid_namespace and probe.pid_namespace.alive:  # only the kernel knows
+            while probe.pid_namespace and probe.pid_namespace.alive:  # no event reports the end of a non-child
                 probe.pid_namespace.kill()
                 await asyncio.sleep(state_dir.POLL_S)
         if probe.starter:
@@ -429,12 +419,12 @@ class PreparedImages:
 
 
 def _read_variables(first: int) -> Reply:
-    """Read a process's variables in a forked child: the process controls the address range, and so the size."""
+    """Read a process's environment variables; in a forked child, since the process can make the text very large."""
     return read_environment(f"/proc/{first}/environ"), []
 
 
 def make_folder(path: Path, request: CreateRequest) -> None:
-    """Make a folder that belongs to the sandbox's host user."""
+    """Create a folder that belongs to the sandbox's user on the host, with mode 0700."""
     path.mkdir(mode=0o700)
     if is_machine_root():
         os.chown(path, request.host_uid, request.host_gid)
@@ -448,7 +438,7 @@ def make_overlay(sandbox: Sandbox) -> None:
 
 
 def open_channel(sandbox: Sandbox, kind: int) -> socket.socket:
-    """Make or replace the sandbox's channel; return the first process's end."""
+    """Create the sandbox's channel, a socket of type ``kind``, closing an earlier one; return the other end."""
     if sandbox.channel:
         drop(sandbox.channel)
     sandbox.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
@@ -457,10 +447,12 @@ def open_channel(sandbox: Sandbox, kind: int) -> socket.socket:
 
 
 async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.PidNamespace:
-    """Start a sandbox by the runtime. After a failure or cancellation, the caller ends the sandbox's processes.
+    """Start a sandbox by the container runtime, and wait until its first process reports; return its PID namespace.
+
+    After a failure or cancellation, the caller ends the sandbox's processes.
 
     Raises:
-        Refused: the runtime does not start the image; says why.
+        Refused: the runtime does not start the image; the reply has the runtime's output.
     """
     with open_channel(sandbox, socket.SOCK_STREAM) as theirs:
         sandbox.log = launch.create_log()
@@ -469,8 +461,8 @@ async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.Pi
         program = partial(become_runtime, sandbox.request, command, sandbox.folder, theirs, sandbox.log, uncovered)
         starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log, *uncovered], sandbox.group)
     state_dir.record_starter(sandbox.folder, starter.pid)
-    # Found in /proc, since an image's own program may never report.
-    while starter.alive and not find_pid_namespace(sandbox):  # noqa: ASYNC110  # only the kernel knows
+    # The PID namespace is recorded before the image's untrusted programs report, which they may never do.
+    while starter.alive and not find_pid_namespace(sandbox):  # noqa: ASYNC110  # no event reports the namespace
         await asyncio.sleep(state_dir.POLL_S)
     assert sandbox.channel
     await ready(sandbox.channel, unless=starter.wait())
@@ -481,7 +473,7 @@ async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.Pi
 
 
 def find_pid_namespace(sandbox: Sandbox) -> bool:
-    """Record the PID namespace that the runtime has made; return whether it is known."""
+    """Record the PID namespace that the runtime has created, if there is one; return whether one is recorded."""
     starter = sandbox.starter if sandbox.start_method == "runtime" else None
     if starter and starter.alive and sandbox.pid_namespace is None:
         sandbox.pid_namespace = state_dir.PidNamespace.below(starter.pid)

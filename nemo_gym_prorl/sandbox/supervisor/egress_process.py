@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Supervisor's side of the egress process (:mod:`..egress.proxy`), which starts with the first port that is opened.
+"""Supervisor's side of the egress process (:mod:`..egress.proxy`): opens ports in sandboxes, restarts the process.
 
-The launcher opens the listening socket of a port in the sandbox's network namespace. The supervisor holds the socket
-until the port is closed. So an egress process that was killed is replaced without a sandbox noticing: connections
-wait in the kernel meanwhile.
+The launcher opens the listening socket of a port in the sandbox's network namespace. The supervisor keeps the socket
+open until the port is closed. So new connections wait in the socket's backlog while a killed egress process is
+replaced.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
 CHANNEL = 3
-"""Descriptor of the egress process's socket."""
+"""Descriptor, in the egress process, of the socket to the supervisor; passed as the last argument."""
 
 _IMPORT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_gym_prorl.sandbox.egress.proxy import main"
 
 REPLY_TIMEOUT_S = 5.0
-"""Time for the egress process to reply; it takes milliseconds."""
+"""Time limit in seconds for a reply of the egress process, which usually takes milliseconds."""
 
 
 class Egress:
-    """The listening sockets of sandboxes, and the process that serves them."""
+    """Owner of the sandboxes' listening sockets and of the egress process, which starts with the first open port."""
 
     def __init__(self, children: Children, launcher: Launcher) -> None:
         self._children = children
         self._launcher = launcher
         self._serving: dict[tuple[str, int], tuple[Message, int]] = {}
-        """Message and listening socket by the sandbox's name and the port."""
+        """By sandbox name and port: message to the egress process, and descriptor of the listening socket."""
         self._connection: Connection[Message, list[int]] | None = None
         self._started = False
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._number = 0
 
     async def open(self, sandbox: Sandbox, port: int, access: Message) -> None:
-        """Serve a port of a sandbox whose first process is recorded, by ``network`` or by ``url`` and ``key``.
+        """Open a port on the loopback device of a sandbox whose first process is recorded.
+
+        ``access`` says where connections lead: ``network`` to a proxy, ``url`` and ``key`` to a policy.
 
         Raises:
-            Refused: the socket cannot be opened.
+            Refused: the socket cannot be opened, or the sandbox is paused.
         """
-        _reply, files = await self._launcher.run(requests.listen(sandbox.place_to_join(), port))
+        _reply, files = await self._launcher.run(requests.listen(sandbox.namespaces_to_join(), port))
         self._serving[sandbox.name, port] = {"serve": sandbox.name, "port": port, **access}, files[0]
         if not self._started:
             self._started = True
@@ -62,25 +64,25 @@ class Egress:
             await self._serve(self._connection, sandbox.name, port)
 
     async def close(self, name: str, *ports: int) -> None:
-        """Close ports of a sandbox, all if none is given; return when their connections are cut. Idempotent."""
+        """Close ``ports`` of a sandbox, or both if none is given, and wait until the egress process has cut their
+        connections. Idempotent."""
         served = [port for port in ports or (PROXY_PORT, POLICY_PORT) if (name, port) in self._serving]
         for port in served:
             with socket.socket(fileno=self._serving.pop((name, port))[1]) as listener:
-                # Nothing connects from now on, although the egress process holds the socket, too.
+                # The egress process has a copy of the socket, so closing alone would not refuse connections.
                 listener.shutdown(socket.SHUT_RDWR)
         for port in served:
             await self._ask({"forget": name, "port": port})
 
     async def report(self, name: str) -> list[Message]:
-        """Return the fields of :class:`..egress.proxy.HostUse` for each host that a sandbox asked for.
-
-        The counts restart at 0 with each egress process.
-        """
+        """Return the fields of :class:`..egress.proxy.HostUse` for each host that a sandbox requested from its proxy.
+        Empty without a proxy, or if the egress process does not reply. Counts restart at 0 with each egress
+        process."""
         served = (name, PROXY_PORT) in self._serving
         return list((await self._ask({"report": name})).get("hosts", ())) if served else []
 
     async def _ask(self, message: Message) -> Message:
-        """Return the egress process's reply; empty if there is none."""
+        """Send a message and return the egress process's reply; empty without a reply in :data:`REPLY_TIMEOUT_S`."""
         if self._connection is None:
             return {}
         self._number += 1
@@ -106,7 +108,7 @@ class Egress:
             reply.set_result(message)
 
     async def _run(self) -> float:
-        """Run the process until it ends; return the pause before the next one."""
+        """Run one egress process until it ends; return the seconds to wait before the next start."""
         ours, theirs = socket_pair()
         connection = Connection(ours, self._on_message, lambda: None)
         try:
@@ -128,6 +130,6 @@ class Egress:
         package = str(Path(nemo_gym_prorl.__file__).parents[1])
         command = [sys.executable, "-ISc", f"{_IMPORT}; main()", package, str(os.getpid()), str(CHANNEL)]
         duplicate = (os.POSIX_SPAWN_DUP2, channel.fileno(), CHANNEL)
-        with self._children.starting() as adopt:
-            # The variables name the proxy through which this machine reaches other hosts.
-            return adopt(os.posix_spawn(sys.executable, command, os.environ, file_actions=[duplicate]))
+        with self._children.starting() as register:
+            # The environment names the proxy and certificates by which this machine reaches other hosts.
+            return register(os.posix_spawn(sys.executable, command, os.environ, file_actions=[duplicate]))

@@ -3,15 +3,16 @@
 """Life cycle of a sandbox in its supervisor: waiting, creating, up, closing, gone.
 
 - *waiting*: the sandbox waits for a start slot.
-- *creating*: the first process is being made (:mod:`.creation`).
-- *up*: the first process has reported, and limits are set. Only now can the sandbox be joined.
-- *closing*: a client asked for the end, the first process ended, or the sandbox exceeded a limit. Irreversible.
-- *gone*: the supervisor's child for the sandbox is reaped, the first process has ended, and the control group and
-  the folder are removed. The kernel ends the first process after all others inside. Requests to end the sandbox, and
-  failed requests to create it, are answered now and not before.
+- *creating*: the first process is being started (:mod:`.creation`).
+- *up*: the first process has reported, and limits are set. Only in this stage do clients' requests join the sandbox.
+- *closing*: a client requested the end, the start failed, the first process ended, the time to live is over, or the
+  sandbox exceeded a limit. Irreversible.
+- *gone*: all processes have ended, the supervisor's child for the sandbox is reaped, and the control group and the
+  folder are removed. Requests to end a sandbox, and failed requests to create one, get their reply in this stage. An
+  error reply comes earlier if closing is stuck.
 
-The pure function :func:`.sandbox.step_down` decides each step of closing. The function runs whenever a process of the
-sandbox ends, and twice a second; its cost does not depend on the number of processes on the machine.
+The pure function :func:`.sandbox.step_down` decides each step of closing. The function runs when the first process or
+the supervisor's child for the sandbox ends, and twice a second.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox
 
 
 TICK_S = 0.5
-"""Interval of retries while a sandbox closes: a tenth of :data:`.sandbox.STUCK_S`."""
+"""Seconds between retries while a sandbox closes, and between reports of started programs to the watchdog."""
 
 KILL_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)
-"""Exit codes of the supervisor's child whose first process was killed: by the kernel, or as the runtime reports it."""
+"""Exit codes of the supervisor's child that mean that the sandbox's first process was killed: -9 if the child is that
+process (direct start), 137 if the child is the runtime's process."""
 
 MEMORY_DEATH_WINDOW_S = 5.0
-"""A sandbox killed within this time of a memory violation counts as killed for it; the two reports may be apart."""
+"""Seconds after a memory violation in which a kill of the sandbox is attributed to it; the reports come separately."""
 
 NO_MEMORY = "the machine ran out of memory, and the kernel ended a process"
 
@@ -70,7 +72,8 @@ class Sandboxes:
     """All sandboxes of one supervisor, from the create request until they are gone.
 
     Args:
-        groups: parent of the sandboxes' control groups; ``None`` without control groups.
+        folder: the supervisor's state folder.
+        groups: folder of the control group below which sandboxes get theirs; ``None`` without control groups.
     """
 
     def __init__(self, folder: Path, children: Children, groups: Path | None, launcher: Launcher) -> None:
@@ -78,9 +81,9 @@ class Sandboxes:
         self._loop = asyncio.get_running_loop()
         self._all: dict[str, Sandbox] = {}
         self._server_gone = False
-        """Set when the server has ended, and so all sandboxes end."""
+        """Whether :meth:`close_all` was called: the supervisor is ending."""
         self._inits: dict[int, Sandbox] = {}
-        """Closing sandboxes by the pid of their first process."""
+        """Closing sandboxes by the pid of the first process."""
         self._starts = StartLimiter()
         self._egress = Egress(children, launcher)
         self._creation = Creation(
@@ -89,11 +92,11 @@ class Sandboxes:
         self._children = children
         self._launcher = launcher
         self._watchdog = watchdog_process.Watchdog(children, self._on_violation, self._watch_entries)
-        # Started before any sandbox, which may use up the processes of this user.
+        # Started before any sandbox, since sandboxes may use up this user's process limit.
         PROCESS_LOOPS.start("limit-watch", self._watchdog.run_once)
         self._in_memory = is_in_memory(filesystem_type(folder))
         self._active: dict[str, list[int]] = {}
-        """Pids started per sandbox since the last report to the watchdog."""
+        """Pids of programs by sandbox name, started since the last report to the watchdog."""
 
     def up(self, name: str) -> Sandbox:
         """Return a sandbox that is up.
@@ -107,7 +110,7 @@ class Sandboxes:
         return sandbox
 
     async def check_not_ending(self, name: str) -> None:
-        """Check that a sandbox is up and not about to end; wait for the end of a sandbox that is about to end.
+        """Check that a sandbox is up and its first process is not exiting; otherwise wait until the sandbox is gone.
 
         Raises:
             NoSandbox: the sandbox has ended.
@@ -130,7 +133,7 @@ class Sandboxes:
 
     @staticmethod
     def _lacked_memory(sandbox: Sandbox) -> bool:
-        """Return whether the kernel may have killed a process of a sandbox within its own memory limit."""
+        """Return whether the machine's OOM killer may have killed a process of a sandbox within its memory limit."""
         group = sandbox.group
         if group and "memory" in group.controllers:
             return bool(group.oom_kills()) and not group.exceeded_memory()
@@ -144,7 +147,7 @@ class Sandboxes:
         await self._egress.close(sandbox.name, POLICY_PORT)
         if request.url:
             await self._egress.open(sandbox, POLICY_PORT, {"url": request.url, "key": request.key})
-            if sandbox.stage is not SandboxStage.UP:  # the sandbox's end has closed only earlier ports
+            if sandbox.stage is not SandboxStage.UP:  # _end closed the ports before this port was opened
                 await self._egress.close(sandbox.name)
         return {}, []
 
@@ -153,17 +156,17 @@ class Sandboxes:
 
         Args:
             client: receives the sandbox's events.
-            files: emptied; the files stay open until the sandbox is gone, such as the lock on its image.
+            files: descriptors that stay open until the sandbox is gone, such as the lock on its image; emptied.
 
         Raises:
-            Refused: the sandbox does not start, and nothing of it is left.
+            Refused: the sandbox does not start; its processes and files are gone, or are still being removed.
         """
         begun, timeout_s = self._loop.time(), request.start_timeout_s
         sandbox = self._admit(client, request, files)
         try:
             async with sandbox.start_timeout, self._starts.slot(request.image):
                 sandbox.step_seconds["turn"] = self._loop.time() - begun
-                # The end may have been requested in the same iteration of the loop that granted the slot.
+                # A client may have ended the sandbox in the loop iteration in which the slot was granted.
                 if sandbox.stage is SandboxStage.WAITING:
                     sandbox.start_timeout.reschedule(self._loop.time() + timeout_s)
                     sandbox.stage = SandboxStage.CREATING
@@ -187,7 +190,7 @@ class Sandboxes:
         raise trouble
 
     def _admit(self, client: Client, request: CreateRequest, files: list[int]) -> Sandbox:
-        """Register the sandbox of a valid request."""
+        """Validate the name, the binds and the descriptors left, and register the new sandbox."""
         if not _NAME.fullmatch(request.sandbox) or request.sandbox in self._all:
             raise ValueError(f"not a name for a sandbox, or in use: {request.sandbox}")
         if trouble := rlimits.descriptor_shortage(len(self._all)):
@@ -221,13 +224,13 @@ class Sandboxes:
         )
 
     def _watch_entries(self) -> list[Message]:
-        """Messages that make a new watchdog watch all sandboxes that are up."""
+        """Return the messages by which a restarted watchdog process learns all sandboxes that are up."""
         up = (box for box in self._all.values() if box.stage is SandboxStage.UP)
         entries = (watchdog_process.watch_entry(box, in_memory=self._in_memory) for box in up)
         return [{"watch": entry} for entry in entries if entry]
 
     def process_started(self, name: str, pid: int) -> None:
-        """Record a process for the next report to the watchdog, which is sent once per :data:`TICK_S`."""
+        """Add a started program to the next report to the watchdog, sent at most once per :data:`TICK_S`."""
         if not self._active:
             self._loop.call_later(TICK_S, self._report_active)
         self._active.setdefault(name, []).append(pid)
@@ -238,7 +241,7 @@ class Sandboxes:
             self._watchdog.post({"active": active})
 
     def _on_violation(self, message: Message) -> None:
-        """Handle the watchdog's report of a sandbox over one of its limits."""
+        """Handle the watchdog's report that a sandbox has reached or exceeded a limit."""
         sandbox = self._all.get(message["sandbox"])
         if sandbox and sandbox.stage is SandboxStage.UP:
             if message["ended"]:
@@ -253,14 +256,14 @@ class Sandboxes:
         sandbox.send_event("limit", reason, "memory")
 
     async def destroy(self, name: str) -> Reply:
-        """End a sandbox and wait until its processes and files are gone; an unknown one is gone already."""
+        """End a sandbox and wait until its processes and files are gone; a no-op for an unknown sandbox."""
         if sandbox := self._all.get(name):
             self._close(sandbox)
             await sandbox.wait_gone()
         return {}, []
 
     async def close_all(self) -> None:
-        """End every sandbox and wait until all are gone, except files that cannot be removed."""
+        """End all sandboxes and wait until they are gone; files that cannot be removed are left for the next sweep."""
         self._server_gone = True
         while self._all:
             for sandbox in list(self._all.values()):
@@ -268,23 +271,23 @@ class Sandboxes:
             await asyncio.gather(*(sandbox.wait_gone() for sandbox in self._all.values()), return_exceptions=True)
 
     def orphan_ended(self, pid: int) -> None:
-        """Continue closing a sandbox when its first process has been reaped."""
+        """Continue closing the sandbox whose first process, with the reaped ``pid``, has ended; else a no-op."""
         if sandbox := self._inits.get(pid):
             sandbox.changed.set()
 
     def process_ended(self, name: str, code: int) -> None:
-        """Report a limit that ended a program to the clients, before the program's exit is reported."""
+        """If a program's exit code shows that a limit ended the program, send that limit to the sandbox's clients."""
         sandbox = self._all.get(name)
         if sandbox is None or sandbox.stage is not SandboxStage.UP:
             return
         if code == -signal.SIGKILL:
             self._check_oom_kills(sandbox)
         elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.request.disk_mib:
-            # 128 + n is a shell's report of a child's signal.
+            # A shell exits with 128 + N if signal N ended its command.
             sandbox.report_limit(file_size_violation(sandbox.request.disk_mib), "file size")
 
     def spawn_refused(self, name: str, resource: str) -> None:
-        """Report the limit that kept a program from starting."""
+        """Send the used-up limit that kept a program from starting to the sandbox's clients."""
         if sandbox := self._all.get(name):
             most = sandbox.request.processes if resource == "processes" else MAX_TERMINALS
             sandbox.report_limit(f"{resource}: all of {most} in use", resource)
@@ -301,7 +304,7 @@ class Sandboxes:
                     sandbox.send_event("limit", NO_MEMORY)
 
     async def _watch_starter(self, sandbox: Sandbox) -> None:
-        """End a sandbox that is up when the supervisor's child for it exits."""
+        """Wait for the exit of the supervisor's child for a sandbox; then end the sandbox if it is up."""
         assert sandbox.starter
         code = await sandbox.starter.wait()
         if sandbox.stage is SandboxStage.UP:
@@ -317,10 +320,9 @@ class Sandboxes:
                 self.end_early(sandbox, inside=inside, ending=_first_process_ending(code, inside=inside))
 
     def _was_killed(self, sandbox: Sandbox, code: int) -> bool:
-        """Return whether the first process was killed from outside. Processes inside cannot kill the first process,
-        except through the memory limit. Commands with the first process's user id can make it exit with 137, which the
-        runtime reports as a kill.
-        """
+        """Return whether the first process was killed by the machine or its users, not by sandboxed processes.
+        Sandboxed processes cannot send SIGKILL to their namespace's first process. After a start by the runtime,
+        processes with its user id can make it exit with 137, which looks like the runtime's report of a kill."""
         reported_by_runtime = code == 128 + signal.SIGKILL
         return code in KILL_STATUSES and (
             not reported_by_runtime or sandbox.request.uid == 0 or self._lacked_memory(sandbox)
@@ -329,14 +331,13 @@ class Sandboxes:
     def end_early(
         self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False, ending: str = ""
     ) -> None:
-        """End a sandbox that no client asked to end, and report that to its clients.
+        """End a sandbox without a client's request, and send the reason to its clients; a no-op unless it is up.
 
         Args:
-            sandbox: ignored unless it is up.
-            reason: text of the limit that the sandbox exceeded; empty if it exceeded none.
-            resource: name of that limit.
-            inside: whether processes of the sandbox ended it.
-            ending: the end of the first process, if that ended the sandbox.
+            reason: text of the exceeded limit; empty if another cause ends the sandbox.
+            resource: name of the exceeded limit.
+            inside: whether sandboxed processes ended the sandbox.
+            ending: how the first process ended, if that ends the sandbox.
         """
         if sandbox.stage is not SandboxStage.UP:
             return
@@ -346,25 +347,25 @@ class Sandboxes:
         self._close(sandbox)
 
     def _close(self, sandbox: Sandbox) -> None:
-        """Start closing a sandbox, unless it is closing or gone."""
+        """Move a sandbox to the stage *closing* and start :meth:`_end`; a no-op in a later stage."""
         if sandbox.stage in (SandboxStage.CLOSING, SandboxStage.GONE):
             return
         sandbox.stage = SandboxStage.CLOSING
         if sandbox.expiry:
-            # The timer would keep a reference to the sandbox until it fires.
+            # A pending timer would keep the sandbox's memory until the time to live is over.
             sandbox.expiry.cancel()
         if not sandbox.created.is_set() and not sandbox.start_timeout.expired():
             sandbox.start_timeout.reschedule(0.0)
         spawn_task(self._end(sandbox))
 
     async def _end(self, sandbox: Sandbox) -> None:
-        """Close a sandbox until all its processes and files are removed; retry failed steps."""
+        """Kill the processes and remove the files of a closing sandbox; retry failed steps every :data:`TICK_S`."""
         since = self._loop.time()
         with log_exceptions():
             self._watchdog.post({"forget": sandbox.name})
         with log_exceptions():
             if sandbox.channel:
-                # Ends a first process that is not recorded yet.
+                # A first process that is not recorded yet exits when its channel is shut down.
                 sandbox.channel.shutdown(socket.SHUT_RDWR)
         await sandbox.created.wait()
         spawn_task(self._egress.close(sandbox.name))
@@ -384,7 +385,7 @@ class Sandboxes:
                         break
                 except (Refused, OSError) as error:
                     trouble, late = failure(error), self._loop.time() - since > STUCK_S
-                    # A shortage, or a killed helper, is retried until STUCK_S before the waiters get an error.
+                    # After a transient error, callers of wait_gone get an error only once STUCK_S have passed.
                     transient = isinstance(error, OSError) or trouble.get("errno") == errno.EAGAIN
                     if not (transient or trouble.get("killed")) or late:
                         sandbox.resolve_end_waiters(Refused(trouble))
@@ -402,7 +403,7 @@ class Sandboxes:
         sandbox.resolve_end_waiters()
 
     def _kill_processes(self, sandbox: Sandbox, closing_s: float) -> bool:
-        """Kill the sandbox's processes; return whether all have ended."""
+        """Send the SIGKILLs of the next step; return whether all processes of the sandbox have ended."""
         group, namespace, starter = sandbox.group, sandbox.pid_namespace, sandbox.starter
         if group:
             group.kill()
@@ -436,7 +437,7 @@ class Sandboxes:
 
 
 def _first_process_ending(code: int, *, inside: bool) -> str:
-    """Return how the first process of a sandbox ended that no request and no limit ended."""
+    """Return how the first process of a sandbox ended, for a sandbox that neither a request nor a limit ended."""
     if inside or code not in KILL_STATUSES:
         return "its first process " + (f"was ended by signal {-code}" if code < 0 else f"exited with code {code}")
     return "its first process was killed (SIGKILL) from outside, by no request or limit of this service"

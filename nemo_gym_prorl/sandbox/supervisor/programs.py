@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Start, signal, pause and resume programs in sandboxes. A program can be killed at any stage of its start.
+"""Start, signal, pause and resume programs in sandboxes.
 
-The launcher forks a *joiner*, which enters the sandbox's namespaces, starts one process there as the supervisor's
-child, reports its pid, lets it begin, and exits. That process executes the program. Before the ``exec``, sandboxed
-processes may stop that process (``kill -STOP -1``), for ever; only its client waits. The channel carries an error, or
-closes on ``exec``.
+The launcher forks a *joiner*, which joins the sandbox's namespaces and forks a process as the supervisor's child. The
+joiner reports the pid of that process, sends it a message, and exits. After that message the process executes the
+program. The process reports an error on its channel, or the channel closes on ``exec``. Sandboxed processes can delay
+a start for ever with SIGSTOP (``kill -STOP -1``), so only the client of a start waits for the start.
 
-A kill is effective at every stage: it ends the joiner, and a process that the joiner has started, reported or not,
-begins nothing without the joiner's message.
+A program can be killed at any stage of its start: a process that gets no message from its joiner does not execute.
 
-:func:`pause` stops all programs. A shell that sees a child stopped makes it a background job. So :func:`pause` stops
-parents before their children, and :func:`resume` continues parents after them. Programs that fork faster are stopped
-by the kernel, which signals all processes of a namespace in one step. The sandbox's own processes are not stopped: the
-first one, and the child by which it notices the supervisor's end.
+:func:`pause` sends SIGSTOP to all programs. A shell that sees its child stop makes the child a background job. So
+:func:`pause` stops parents before their children, and :func:`resume` continues children before their parents. Since
+programs may fork faster than that, ``kill(-1)`` in the PID namespace then stops all in one step. The first process of
+the sandbox, and its child that watches for the supervisor's end, keep running.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFac
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import (
     LAUNCHER_TRIES,
-    Adopt,
     Child,
     Children,
     Launcher,
     LauncherLost,
+    RegisterChild,
     Reply,
 )
 from nemo_gym_prorl.sandbox.supervisor.connection import PeerGone, close_all, ready
@@ -53,12 +52,13 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
 class Program:
-    """One program.
+    """State of one starting or running program.
 
     Attributes:
-        process: the program's process, once it is reported.
-        start_timeout: expired by a kill while the program is starting; ``None`` once it runs.
-        killed: whether a kill was requested; the program may have begun in the same moment.
+        joiner: the process that joins the sandbox and forks ``process``; ``None`` before.
+        process: the process that executes the program; ``None`` until the joiner has reported its pid.
+        start_timeout: time limit of the start, which :meth:`kill` expires; ``None`` once the program runs.
+        killed: whether :meth:`kill` was called.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Program:
         self.killed = False
 
     def kill(self) -> None:
-        """Kill the program and its process group, or keep it from starting."""
+        """Kill the program's process group; while the program is starting, cancel the start."""
         self.killed = True
         if self.start_timeout is None:
             self.kill_process()
@@ -76,10 +76,10 @@ class Program:
             self.start_timeout.reschedule(0.0)
 
     def kill_process(self) -> None:
-        """Kill the process and its group, if known; before its ``setsid`` the process has no group of its own."""
+        """Kill the process and its process group, if the pid is known."""
         if self.process:
             self.process.signal(signal.SIGKILL, group=True)
-            self.process.kill()
+            self.process.kill()  # before setsid the process leads no group
 
 
 class Programs:
@@ -94,37 +94,36 @@ class Programs:
     async def start(
         self, sandbox: Sandbox, spawn: SpawnRequest, files: list[int], on_exit: Callable[[int], object]
     ) -> tuple[int, list[int]]:
-        """Start a program.
+        """Start a program in a sandbox and wait for its ``exec``.
 
         Args:
-            sandbox: receives the start and the end of the program.
-            spawn: as for :func:`.requests.spawn`.
-            files: open files of the program; the caller closes its copies.
-            on_exit: called with the exit code, negative for a signal.
+            files: descriptors that become the program's open files; the caller closes its copies.
+            on_exit: called with the exit code, -N after signal N.
 
         Returns:
-            The pid, and the controlling end of the program's terminal if it has one.
+            The pid, and a list with the descriptor of the controlling end of the program's terminal, if it has one.
 
         Raises:
             Refused: the program does not start.
+            OSError: a program with this name exists.
         """
         name = spawn.spawn
         if name in self._all:
             raise OSError(f"a program {name} exists already")
-        place = sandbox.place_to_join()
+        namespaces = sandbox.namespaces_to_join()
         program = self._all[name] = Program()
         try:
-            request = requests.spawn(place, spawn)
+            request = requests.spawn(namespaces, spawn)
             assert program.start_timeout
             async with program.start_timeout:
                 terminal = await self._start(program, request, files, sandbox.group)
         except BaseException as error:
             del self._all[name]
-            refusal = self._refusal(error, program, place, sandbox.group)
+            refusal = self._refusal(error, program, namespaces, sandbox.group)
             if isinstance(refusal, Refused) and "exhausted" in refusal.reply:
                 self._sandboxes.spawn_refused(sandbox.name, refusal.reply["exhausted"])
             if isinstance(refusal, Refused) and refusal.reply.get("killed"):
-                # The sandbox's end may have killed it, and is reported first.
+                # If the end of the sandbox has killed the program, this call raises NoSandbox instead.
                 await self._sandboxes.check_not_ending(sandbox.name)
             if refusal is error:
                 raise
@@ -145,9 +144,7 @@ class Programs:
         return program.process.pid, terminal
 
     def signal(self, name: str, number: int) -> None:
-        """Signal a program's process group; a no-op once it has ended. SIGKILL is also effective before the program
-        runs.
-        """
+        """Signal a program's process group; a no-op once the program has ended. SIGKILL also cancels a start."""
         program = self._all.get(name)
         if program and number == signal.SIGKILL:
             program.kill()
@@ -165,58 +162,55 @@ class Programs:
     async def _begin(
         self, program: Program, request: requests.Request, files: list[int], group: Group | None
     ) -> list[int]:
-        """Start a program through the launcher; return its terminal, if it has one."""
-        with self._children.starting() as adopt:
+        with self._children.starting() as register:
             program.joiner, channel = await self._launcher.begin(request, files, group)
             with channel:
                 try:
-                    return await _wait_started(program, channel, adopt)
+                    return await _wait_started(program, channel, register)
                 except asyncio.CancelledError:
-                    await _abort_start(program, channel, adopt)
+                    await _abort_start(program, channel, register)
                     raise
 
     def _refusal(
-        self, error: BaseException, program: Program, place: SandboxNamespaces, group: Group | None
+        self, error: BaseException, program: Program, namespaces: SandboxNamespaces, group: Group | None
     ) -> BaseException:
         """Return the error to report for a failed start."""
         if program.start_timeout and program.start_timeout.expired():
             return Refused(HELPER_KILLED)
         if isinstance(error, OSError):
             return no_process(error, group)
-        if isinstance(error, Refused) and error.reply.get("errno") == errno.EAGAIN and self._is_full(place):
+        if isinstance(error, Refused) and error.reply.get("errno") == errno.EAGAIN and self._is_full(namespaces):
             return Refused(EXHAUSTED)
         return error
 
-    def _is_full(self, place: SandboxNamespaces) -> bool:
-        """Return whether the sandbox, not the machine, was at its limit of processes. The sandbox may be below the
-        limit again.
-
-        Kernels that do not count processes per namespace need the count of threads in the sandbox.
-        """
+    def _is_full(self, namespaces: SandboxNamespaces) -> bool:
+        """Return whether a fork failed at the sandbox's process limit, and not at a limit of the user or machine.
+        From Linux 5.14 on, the sandbox's limit is the cause if the supervisor can fork. Earlier kernels have no limit
+        per sandbox in ``RLIMIT_NPROC``, so the threads in the sandbox are counted."""
         if HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
             return self._children.can_fork()
         with contextlib.suppress(FileNotFoundError):
-            namespace = place.process.namespace_inode("pid")
-            # The limit minus 1: a command needs a process for itself and one for its child.
-            return usage.threads_in(namespace) >= place.limits[resource.RLIMIT_NPROC] - 1
+            inode = namespaces.process.namespace_inode("pid")
+            # A start needs room for the program and for one child of the program.
+            return usage.threads_in(inode) >= namespaces.limits[resource.RLIMIT_NPROC] - 1
         return False
 
 
-async def _abort_start(program: Program, channel: socket.socket, adopt: Adopt) -> None:
-    """Keep a program from starting; its stopped process may remain until the sandbox ends."""
+async def _abort_start(program: Program, channel: socket.socket, register: RegisterChild) -> None:
+    """Abort a start: kill the joiner, and the program's process if its pid was reported. A process that got SIGSTOP
+    before its pid was reported executes nothing, but may remain until the sandbox ends."""
     assert program.joiner
     program.joiner.kill()
     await program.joiner.wait()
-    # The joiner may have reported a process; an unreported one does not begin.
     with contextlib.suppress(BlockingIOError, PeerGone):
         message, files = requests.receive_reply(channel)
         close_all(files)
         if "pid" in message:
-            program.process = adopt(message["pid"])
+            program.process = register(message["pid"])
     program.kill_process()
 
 
-async def _wait_started(program: Program, channel: socket.socket, adopt: Adopt) -> list[int]:
+async def _wait_started(program: Program, channel: socket.socket, register: RegisterChild) -> list[int]:
     await ready(channel)
     try:
         message, files = requests.receive_reply(channel)
@@ -224,7 +218,7 @@ async def _wait_started(program: Program, channel: socket.socket, adopt: Adopt) 
         raise Refused(HELPER_KILLED) from None
     if "error" in message:
         raise Refused(message)
-    program.process = adopt(message["pid"])
+    program.process = register(message["pid"])
     try:
         await ready(channel)
         message, _files = requests.receive_reply(channel)
@@ -238,35 +232,36 @@ async def _wait_started(program: Program, channel: socket.socket, adopt: Adopt) 
 
 
 STOP_TIMEOUT_S = 5.0
-"""Time to stop all programs; an ordinary sandbox takes milliseconds."""
+"""Time limit in seconds for SIGSTOP to all programs of a sandbox, which usually takes milliseconds."""
 
 ONE_BY_ONE_S = 1.0
-"""Time to stop programs one by one, parents first, before the kernel stops all at once."""
+"""Seconds of sending SIGSTOP to programs one by one, parents first, before ``kill(-1)`` stops all in one step."""
 
 _STOPPED = "TtZX"
+"""States in ``/proc/PID/stat`` of processes that do not run: stopped, traced, zombie, dead."""
 
 
 async def pause(
-    children: Children, launcher: Launcher, namespace: state_dir.PidNamespace, place: SandboxNamespaces
+    children: Children, launcher: Launcher, pid_namespace: state_dir.PidNamespace, namespaces: SandboxNamespaces
 ) -> Reply:
-    """Stop all programs of a sandbox, also those that they start meanwhile.
+    """Send SIGSTOP to all programs of a sandbox, also to programs that are started during the pause.
 
     Raises:
-        Refused: programs do not stop in time.
+        Refused: programs still run after :data:`STOP_TIMEOUT_S`; all programs are resumed.
     """
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    await children.run(partial(_stop_each, namespace, time.monotonic() + ONE_BY_ONE_S))
+    await children.run(partial(_stop_each, pid_namespace, time.monotonic() + ONE_BY_ONE_S))
     stopped = False
-    while namespace.alive and not stopped and time.monotonic() < deadline:
-        reply, _files = await launcher.run(requests.stop(place))
+    while pid_namespace.alive and not stopped and time.monotonic() < deadline:
+        reply, _files = await launcher.run(requests.stop(namespaces))
         stopped = bool(reply["number"])
-    return await children.run(partial(_verify_stopped, namespace, deadline, stopped=stopped))
+    return await children.run(partial(_verify_stopped, pid_namespace, deadline, stopped=stopped))
 
 
 def _verify_stopped(namespace: state_dir.PidNamespace, deadline: float, *, stopped: bool) -> Reply:
-    """Continue the sandbox's own processes, and stop programs that were started during the pause."""
-    for pid, started in _own(namespace):
-        _send(pid, started, signal.SIGCONT)
+    """Continue the sandbox's own processes, and stop programs started during the pause; resume all on failure."""
+    for pid, started in _own_processes(namespace):
+        _send_signal(pid, started, signal.SIGCONT)
     reply, _files = _stop_each(namespace, deadline)
     if reply["running"] or (namespace.alive and not stopped):
         resume(namespace)
@@ -275,11 +270,11 @@ def _verify_stopped(namespace: state_dir.PidNamespace, deadline: float, *, stopp
 
 
 def _stop_each(namespace: state_dir.PidNamespace, deadline: float) -> Reply:
-    """Stop running programs until none is seen; return the pids that still run at the deadline."""
+    """Send SIGSTOP to running programs until none runs; return the pids of programs that run at the ``deadline``."""
     while running := [(pid, started) for started, pid, state in _programs(namespace) if state not in _STOPPED]:
         for pid, started in running:
-            _send(pid, started, signal.SIGSTOP)
-            # A stop takes effect late on a busy machine; until then the parent could see its children stopped.
+            _send_signal(pid, started, signal.SIGSTOP)
+            # Wait until this process has stopped, or it could still see its children stop.
             while _runs(pid, started) and time.monotonic() < deadline:
                 time.sleep(0.0002)
         if time.monotonic() > deadline:
@@ -288,17 +283,15 @@ def _stop_each(namespace: state_dir.PidNamespace, deadline: float) -> Reply:
 
 
 def resume(namespace: state_dir.PidNamespace) -> Reply:
-    """Continue all programs of a sandbox, children first."""
+    """Send SIGCONT to all programs of a sandbox, children before their parents."""
     for started, pid, _state in reversed(_programs(namespace)):
-        _send(pid, started, signal.SIGCONT)
+        _send_signal(pid, started, signal.SIGCONT)
     return {}, []
 
 
 def programs_not_of(namespace: state_dir.PidNamespace, pid: int) -> tuple[int, bool]:
-    """Return the number of programs that process ``pid`` has not started itself, and whether any program may be busy.
-
-    A program may be busy if it is not waiting, or has several threads.
-    """
+    """Return the number of programs that are no children of the process ``pid``, and whether any program may be busy.
+    A program may be busy if it does not sleep (state ``S``), or has several threads."""
     others, busy = 0, False
     for _started, program, state in _programs(namespace):
         with contextlib.suppress(OSError):
@@ -309,17 +302,17 @@ def programs_not_of(namespace: state_dir.PidNamespace, pid: int) -> tuple[int, b
 
 
 def _programs(namespace: state_dir.PidNamespace) -> list[tuple[int, int, str]]:
-    """Start time, pid and state of every process but the sandbox's own, parents first."""
+    """Return start time, pid and state of every program in a PID namespace, parents first."""
     return sorted((started, pid, state) for started, pid, state, own in _processes(namespace) if not own)
 
 
-def _own(namespace: state_dir.PidNamespace) -> list[tuple[int, int]]:
-    """Pid and start time of the sandbox's own processes, except the first."""
+def _own_processes(namespace: state_dir.PidNamespace) -> list[tuple[int, int]]:
+    """Return pid and start time of the sandbox's own processes, except the first process."""
     return [(pid, started) for started, pid, _state, own in _processes(namespace) if own and pid != namespace.init]
 
 
 def _processes(namespace: state_dir.PidNamespace) -> Iterator[tuple[int, int, str, bool]]:
-    """Start time, pid and state of every process, and whether it is the sandbox's own."""
+    """Yield start time, pid and state of every process in a PID namespace, and whether it is the sandbox's own."""
     channel = _channel_of(namespace.init)
     for pid in namespace.members():
         with contextlib.suppress(OSError):
@@ -339,7 +332,8 @@ def _runs(pid: int, started: int) -> bool:
 
 
 def _channel_of(pid: int) -> str:
-    """Identity of the socket on which a process notices the supervisor's end; programs inside cannot open it."""
+    """Return ``socket:[INODE]`` if the standard input of a process is a socket, else an empty text. The sandbox's own
+    processes have the supervisor's socket there, which no program can open."""
     try:
         found = os.readlink(f"/proc/{pid}/fd/0")
     except OSError:
@@ -347,5 +341,5 @@ def _channel_of(pid: int) -> str:
     return found if found.startswith("socket:") else ""
 
 
-def _send(pid: int, started: int, number: signal.Signals) -> None:
+def _send_signal(pid: int, started: int, number: signal.Signals) -> None:
     signals.send(pid, number, lambda: signals.start_time(pid) == started)

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a supervisor, its replies and its errors: the same types at both ends of its socket.
+"""Request, reply and error types of the supervisor's socket, shared by the client and the supervisor.
 
-The values of a specification are checked once, where the specification is made (:mod:`..spec`). :func:`decode` checks
-the shape of a request before any work starts; the supervisor relies on that shape from then on.
+:mod:`..spec` validates the values of a sandbox's specification. :func:`decode` checks only that a request has the
+right fields with the right JSON types; the supervisor relies on both checks.
 
-:class:`SandboxLost` and :class:`SandboxRefused` are failures of the infrastructure: the same rollout may succeed
-elsewhere. :class:`SandboxExhausted` and :class:`SandboxBroken` are the agent's: a retry would end the same way.
+:class:`SandboxLost` and :class:`SandboxRefused` are infrastructure failures: a retry of the rollout may succeed.
+:class:`SandboxExhausted` and :class:`SandboxBroken` are agent failures: a retry would fail in the same way.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ Start = Literal["auto", "direct", "runtime"]
 
 @dataclass(frozen=True, kw_only=True)
 class CreateRequest:
-    """Start a sandbox. Plain values: the supervisor builds the command lines.
+    """Start a sandbox.
 
     Attributes:
+        sandbox: name of the new sandbox: ``b-`` and twelve hexadecimal digits.
+        runtime: path of the container runtime's executable.
         start: start method; ``auto`` prefers a direct start.
-        image_identity: identifies an unpacked image; changes when the folder at the same path is replaced.
-        scripted: whether scripts of the image may set variables, which only the runtime can evaluate.
-        uid: user id inside; 0 for root.
-        capabilities: numbers of the capabilities that root inside has beyond the default set.
+        image_identity: cache key of the unpacked image; changes when the image's folder is replaced.
+        scripted: whether the image's scripts may set variables, so that only the runtime can report the variables.
+        uid: user id in the sandbox; 0 for root.
+        host_uid: user id on the host that ``uid`` is mapped to; the first id of a block if ``users`` is set.
+        host_gid: group id on the host, likewise.
+        capabilities: numbers of the capabilities that the sandbox's root has beyond the default set.
         network: ``none``, ``public``, ``host`` or a list of hosts; see :mod:`nemo_gym_prorl.network_access`.
-        snapshot: path of the archive that the writable layer is restored from; empty for none.
-        snapshot_paths: paths inside that are restored; all if empty.
+        snapshot: path of the archive from which the writable layer is restored; empty for an empty layer.
+        snapshot_paths: paths in the sandbox that are restored from the snapshot; all if empty.
 
     The other fields are those of :class:`..spec.ContainerSpec`.
     """
@@ -70,7 +74,7 @@ class CreateRequest:
 
     @property
     def limits(self) -> dict[int, int]:
-        """Soft and hard limits of this request, by ``resource.RLIMIT_*``; open files have limits of their own."""
+        """Soft and hard limit of each program by ``resource.RLIMIT_*`` constant, without the limit of open files."""
         return rlimits.program_limits(self.processes, self.disk_mib)
 
 
@@ -79,11 +83,12 @@ class StartReply:
     """Reply to a :class:`CreateRequest` when the sandbox is up.
 
     Attributes:
-        environment: variables that the image sets.
+        environment: environment variables that the image sets.
+        controllers: control group controllers that limit the sandbox.
         start_method: method that started the sandbox.
-        fallback_reason: reason that a direct start was not possible; empty otherwise.
-        in_memory: whether the files of sandboxes are kept in memory.
-        steps: duration of each step, for logs.
+        fallback_reason: why ``start: auto`` used the runtime instead of a direct start; empty otherwise.
+        in_memory: whether the supervisor's folder is on a file system in memory, such as tmpfs.
+        steps: names and durations of the start's steps, for logs.
     """
 
     environment: dict[str, str]
@@ -99,7 +104,7 @@ class CheckRequest:
     """Check that a sandbox is up, and subscribe the client to its events.
 
     Attributes:
-        memory: whether a process that the kernel ended for want of the machine's memory counts as a lost sandbox.
+        memory: whether to report the sandbox as lost if the machine's OOM killer may have killed a process in it.
     """
 
     sandbox: str
@@ -115,12 +120,14 @@ class DestroyRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnRequest:
-    """Start a program in a sandbox, with the attached files as its open files.
+    """Start a program in a sandbox. The attached descriptors become the program's open files, after a terminal's.
 
     Attributes:
-        spawn: name of the program in a :class:`SignalRequest`.
-        user: user who runs the program; ``None`` for the sandbox's own user.
-        tty: rows and columns of a terminal for the program; ``None`` for no terminal.
+        spawn: name of the program in a :class:`SignalRequest` and in the program's ``exit`` event.
+        cwd: working directory in the sandbox.
+        user: name or number of the user who runs the program; ``None`` for the sandbox's own user.
+        tty: rows and columns of a new terminal, which becomes files 0 to 2; ``None`` for no terminal.
+        echo: whether the terminal echoes input and ends lines with CR and LF.
     """
 
     sandbox: str
@@ -143,14 +150,14 @@ class SignalRequest:
 
 @dataclass(frozen=True)
 class PauseRequest:
-    """Stop every process of a sandbox."""
+    """Pause a sandbox: SIGSTOP for all programs. Further programs are refused until a :class:`ResumeRequest`."""
 
     sandbox: str
 
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Let every process of a sandbox continue."""
+    """Resume a paused sandbox: SIGCONT for all programs."""
 
     sandbox: str
 
@@ -160,8 +167,9 @@ class SnapshotRequest:
     """Pack the writable layer of a paused sandbox into the attached file.
 
     Attributes:
-        header: text that precedes the archive.
-        quiescent: accept a sandbox that is not paused; the reply has ``busy`` if a program in it is not idle.
+        header: text that is stored at the beginning of the archive.
+        quiescent: whether to accept a running sandbox. If its programs may be busy, the reply is ``{"busy": true}``
+            and no archive is written.
     """
 
     sandbox: str
@@ -171,14 +179,14 @@ class SnapshotRequest:
 
 @dataclass(frozen=True)
 class EgressRequest:
-    """Return which hosts a sandbox has asked its proxy for."""
+    """Return which hosts programs of a sandbox have requested from the sandbox's proxy."""
 
     sandbox: str
 
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """Serve a policy on a port of the sandbox's loopback device in place of the last one; none if ``url`` is empty."""
+    """Serve a policy on the sandbox's ``POLICY_PORT``: base URL, or none if empty, and bearer token (``key``)."""
 
     sandbox: str
     url: str = ""
@@ -187,7 +195,7 @@ class PolicyRequest:
 
 @dataclass(frozen=True)
 class PutRequest:
-    """Write the attached file to a path of the sandbox; without a ``mode``, an existing file keeps its own."""
+    """Write the attached file to a path; without a ``mode``, an existing file keeps its mode, a new file gets 0644."""
 
     sandbox: str
     path: str
@@ -224,10 +232,10 @@ def encode(request: Request) -> Message:
 
 
 def decode(message: Message) -> Request:
-    """Return the request of a message.
+    """Return the request that :func:`encode` has put into a message.
 
     Raises:
-        Refused: the kind is unknown, or a field is missing, unknown or of a wrong type.
+        Refused: the type of request is unknown, or a field is missing, unknown or of a wrong JSON type.
     """
     values = {name: value for name, value in message.items() if name not in ("do", "id")}
     kind = _KINDS.get(str(message.get("do")))
@@ -246,7 +254,7 @@ def _name(kind: type) -> str:
 
 
 def _json_types(hint: Any) -> tuple[type, ...]:
-    """Return the types that JSON gives a value of a field."""
+    """Return the Python types that a field with the annotation ``hint`` can have after JSON decoding."""
     origin = typing.get_origin(hint)
     if origin is types.UnionType:
         return tuple(kind for part in typing.get_args(hint) for kind in _json_types(part))
@@ -262,7 +270,7 @@ _TYPES = {
 
 
 Resource = Literal["disk", "memory", "processes", "terminals"]
-"""Resources whose exhaustion is reported to the agent by name."""
+"""Limited resources of a sandbox, as named to the agent when one is used up."""
 
 SHORTAGES = {
     errno.EAGAIN: "no further process can be started on this machine for this user (ulimit -u, pids.max, pid_max)",
@@ -273,15 +281,15 @@ SHORTAGES = {
     errno.ETOOMANYREFS: "this user's processes have too many open files in transit over sockets "
     "(ulimit -Hn of the server)",
 }
-"""Shortages of the machine by ``errno``: transient, and independent of the request."""
+"""Message by ``errno`` for shortages of the machine: transient failures that the request did not cause."""
 
 
 class SandboxRefused(InfrastructureError):
     """The supervisor could not carry out a request.
 
     Attributes:
-        number: the ``errno`` of a failed system call, or 0.
-        log: output of the container runtime, if the runtime failed.
+        number: the ``errno`` of a failed system call; 0 if there is none, or for a shortage of the machine.
+        log: output of the container runtime if the runtime failed; empty otherwise.
     """
 
     default_kind = FailureKind.AGENT_RUN_ERROR
@@ -303,7 +311,7 @@ class SandboxBroken(AgentError):
 
 
 class SandboxExhausted(AgentError):
-    """Programs in the sandbox reached one of its limits."""
+    """Programs in the sandbox have used up the sandbox's limit of ``resource``."""
 
     def __init__(self, reason: str, resource: Resource) -> None:
         super().__init__(reason)
@@ -317,7 +325,7 @@ class Refused(Exception):
     """A request has failed, in the supervisor or one of its children.
 
     Attributes:
-        reply: the error reply, from which :mod:`.client` makes an exception.
+        reply: the error reply, which :mod:`.client` converts to an exception.
     """
 
     def __init__(self, reply: Message) -> None:
@@ -326,7 +334,7 @@ class Refused(Exception):
 
 
 def exhausted(what: str) -> Message:
-    """Return the error reply for a sandbox at its limit of ``what``."""
+    """Return the error reply for a sandbox that has used up its limit of ``what``, a :data:`Resource`."""
     return {"error": f"the sandbox has as many {what} as it may have", "exhausted": what}
 
 
@@ -334,7 +342,7 @@ EXHAUSTED = exhausted("processes")
 
 
 def no_process(error: OSError, group: Group | None) -> Refused:
-    """Return the error for a process that cannot be started: the sandbox's limit, or a shortage of the machine."""
+    """Return the error for a failed fork: the sandbox is at its process limit, or the machine lacks a resource."""
     if isinstance(error, BlockingIOError) and group and group.is_full():
         return Refused(EXHAUSTED)
     return Refused({"error": f"no process can be started: {error_text(error)}", "errno": error.errno})
@@ -345,6 +353,7 @@ def error_text(error: OSError) -> str:
 
 
 def failure(error: BaseException) -> Message:
+    """Return the error reply for an exception; the traceback of an unexpected exception goes to standard error."""
     if isinstance(error, Refused):
         return error.reply
     if isinstance(error, OSError):
@@ -354,7 +363,7 @@ def failure(error: BaseException) -> Message:
 
 
 def print_without_source(error: BaseException) -> None:
-    """Print a traceback without source lines: a child that has joined a sandbox would read the sandbox's files."""
+    """Print a traceback without source lines, which a child that has joined a sandbox would read from the sandbox."""
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
-    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-    print(*places, f"{type(error).__name__}: {error}", sep="\n", file=sys.stderr)
+    lines = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    print(*lines, f"{type(error).__name__}: {error}", sep="\n", file=sys.stderr)

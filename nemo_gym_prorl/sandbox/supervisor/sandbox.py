@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""State of one sandbox in its supervisor, and the pure decision about its next step while it closes."""
+"""State of one sandbox in the supervisor, and the pure function that decides each step of closing a sandbox."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import CreateRequest, Refused
 
 
 Client = Connection[Message, list[int]]
-"""A server's connection: sends requests, receives replies and events."""
+"""The supervisor's end of a client's connection: receives requests, sends replies and events."""
 
 STUCK_S = 5.0
-"""Time after which processes that survive SIGKILL are reported; the kernel ends others within milliseconds. The
-supervisor keeps retrying."""
+"""Seconds of closing a sandbox until processes that survive SIGKILL are reported; SIGKILL usually takes milliseconds.
+"""
 
 
 class SandboxStage(StrEnum):
-    """See :mod:`.lifecycle`."""
+    """Stages of a sandbox's life; :mod:`.lifecycle` describes them."""
 
     WAITING = "waiting"
     CREATING = "creating"
@@ -45,13 +45,13 @@ class SandboxStage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Next step for a sandbox that is closing.
+    """Next step of closing a sandbox.
 
     Attributes:
-        kill_init: kill the first process, with which the kernel ends all others inside.
-        kill_starter: kill the runtime's process outside.
-        delete: every process has ended; delete the files.
-        report: report to the waiters that closing takes too long.
+        kill_init: kill the first process of the PID namespace; the kernel then kills all others.
+        kill_starter: kill the supervisor's child for the sandbox.
+        delete: delete the sandbox's files, since all processes have ended.
+        report: report to callers that wait for the end that closing takes too long.
     """
 
     kill_init: bool = False
@@ -61,16 +61,16 @@ class Step:
 
 
 def step_down(*, starter: bool, init: bool | None, closing_s: float) -> Step:
-    """Return the next step for a closing sandbox.
+    """Return the next step of closing a sandbox.
 
     Args:
         starter: whether the supervisor's child for the sandbox is not reaped yet.
-        init: whether the first process inside lives; ``None`` if it is unknown. The kernel ends the first process
-            after all others of its PID namespace.
+        init: whether the first process of the sandbox's PID namespace is alive, which ends after all others; ``None``
+            if no PID namespace is recorded.
         closing_s: seconds since closing began.
     """
     late = closing_s > STUCK_S
-    # The runtime's process ends its own helpers after the inside is dead, so it gets STUCK_S to do that.
+    # Once the sandbox's processes have ended, the runtime's process ends its own helpers; it gets STUCK_S for that.
     kill_starter = starter and (init is None or late)
     if not starter and not init:
         return Step(delete=True)
@@ -86,34 +86,37 @@ class NoSandbox(Refused):
 
 @dataclass(slots=True, eq=False)
 class Sandbox:
-    """One sandbox.
+    """State of one sandbox; optional fields are ``None`` until they are set.
 
     Attributes:
         name: chosen by the client.
-        folder: holds all files of the sandbox on disk.
-        request: the specification, with resolved binds.
+        folder: folder on the host with all files of the sandbox.
+        request: the create request, with validated binds.
         clients: connections that receive the sandbox's events.
-        held_files: files that stay open until the sandbox is gone.
-        stage: see :mod:`.lifecycle`.
-        start_timeout: bounds the creation; closing the sandbox expires it.
+        held_files: descriptors that stay open until the sandbox is gone, such as the lock on the image.
+        stage: current stage; see :mod:`.lifecycle`.
+        start_timeout: time limit of the start; closing the sandbox expires the limit at once.
         created: set when the creation has succeeded or failed.
-        fallback_reason: reason that a direct start was not possible.
-        channel: socket to the first process.
-        starter: the supervisor's child for the sandbox: the runtime's process outside, or the first process itself.
-        place: namespaces to join; set once the first process has reported.
-        pid_namespace: identity of the first process, by which the sandbox is ended.
-        log: output of the runtime until the sandbox is up.
-        environment: variables that the image sets.
+        step_seconds: duration of each step of the start, by name.
+        prepared: prepared image of a direct start.
+        fallback_reason: why ``start: auto`` used the runtime instead of a direct start; empty otherwise.
+        channel: the supervisor's end of a socket to the first process.
+        starter: the supervisor's child for the sandbox: the runtime's process on the host, or the first process.
+        group: control group of the sandbox; ``None`` without delegated control groups.
+        namespaces: namespaces that helpers join; set once the first process is recorded.
+        pid_namespace: identity of the PID namespace, whose first process is killed to end the sandbox.
+        log: descriptor of the runtime's output, until the output is read.
+        environment: environment variables that the image sets.
         expiry: timer of the time to live.
-        paused: whether programs are stopped and must not be started.
+        paused: whether programs have SIGSTOP, and new programs are refused.
         pausing: serialises pauses and resumes, so that the last request takes effect last.
-        reported_limits: limits that the clients know of already.
-        oom_kills: kills for memory in the control group that are handled already.
-        machine_kills: kills for memory on the whole machine when the sandbox came up.
-        over_memory: text of the last memory violation.
+        reported_limits: texts of the limits that were reported to the clients.
+        oom_kills: OOM kills in the control group that were handled already.
+        machine_kills: OOM kills on the whole machine until the sandbox was up.
+        over_memory: text of the last memory violation; empty if there was none.
         over_memory_at: loop time of the last memory violation.
-        changed: set when closing may continue.
-        end_waiters: resolved when the sandbox is gone.
+        changed: set when a process of the closing sandbox has ended, so that closing continues.
+        end_waiters: futures of callers that wait until the sandbox is gone.
     """
 
     name: str
@@ -131,7 +134,7 @@ class Sandbox:
     channel: socket.socket | None = None
     starter: Child | None = None
     group: cgroups.Group | None = None
-    place: SandboxNamespaces | None = None
+    namespaces: SandboxNamespaces | None = None
     pid_namespace: state_dir.PidNamespace | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -148,7 +151,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Measure a step of the creation."""
+        """Add the duration of the block to the step ``name`` in ``step_seconds``."""
         begin = time.monotonic()
         try:
             yield
@@ -162,14 +165,14 @@ class Sandbox:
         """Wait until the sandbox's processes and files are gone.
 
         Raises:
-            Refused: closing takes too long; the supervisor keeps retrying.
+            Refused: processes or files cannot be removed; the supervisor keeps retrying.
         """
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.end_waiters.append(end)
         await end
 
     def resolve_end_waiters(self, error: Refused | None = None) -> None:
-        """Wake callers that wait for the end, or raise ``error`` in them."""
+        """Wake all callers of :meth:`wait_gone`; with an ``error``, raise it in these callers."""
         waiters, self.end_waiters = self.end_waiters, []
         for end in waiters:
             if not end.done():
@@ -178,19 +181,19 @@ class Sandbox:
                 else:
                     end.set_result(None)
 
-    def place_to_join(self) -> SandboxNamespaces:
-        """Return the namespaces to join of a sandbox that is up.
+    def namespaces_to_join(self) -> SandboxNamespaces:
+        """Return the namespaces to join of a sandbox whose first process is recorded.
 
         Raises:
             Refused: the sandbox is paused.
         """
         if self.paused:
             raise Refused({"error": "the sandbox is paused; resume it first"})
-        assert self.place
-        return self.place
+        assert self.namespaces
+        return self.namespaces
 
     def take_log(self) -> str:
-        """Return the runtime's output so far, and close the log."""
+        """Return the runtime's output so far, and close the log; empty if there is no log."""
         if self.log is None:
             return ""
         log, self.log = self.log, None
@@ -205,7 +208,7 @@ class Sandbox:
             self.group.set_limits(memory=memory << 20, processes=processes, cpus=cpus)
 
     def report_limit(self, reason: str, resource: str) -> None:
-        """Send each limit that the sandbox reached to all clients, once."""
+        """Send a reached limit to all clients, unless the same ``reason`` was sent before."""
         if reason not in self.reported_limits:
             self.reported_limits.add(reason)
             self.send_event("limit", reason, resource)

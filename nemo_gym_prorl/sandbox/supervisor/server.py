@@ -1,23 +1,23 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor: a process that owns the sandboxes of one server and cleans up after it.
+"""The supervisor: a process that owns the sandboxes of one server process and removes them when the server ends.
 
 The supervisor is a separate process because a server may be killed with SIGKILL, and because joining a sandbox needs
-a forked child of a small single-threaded process. :mod:`.client` starts the supervisor with one socket, which bounds
-the supervisor's life:
+a forked child of a small single-threaded process. :mod:`.client` starts the supervisor with one end of the owner
+socket, and keeps the other end:
 
-- The *server* dies: the socket closes. The supervisor kills every sandbox, removes its files, and exits.
-- The *supervisor* dies: PID 1 of each sandbox sees its socket close and exits, and the kernel kills the runtime's
-  process. The server's :mod:`.client` removes the files.
-- *Both* die at once: the same, and the next start of any supervisor removes the files (:func:`.state_dir.sweep`).
+- If the *server* dies, the owner socket closes. The supervisor kills all sandboxes, removes their files, and exits.
+- If the *supervisor* dies, the first process of each sandbox ends: killed by the kernel after a direct start, else
+  when its socket closes. The kernel also kills the runtime's processes. The server's :mod:`.client` removes the files.
+- If *both* die, the processes end likewise. The user's next supervisor removes the files (:func:`.state_dir.sweep`).
 
 The supervisor has one event loop and no threads. Work that may block (joining, copying, deleting) runs in children.
-Every request gets a reply. No request, and no failure of one sandbox, ends another sandbox. The life cycle of a
-sandbox is in :mod:`.lifecycle`.
+Every request gets a reply. No request, and no failure of one sandbox, ends another sandbox. :mod:`.lifecycle`
+describes the stages of a sandbox.
 
-A client of the supervisor can run any program as the supervisor's user. So the socket lies in a folder that no sandbox
-is shown (:mod:`..binds`). In addition, the supervisor accepts only processes of its own user in its own namespaces,
-which sandboxed processes are not in.
+A client of the supervisor can run any program as the supervisor's user. So the supervisor's socket lies in a folder
+that cannot be bound into a sandbox (:mod:`..binds`). In addition, the supervisor accepts only processes of its own
+user in its own PID and user namespaces; sandboxed processes are in other namespaces.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Supervisor:
     """Supervisor of the sandboxes of one server.
 
     Args:
-        folder: the supervisor's state folder; this process holds its lock.
-        owner: socket to the server; the supervisor ends when it closes.
-        listener: socket for further connections of the server.
+        folder: the supervisor's state folder, whose lock this process holds.
+        owner: connected socket to the server that owns the supervisor; when the socket closes, the supervisor ends.
+        listener: listening socket for further connections, of the owner or of other processes of the user.
     """
 
     def __init__(self, folder: Path, owner: socket.socket, listener: socket.socket) -> None:
@@ -85,14 +85,14 @@ class Supervisor:
         self._listener = listener
 
     async def run(self) -> None:
-        """Serve until the owner is gone and all sandboxes are removed."""
+        """Serve until the owner is gone or SIGTERM arrives; then end all sandboxes and remove the state folder."""
         loop = asyncio.get_running_loop()
         signal.signal(signal.SIGTERM, lambda _number, _frame: loop.call_soon_threadsafe(self._ending.set))
         spawn_task(self._children.run(partial(_sweep, self.folder.parent)), expected=Refused)
         self._add_client(self._owner, self._ending.set)
         self._listener.setblocking(False)
         PROCESS_LOOPS.start("accept", partial(self._accept, peer(self._owner)[0]))
-        # Frozen objects are not scanned, so their pages stay shared with forked children.
+        # The garbage collector skips frozen objects, so their memory pages stay shared with forked children.
         gc.collect()
         gc.freeze()
         await self._ending.wait()
@@ -102,8 +102,6 @@ class Supervisor:
     def _orphan_ended(self, pid: int) -> None:
         self._sandboxes.orphan_ended(pid)
 
-    # Clients
-
     def _add_client(self, connection: socket.socket, on_gone: Callable[[], None]) -> None:
         def on_message(message: Message, files: list[int]) -> None:
             spawn_task(self._reply(client, message, files))
@@ -111,7 +109,7 @@ class Supervisor:
         client: Client = Connection(connection, on_message, on_gone, bounded=True)
 
     async def _accept(self, owner: int) -> float:
-        """Accept one client; return the pause before the next one, which is not 0 at the limit of open files."""
+        """Accept one client whose process is trusted; return the seconds to wait before the next call."""
         await ready(self._listener)
         try:
             connection, _address = self._listener.accept()
@@ -125,7 +123,7 @@ class Supervisor:
         return 0.0
 
     async def _reply(self, client: Client, message: Message, files: list[int]) -> None:
-        """Carry out a request and reply in every case; a request without an id gets no reply."""
+        """Carry out a request and send the reply, or an error reply; a request without an id gets no reply."""
         reply: Message
         returned: list[int] = []
         try:
@@ -158,10 +156,10 @@ class Supervisor:
                 self._programs.signal(request.spawn, request.signal)
                 return {}, []
             case PutRequest() as request:
-                put = requests.put(self._place(request.sandbox), request.path, request.mode)
+                put = requests.put(self._namespaces(request.sandbox), request.path, request.mode)
                 return await self._launcher.run(put, files[:1])
             case GetRequest() as request:
-                get = requests.get(self._place(request.sandbox), request.path, request.limit)
+                get = requests.get(self._namespaces(request.sandbox), request.path, request.limit)
                 return await self._launcher.run(get, files[:1])
             case PauseRequest() as request:
                 return await self._pause(self._sandboxes.up(request.sandbox))
@@ -175,7 +173,7 @@ class Supervisor:
                 return await self._snapshot(self._sandboxes.up(request.sandbox), request, files[0])
 
     async def _spawn(self, client: Client, request: SpawnRequest, files: list[int]) -> Reply:
-        """Start a program and return its pid; its end is an ``exit`` event with the program's name."""
+        """Start a program and return its pid. The program's exit is sent to the client as an ``exit`` event."""
 
         def on_exit(code: int) -> None:
             client.post({"event": "exit", "spawn": request.spawn, "status": code})
@@ -183,17 +181,17 @@ class Supervisor:
         pid, terminal = await self._programs.start(self._sandboxes.up(request.sandbox), request, files, on_exit)
         return {"pid": pid}, terminal
 
-    def _place(self, sandbox: str) -> SandboxNamespaces:
-        return self._sandboxes.up(sandbox).place_to_join()
+    def _namespaces(self, sandbox: str) -> SandboxNamespaces:
+        return self._sandboxes.up(sandbox).namespaces_to_join()
 
     async def _pause(self, sandbox: Sandbox) -> Reply:
         assert sandbox.pid_namespace
-        assert sandbox.place
+        assert sandbox.namespaces
         async with sandbox.pausing:
-            # Set first: a program that starts during the pause would keep running.
+            # Set before SIGSTOP is sent: a program that started in between would keep running.
             sandbox.paused = True
             try:
-                return await programs.pause(self._children, self._launcher, sandbox.pid_namespace, sandbox.place)
+                return await programs.pause(self._children, self._launcher, sandbox.pid_namespace, sandbox.namespaces)
             except BaseException:
                 sandbox.paused = False
                 raise
@@ -205,13 +203,13 @@ class Supervisor:
             return await self._children.run(partial(programs.resume, sandbox.pid_namespace))
 
     async def _snapshot(self, sandbox: Sandbox, request: SnapshotRequest, file: int) -> Reply:
-        """Pack the writable layer of a sandbox that cannot change meanwhile: paused, or without busy programs."""
+        """Pack the writable layer of a paused sandbox, or of a running one whose programs are all idle."""
         quiescent = not sandbox.paused and request.quiescent
-        if not (sandbox.paused or quiescent) or sandbox.place is None or sandbox.pid_namespace is None:
+        if not (sandbox.paused or quiescent) or sandbox.namespaces is None or sandbox.pid_namespace is None:
             raise OSError("only a paused sandbox can be copied")
         layer = sandbox.folder / "overlay" / "upper"
         ours, namespace = os.getpid(), sandbox.pid_namespace
-        pack = partial(layer_archive.pack, sandbox.place, layer, sandbox.request, request.header, file)
+        pack = partial(layer_archive.pack, sandbox.namespaces, layer, sandbox.request, request.header, file)
 
         def action() -> Reply:
             others, busy = programs.programs_not_of(namespace, ours)
@@ -220,7 +218,7 @@ class Supervisor:
             reply, none = pack()
             return {**reply, "programs": others}, none
 
-        return await self._children.run(action, [file, sandbox.place.process.fd])
+        return await self._children.run(action, [file, sandbox.namespaces.process.fd])
 
 
 async def _send(client: Client, reply: Message, files: list[int]) -> None:
@@ -234,7 +232,7 @@ async def _send(client: Client, reply: Message, files: list[int]) -> None:
 
 
 def _groups() -> Path | None:
-    """Return the parent of the sandboxes' control groups; ``None`` without delegated control groups."""
+    """Return the folder of the control group below which sandboxes get theirs; ``None`` without delegation."""
     granted = cgroups.probe_delegation()
     if granted is None:
         return None
@@ -247,12 +245,13 @@ def _sweep(root: Path) -> Reply:
     return {}, []
 
 
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("3i")  # the kernel's struct ucred: pid, uid, gid
 NAMESPACES = ("pid", "user")
+"""Namespaces that a trusted client shares with the supervisor; every sandbox has its own."""
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and user id of the process at the other end, as the kernel recorded them on ``connect``."""
+    """Return pid and user id of the process that created or connected the other end of a Unix socket."""
     pid, uid, _gid = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -260,10 +259,9 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def trusted(connection: socket.socket, owner: int) -> bool:
-    """Return whether the process at the other end may send requests.
-
-    The owner is trusted by pid: a change of its user may have made its ``/proc`` folder unreadable.
-    """
+    """Return whether the process at the other end of ``connection`` may send requests. A trusted process has the
+    supervisor's user, or root, and the supervisor's namespaces. The owner, with the pid ``owner``, is always trusted:
+    a change of its user id may have made its ``/proc`` folder unreadable."""
     pid, uid = peer(connection)
     if pid == owner:
         return True
@@ -277,10 +275,10 @@ def trusted(connection: socket.socket, owner: int) -> bool:
 
 
 def main() -> None:
-    """Run ``supervisor FOLDER OWNER LISTENER``, the last two being descriptors of open sockets."""
+    """Run the supervisor with the arguments FOLDER OWNER LISTENER; OWNER and LISTENER are descriptors of sockets."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-    # The runtime must not inherit the lock: its left-over processes would make the folder look owned.
     rlimits.raise_supervisor_file_limit()
+    # Orphans of the runtime must not inherit the lock's descriptor: a dead supervisor's folder would stay locked.
     for inherited in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(inherited), int(inherited) <= 2)

@@ -1,19 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""State of sandboxes on disk: ownership by a lock, and removal of a dead supervisor's remains.
+"""State of sandboxes on disk: ownership by a file lock, and cleanup after a dead supervisor.
 
 Each supervisor owns one folder with all files of its sandboxes. The folder's ``lock`` file is locked
-while the supervisor lives; the kernel releases the lock on any death. So a folder whose lock can be taken belongs to
-a dead supervisor, regardless of reused pids and reboots. The server removes the folder when
-it notices its supervisor's death (:mod:`.client`). If both died, the user's next supervisor removes the files
+while the supervisor lives; the kernel releases the lock however the supervisor dies. So a folder whose lock can be
+taken belongs to a dead supervisor, regardless of reused pids and reboots. The server removes the folder after its
+supervisor's death (:mod:`.client`). If the server died too, the user's next supervisor removes the folder
 (:func:`sweep`).
 
-Processes of a dead supervisor are found by four marks: recorded pids (the runtime's process), an environment variable
-(the runtime's file system helpers), PID namespaces (processes inside) and control groups. A pid is never trusted
-without its start time, since the kernel reuses pids.
+Processes that a dead supervisor left are found in four ways: recorded pids (the runtime's process), an environment
+variable (the runtime's file system helpers), recorded PID namespaces (sandboxed processes) and control groups. A pid
+is compared together with the process's start time, since the kernel reuses pids.
 
-The launcher's program deletes the files (``launcher/files.c``), at any depth, path length or permission. In a sandbox
-with several user ids, an ordinary user deletes files of those ids as root of a user namespace that maps them.
+The launcher's program deletes the files (``launcher/files.c``), at any depth, path length or permission. Files of a
+sandbox with several user ids are deleted as root of a user namespace that maps these ids.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from nemo_gym_prorl.sandbox.signals import start_time
 logger = logging.getLogger(__name__)
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
-"""Environment variable of every process of the runtime: the state folder of the supervisor that started it."""
+"""Environment variable of each process of the container runtime; the value is the supervisor's state folder."""
 
 STARTER_FILE = "starter"
-"""File in a sandbox's folder: pid and start time of the process that executed the runtime."""
+"""File in a sandbox's folder: pid and start time of the process that executes the runtime."""
 
 PID_NAMESPACE_FILE = "pid_namespace"
-"""File in a sandbox's folder: its :class:`PidNamespace`, once its first process exists."""
+"""File in a sandbox's folder: the sandbox's :class:`PidNamespace`, written once the first process exists."""
 
 GROUP_FILE = "cgroup"
-"""File in a sandbox's folder: path of the control group, written before the group is made."""
+"""File in a sandbox's folder: path of the control group, written before the group is created."""
 
 LOCK_FILE = "lock"
 """File in a supervisor's folder: locked while the supervisor lives."""
@@ -67,21 +67,22 @@ MAX_SOCKET_PATH = 107
 """Bytes of ``sockaddr_un.sun_path`` without the final NUL."""
 
 SCRATCH = "scratch"
-"""Folder below :func:`state_root` of folders that binds may show."""
+"""Folder below :func:`state_root` that contains each :class:`ScratchFolder`."""
 
 POLL_S = 0.01
-"""Interval of looking for the runtime's PID namespace, which must be recorded before the image runs."""
+"""Interval of polling ``/proc`` for a PID namespace that the runtime creates or that ends; a start takes longer."""
 
 
 def state_root() -> Path:
-    """Return the folder of all supervisors' folders: ``$PRORL_STATE``, else ``$TMPDIR/prorl-UID``. Node-local.
+    """Return the parent of all supervisors' folders, created if missing: ``$PRORL_STATE``, else ``$TMPDIR/prorl-UID``.
 
-    Root's sandboxes run under unprivileged ids, which cannot enter a private TMPDIR; root then falls back to ``/tmp``.
-    All checks but ownership run before the folder is made.
+    Machine root uses ``/tmp`` instead of a private TMPDIR, which the unprivileged user ids of root's sandboxes cannot
+    enter. All checks except the owner's run before the folder is created.
 
     Raises:
         PermissionError: the folder belongs to another user.
-        OSError: the folder is on a shared disk, its path is too long, or root's sandboxes cannot enter it.
+        OSError: the folder is on a shared file system, its path is too long for a Unix socket, or the user ids of
+            root's sandboxes cannot enter it.
     """
     temporary = Path(tempfile.gettempdir()).absolute()
     if is_machine_root() and not all(
@@ -105,8 +106,9 @@ def state_root() -> Path:
     return root
 
 
-def take(root: Path) -> tuple[Path, int]:
-    """Make a supervisor's folder; return it with the descriptor of its lock, held until all copies are closed."""
+def create_locked_folder(root: Path) -> tuple[Path, int]:
+    """Create a supervisor's folder with a held lock; return the folder and the lock's descriptor. The lock is
+    released once all copies of the descriptor, also in forked processes, are closed."""
     folder = Path(tempfile.mkdtemp(prefix="s-", dir=root))
     folder.chmod(0o700 if os.geteuid() else 0o711)
     try:
@@ -119,15 +121,16 @@ def take(root: Path) -> tuple[Path, int]:
 
 
 class ScratchFolder:
-    """A folder that binds may show; removed with this object, or by a sweep after the death of this process."""
+    """Temporary folder that sandboxes may bind; removed by ``close()``, with this object, or by a later :func:`sweep`
+    if this process is killed."""
 
     def __init__(self) -> None:
         root = state_root() / SCRATCH
         root.mkdir(exist_ok=True)
         root.chmod(0o700 if os.geteuid() else 0o711)
-        folder, lock = take(root)
+        folder, lock = create_locked_folder(root)
         self.close = weakref.finalize(self, _discard, folder, lock)
-        # Only processes that know the random name can enter the folder.
+        # The parent folder cannot be listed by other users, so they would have to guess the random name.
         self.path = folder / secrets.token_hex(16)
         self.path.mkdir()
         self.path.chmod(0o755)
@@ -146,8 +149,8 @@ def _discard(folder: Path, lock: int) -> None:
 class PidNamespace:
     """Identity of a sandbox's PID namespace.
 
-    The kernel reuses pids and namespace numbers, but pid and start time together are unique. The namespace exists as
-    long as its first process, which the kernel ends after all others.
+    The kernel reuses pids and inode numbers, but a pid and its start time together are unique. A PID namespace ends
+    with its first process, before which the kernel ends all others.
 
     Attributes:
         init: pid of the first process on the host.
@@ -161,15 +164,14 @@ class PidNamespace:
 
     @classmethod
     def of(cls, init: int) -> PidNamespace:
-        """Return the namespace whose first process has the host pid ``init``."""
+        """Return the PID namespace of the first process ``init``, a host pid; ``OSError`` if the process has ended."""
         return cls(init, start_time(init) or 0, os.stat(f"/proc/{init}/ns/pid").st_ino)
 
     @classmethod
     def below(cls, starter: int) -> PidNamespace | None:
-        """Return the namespace that the runtime's process ``starter`` has made; ``None`` if it does not exist yet.
-
-        Read from ``/proc``, since a process inside that reports need not be the first one.
-        """
+        """Return the PID namespace that a descendant of ``starter``, the runtime's process, has created. ``None`` if
+        there is none yet. Read from ``/proc``: a sandboxed process that reports to the supervisor may be another than
+        the first process."""
         own = os.stat("/proc/self/ns/pid").st_ino
         todo = [starter]
         while todo:
@@ -186,72 +188,72 @@ class PidNamespace:
 
     @property
     def alive(self) -> bool:
-        """Return whether the first process, and so the namespace, exists."""
+        """Return whether the first process, and so the PID namespace, exists."""
         return start_time(self.init) == self.started
 
     @property
     def ending(self) -> bool:
-        """Return whether the first process is exiting or has ended; the kernel has then ended all others."""
+        """Return whether the first process is exiting or has ended, so that all other processes are ending, too."""
         return not self.alive or signals.is_exiting(self.init)
 
     def kill(self) -> None:
-        """Kill the first process; the kernel then kills all others."""
+        """Kill the first process; the kernel then kills all other processes of the PID namespace."""
         signals.kill(self.init, self.started)
 
     def members(self) -> list[int]:
-        """Return the host pids of the live processes in the namespace; read every process of the machine."""
+        """Return the host pids of the processes in the PID namespace; scans all processes of the machine."""
         if not self.alive:
             return []
         found = _processes(lambda pid: os.stat(f"/proc/{pid}/ns/pid").st_ino == self.number)
-        # If the namespace ended meanwhile, its number may belong to another one.
+        # If the PID namespace has ended since, its inode number may belong to another namespace.
         return found if self.alive else []
 
 
 def pid_namespaces_of(folder: Path) -> list[PidNamespace]:
-    """Return the recorded PID namespaces of a supervisor's sandboxes."""
+    """Return the PID namespaces that are recorded in a supervisor's folder, ended ones included."""
     return [PidNamespace(*numbers) for numbers in _records(folder, PID_NAMESPACE_FILE)]
 
 
 def record_group(folder: Path, path: Path) -> None:
-    """Record the path of a control group in a sandbox's folder, before the group is made."""
+    """Record the path of a control group in a sandbox's folder, before the group is created."""
     (folder / GROUP_FILE).write_text(str(path))
 
 
 def groups_of(folder: Path) -> list[cgroups.Group]:
-    """Return the recorded control groups of a supervisor's sandboxes; missing groups count as empty."""
+    """Return the control groups that are recorded in a supervisor's folder; some may not exist any more."""
     found = []
     for record in folder.glob(f"*/{GROUP_FILE}"):
         with contextlib.suppress(FileNotFoundError):
             path = Path(record.read_text())
-            # A partial record belongs to a group that was not made.
+            # The record is written before the group is created, so the group of a partial record does not exist.
             if path.name == cgroups.group_name(record.parent):
                 found.append(cgroups.Group(path, frozenset()))
     return found
 
 
 def record_starter(folder: Path, pid: int) -> None:
-    """Record the process that will execute the runtime in a sandbox's folder."""
+    """Record, in a sandbox's folder, the pid and start time of the process that executes the runtime."""
     _record(folder / STARTER_FILE, pid, start_time(pid) or 0)
 
 
 def helpers_of(folder: Path) -> list[int]:
-    """Return the live processes of the runtime, outside of sandboxes, that a supervisor has started."""
+    """Return the pids of live processes of the runtime that a supervisor has started, by record or environment."""
     starters = [(pid, started) for pid, started in _records(folder, STARTER_FILE)]
-    # The runtime's parent overwrites its environment; its file system helpers do not.
+    # The runtime's parent process overwrites its environment, so only its record identifies it.
     mark = f"{OWNER_VARIABLE}={folder}".encode()
     marked = _processes(lambda pid: mark in process_variables(pid))
     return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
 
 
 def _record(path: Path, *numbers: int) -> None:
-    """Write a record atomically: a partial one, left by a killed writer, would fail every sweep."""
+    """Write numbers to a record file atomically: a partial record of a killed writer would fail every sweep."""
     fresh = path.with_name(f".{path.name}")
     fresh.write_text(" ".join(map(str, numbers)))
     fresh.rename(path)
 
 
 def _records(folder: Path, name: str) -> list[list[int]]:
-    """Return the numbers in the records of that name of all sandboxes; a record may vanish meanwhile."""
+    """Return the numbers in each sandbox's record file ``name``; sandboxes without the file are skipped."""
     found = []
     for record in folder.glob(f"*/{name}"):
         with contextlib.suppress(FileNotFoundError):
@@ -264,10 +266,9 @@ def _processes(test: Callable[[int], bool]) -> list[int]:
 
 
 def _holds(test: Callable[[int], bool], pid: int) -> bool:
-    # The process has ended meanwhile, or belongs to another user.
     try:
         return test(pid)
-    except OSError:
+    except OSError:  # the process has ended, or belongs to another user
         return False
 
 
@@ -276,21 +277,21 @@ def process_ids() -> Iterator[int]:
 
 
 _UNLOCKED_FOLDER_S = 60.0
-"""Age below which a folder without a lock may belong to a supervisor that is starting, which takes milliseconds."""
+"""Age in seconds from which a folder without a lock file belongs to a dead supervisor: a start takes milliseconds."""
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove remains of dead supervisors: processes, then files.
+    """Kill the processes and remove the folders of all dead supervisors, and remove scratch folders of dead processes.
 
     Returns:
-        The folders removed. A folder that cannot be removed stays for the next sweep and does not delay the others.
+        The folders removed. A folder that cannot be removed is left for the next sweep.
     """
     folders = sorted([*root.glob("s-*"), *root.glob(f"{SCRATCH}/s-*")])
     return [folder for folder in folders if folder.exists() and remove_if_dead(folder)]
 
 
 def remove_if_dead(folder: Path, patience_s: float = 5.0) -> bool:
-    """Remove the processes and the folder of a supervisor that is dead; return whether nothing is left."""
+    """Kill the processes and remove the folder of a supervisor if it is dead; return whether the folder is gone."""
     try:
         lock = _lock_of_dead_owner(folder)
     except FileNotFoundError:
@@ -300,7 +301,7 @@ def remove_if_dead(folder: Path, patience_s: float = 5.0) -> bool:
     try:
         clear(folder, patience_s)
     except OSError:
-        # Processes that survive SIGKILL, or a file that was made while its folder was emptied.
+        # Processes survive SIGKILL, or a process created a file while the folder was being emptied.
         return False
     finally:
         os.close(lock)
@@ -323,10 +324,10 @@ def _lock_of_dead_owner(folder: Path) -> int | None:
 
 
 def clear(folder: Path, patience_s: float = 5.0) -> None:
-    """Kill every process of a supervisor's sandboxes, then remove its folder.
+    """Kill all processes of a supervisor's sandboxes, then remove their control groups and the supervisor's folder.
 
     Raises:
-        TimeoutError: processes survive SIGKILL, such as in uninterruptible I/O; the folder stays.
+        TimeoutError: processes survive SIGKILL for ``patience_s``, such as in uninterruptible I/O; the folder is kept.
     """
     deadline = time.monotonic() + patience_s
     groups = groups_of(folder)
@@ -338,9 +339,9 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
     for group in groups:
         group.remove()
     if not folder.is_dir():
-        # A cleaner of temporary files may have removed it.
+        # A cleaner of temporary files may have removed the folder.
         return
-    # The lock is removed last: after a kill midway the folder is still recognised as a dead supervisor's.
+    # The lock file is removed last: if this process is killed before, the next sweep still removes the folder.
     for entry in folder.iterdir():
         if entry.name != LOCK_FILE:
             remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
@@ -348,11 +349,8 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
 
 
 def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
-    """Kill all processes of a supervisor's sandboxes; return pid and start time of each process killed.
-
-    The kernel ends all processes of a sandbox with its first one. One scan of the machine's processes finds the
-    runtime's helpers of all sandboxes.
-    """
+    """Send SIGKILL to the processes of a supervisor's sandboxes; return start time by pid of these processes. In each
+    PID namespace only the first process is killed, since the kernel then kills all others."""
     for group in groups:
         group.kill()
     known = {namespace.init: namespace.started for namespace in pid_namespaces_of(folder) if namespace.alive}
@@ -365,11 +363,11 @@ def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
 
 
 OTHER_USERS_ERRORS = frozenset({errno.EPERM, errno.EACCES})
-"""Errors that an ordinary user gets for files of the other user ids of a sandbox."""
+"""Errors of an ordinary user that deletes files of a sandbox's other user ids."""
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, as ``rm -rf``. Blocks.
+    """Remove a folder, as ``rm -rf``, with files of all user ids that this user's sandboxes can have. Blocks.
 
     Raises:
         OSError: a file cannot be removed.
@@ -386,7 +384,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def _erase(folder: Path, *parent: int) -> int:
-    """Return the errno of the failure, or 0."""
+    """Remove a folder, in the user namespace with the descriptor ``parent`` if given; return 0 or an errno."""
     arguments = [launcher.ERASER, os.fspath(folder), *map(str, parent)]
     ended = subprocess.run(
         arguments, executable=launcher.launcher_path(), pass_fds=parent, env={}, check=False

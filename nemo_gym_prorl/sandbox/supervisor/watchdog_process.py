@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog process: a child of the supervisor that measures the usage of sandboxes, since measuring blocks.
+"""The watchdog process: a child of the supervisor that measures resource usage of sandboxes, since measuring blocks.
 
-The watchdog kills processes over a memory limit itself, after checking their identity, and reports that. The
-supervisor ends sandboxes over a disk limit. The decisions are in :mod:`..limits.watchdog`.
+If a sandbox exceeds its memory limit, the watchdog kills processes, after checking their identity, and reports that.
+If a sandbox exceeds its disk limit, the supervisor ends it. :mod:`..limits.watchdog` makes the decisions.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
 RETRY_S = 0.5
-"""Pause before a killed watchdog is started again: one tick of measuring."""
+"""Seconds until a killed watchdog process is restarted: one tick of measuring."""
 
 
 def watch_entry(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
-    """Return the fields of :class:`..limits.watchdog.Watched` for a sandbox that is up."""
+    """Return the fields of :class:`..limits.watchdog.Watched` for a sandbox; ``None`` without a PID namespace."""
     wanted, controllers = sandbox.request, sandbox.group.controllers if sandbox.group else frozenset()
     memory = 0 if "memory" in controllers else wanted.memory_mib << 20
     by_runtime = sandbox.start_method == "runtime"
@@ -65,11 +65,11 @@ def watch_entry(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
 
 
 class Watchdog:
-    """The supervisor's side of the watchdog process, which is restarted after its death.
+    """Supervisor's side of the watchdog process, which is restarted after its death.
 
     Args:
-        on_violation: called with each report.
-        entries: returns the messages for a new watchdog.
+        on_violation: called with each report of the watchdog process.
+        entries: returns the messages by which a new watchdog process learns the sandboxes.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Watchdog:
         self._connection: Connection[Message, list[int]] | None = None
 
     def post(self, message: Message) -> None:
-        """Send a message to the running watchdog; without one, the next watchdog gets it from ``entries``."""
+        """Send a message to the watchdog process; a no-op while none runs, since ``entries`` informs the next one."""
         if self._connection:
             self._connection.post(message)
 
     async def run_once(self) -> float:
-        """Run the child until it ends; return the pause before the next one."""
+        """Run one watchdog process until it ends; return the seconds to wait before the next start."""
         with contextlib.suppress(OSError, Refused):
             await self._run_once()
         return RETRY_S
@@ -107,9 +107,9 @@ class Watchdog:
 
 
 def serve(channel: socket.socket) -> None:
-    """Run the watchdog in a forked child until the supervisor is gone."""
+    """Run the watchdog in a forked child until the supervisor closes its end of ``channel``."""
     channel.setblocking(True)
-    # Not select, which does not support descriptors above 1023.
+    # select.select does not support descriptors above 1023.
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     watch = UsageMonitor(channel)
@@ -129,7 +129,7 @@ def serve(channel: socket.socket) -> None:
 
 
 class UsageMonitor:
-    """Watchdog: measures sandboxes, kills processes over a memory limit, and reports violations on ``channel``."""
+    """Measures the watched sandboxes, kills processes of sandboxes over their memory limit, and reports violations."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.watched = WatchList()
@@ -150,21 +150,21 @@ class UsageMonitor:
                 box.members.update(started)
 
     def tick(self) -> None:
-        """Measure the hot sandboxes, and as many cold ones and disk scans as their time shares allow."""
+        """Measure the processes of hot sandboxes; then, within their time budgets, cold sandboxes and disk use."""
         before, self._available = self._available, usage.available_memory()
         self._census()
         for box in self.watched.hot():
-            self._look(box)
+            self._measure_processes(box)
         end = time.monotonic() + COLD_BUDGET_S
         check_all = is_memory_dropping(before, self._available, self._total)
         for box in self.watched.cold():
-            self._look(box)
+            self._measure_processes(box)
             if not check_all and time.monotonic() > end:
                 break
-        self._measure(time.monotonic() + SCAN_BUDGET_S)
+        self._scan_disks(time.monotonic() + SCAN_BUDGET_S)
 
     def _census(self) -> None:
-        """Assign processes to the sandboxes that have no control group."""
+        """Find the processes of all sandboxes without a control group, by a rare scan of the machine's processes."""
         unlisted = {box.space: box for box in self.watched.all.values() if not box.group}
         begin = time.monotonic()
         if not unlisted or begin < self._next_census:
@@ -174,14 +174,14 @@ class UsageMonitor:
         now = time.monotonic()
         self._next_census = now + (now - begin) / PROC_SCAN_FRACTION
 
-    def _look(self, box: Watched) -> None:
+    def _measure_processes(self, box: Watched) -> None:
         processes = _processes(box)
-        box.record_look(processes)
+        box.record_measurement(processes)
         if box.hot:
-            self._look_for_full(box, processes)
+            self._report_exhausted(box, processes)
         if not box.may_exceed_memory(processes):
             return
-        # The control group also has processes of the runtime, outside the sandbox.
+        # The control group also contains processes of the runtime, which are not in the sandbox's PID namespace.
         inside = {process.pid: process for process in processes if _is_inside(process.pid, box)}
         over = box.memory_victims({pid: usage.proportional_memory(pid) for pid in inside})
         if over is None:
@@ -191,17 +191,17 @@ class UsageMonitor:
         for victim in victims:
             signals.send(victim, signal.SIGKILL, partial(_is_same, inside[victim], box))
 
-    def _look_for_full(self, box: Watched, processes: list[usage.Process]) -> None:
+    def _report_exhausted(self, box: Watched, processes: list[usage.Process]) -> None:
         if box.outside and (runtime := usage.read_process(box.outside)):
             processes = [*processes, runtime]
         for resource, reason in box.exhausted_limits(processes, _shared_memory_free(box)):
             self._report(box, resource, reason, ended=False)
 
-    def _measure(self, until: float) -> None:
-        """Continue the disk scans in turn, some entries each, so that many files of one delay no other's scan."""
+    def _scan_disks(self, until: float) -> None:
+        """Continue the disk scans round-robin, some entries each, so that a large sandbox does not delay others."""
         while (now := time.monotonic()) < until:
             if box := self.watched.next_to_scan(now):
-                # Later writes mark the sandbox as unmeasured again.
+                # Reset before the scan, so that activity during the scan causes another scan.
                 box.unmeasured, box.scanned, box.scanning = False, now, True
                 found = DiskUsage()
                 self._scans.append((box, found, scan((box.folder,), box.members, found)))
@@ -226,7 +226,7 @@ class UsageMonitor:
 
 def _processes(box: Watched) -> list[usage.Process]:
     if not box.group:
-        # Orphans become children of the first process.
+        # Orphans become children of the first process, so these trees contain all descendants of members.
         return usage.process_trees({box.init, *box.members})
     try:
         with open(f"{box.group}/cgroup.procs", "rb") as file:
@@ -237,7 +237,7 @@ def _processes(box: Watched) -> list[usage.Process]:
 
 
 def _shared_memory_free(box: Watched) -> int:
-    """Return the free blocks of ``/dev/shm``, or its free inodes if those are fewer."""
+    """Return the smaller of the free blocks and free inodes of the sandbox's ``/dev/shm``; 1 if unknown."""
     try:
         found = os.statvfs(f"/proc/{box.init}/root/dev/shm")
     except OSError:
