@@ -78,7 +78,7 @@ async def test_a_rollout_is_one_trace_whoever_had_its_slot_before(spans: InMemor
 
 
 async def test_gyms_switch_of_groups_is_ours(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_gym_wants", lambda: lambda group: group == "rollout")
+    monkeypatch.setattr(tracing, "_gym_span_filter", lambda: lambda group: group == "rollout")
     async with deployment() as at:
         await at.post("/run", COLLECTED, **caller(0))
     assert {span.name for span in of_trace(spans, 0)} == {"prorl.init", "prorl.run", "prorl.eval"}
