@@ -15,8 +15,8 @@ its settings and its task:
             return MyTask(self.config.my_setting)
 
 An infrastructure failure is HTTP 500 with a problem document and the failure kind in a header, so an agent server
-never treats it as an observation or reward. An invalid row is 422 with its field. A row on which no policy can be
-graded is 422 with the kind in that header.
+never treats the failure as an observation or reward. An invalid row is 422 with the wrong field. A row that cannot be
+graded for any policy is 422 with the failure kind in that header.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ CHECKPOINT_PATH = "/checkpoint_session"
 PROGRAM_PATH = "/run_program"
 CLOSE_PATH = "/close_session"
 LEASE_PATH = "/renew_leases"
-SHUTDOWN_TIMEOUT_S = 30.0  # for ending all sessions, before the process exits in any case
-SNAPSHOT_SWEEP_S = 60.0  # a small fraction of ORPHAN_S
+SHUTDOWN_TIMEOUT_S = 30.0  # to end all sessions; afterwards the process exits with sessions open
+SNAPSHOT_SWEEP_S = 60.0  # interval of renewing snapshots; a small fraction of ORPHAN_S
 
 
 class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
@@ -135,8 +135,8 @@ class ProgramRequest(BaseModel):
 
     def launch(self, *, origin: str, home: str, libc: Libc) -> Launch:
         find_bundles(self.harness, libc=libc)
-        told = {"prompt": self.prompt, "model": self.model}
-        return self.harness.launch(**told, context=self.context, origin=origin, home=home, libc=libc)
+        task = {"prompt": self.prompt, "model": self.model}
+        return self.harness.launch(**task, context=self.context, origin=origin, home=home, libc=libc)
 
 
 class SnapshotsRequest(BaseModel):
@@ -152,7 +152,13 @@ class TaskVerifyRequest(BaseVerifyRequest):
 
 
 class TaskVerifyResponse(BaseVerifyResponse):
-    """The row with its reward and verdict; a task may add fields."""
+    """The row with its reward and verdict; a task may add fields.
+
+    Attributes:
+        passed: whether the policy's solution is right.
+        verdict: short label of the outcome, such as ``wrong``.
+        verdict_detail: explanation of the verdict for people.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -164,17 +170,17 @@ class TaskVerifyResponse(BaseVerifyResponse):
 logger = logging.getLogger(__name__)
 
 BLOCKED_S = 5.0
-"""Seconds of a blocked event loop that are logged: leases are renewed as often, and six misses end a session."""
+"""Shortest blocking of the event loop that is logged, in seconds: the interval at which clients renew leases."""
 
 
 class TaskServer(ServerBase, SimpleResourcesServer):
-    """Resources server of a task; see the module."""
+    """Base class of the resources servers; a subclass defines :meth:`make_task`."""
 
     config: TaskServerConfig
     rows_name_images: ClassVar[bool] = False
-    """Whether all rows name an image, so that no default image is needed."""
+    """Whether all rows name an image, so that the server builds no default image."""
     own_image: ClassVar[str] = KERNEL
-    """Default image, from :data:`.builder.SHIPPED`; built when the server starts."""
+    """Default image, one of :data:`.builder.SHIPPED`; built at the server's start if required and missing."""
 
     _task: Task[Any, Any] = PrivateAttr()
     _sandboxes: TaskSandboxes | None = PrivateAttr(default=None)
@@ -236,7 +242,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, Any]:
-        """Start a session for the row; also accepts the envelope of Gym's environment servers."""
+        """Start a session for a row. The body is the row, or Gym's envelope with ``task_data`` and a session id."""
         named = body.get("resources_session_id")
         row = body.get("task_data") if named else body
         if named:
@@ -249,7 +255,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"resources_session_id": named} if named else self._offers(lease, row)
 
     async def run_program(self, request: Request, body: ProgramRequest) -> dict[str, Any]:
-        """Run a harness in the session's sandbox until the program ends or the client disconnects."""
+        """Run an agent program in the session's sandbox until the program ends or the client disconnects."""
         lease = request.headers.get(LEASE_HEADER)
         using = self._sessions.use(_key(request), lease, lambda tools, sandbox: run_program(tools, sandbox, body))
         try:
@@ -261,7 +267,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return end
 
     async def checkpoint_session(self, request: Request) -> dict[str, Any]:
-        """Save the session between two tool calls; the reply is the checkpoint for ``/resume``."""
+        """Save the session between two tool calls; return the checkpoint, from which ``/resume`` starts a session."""
         return await self._sessions.checkpoint(_key(request), self.snapshot_prefix)
 
     async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, Any]:
@@ -289,17 +295,17 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"renewed": len(body.snapshots)}
 
     def _check_tools(self, row: Mapping[str, Any]) -> None:
-        """Check that a row offers only tools of this environment."""
+        """Raise :class:`.CallerError` if a row offers a tool that this environment does not have."""
         params = row.get("responses_create_params")
         offered = params.get("tools") if isinstance(params, dict) else None
         known = [str(schema["name"]) for schema in self._schemas]
-        for place, tool in enumerate(offered if isinstance(offered, list) else ()):
+        for index, tool in enumerate(offered if isinstance(offered, list) else ()):
             if isinstance(tool, dict) and isinstance(name := tool.get("name"), str) and name not in known:
-                field = f"responses_create_params.tools.{place}.name"
+                field = f"responses_create_params.tools.{index}.name"
                 raise CallerError(f"this environment has no tool {name}{suggest(name, known)}", field=field)
 
     def _offers(self, lease: str | None, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the paths of routes beyond Gym's, and the row's time limit."""
+        """Return the paths of the routes that Gym's servers lack, and the row's time limit."""
         offers: dict[str, Any] = {"release_path": RELEASE_PATH}
         if self._resumes:
             offers["checkpoint_path"] = CHECKPOINT_PATH
@@ -320,11 +326,11 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
     @property
     def snapshot_prefix(self) -> str:
-        """Name prefix of this server's snapshots; other snapshots are never deleted."""
+        """Name prefix of this server's snapshots; the server deletes no other snapshots."""
         return re.sub(r"[^A-Za-z0-9_.-]", "-", f"checkpoint-{self.config.name}")[:80]
 
     async def release_session(self, request: Request) -> dict[str, bool]:
-        """Extract the artefacts and destroy the agent's sandbox; the reply follows its end."""
+        """Extract the artefacts and destroy the agent's sandbox; return after the sandbox has ended."""
         await self._sessions.release(_key(request))
         return {"released": True}
 
@@ -390,12 +396,12 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return RENEW_S
 
     async def _watch_event_loop(self) -> float:
-        """Log that the event loop was blocked: by code of the environment, or by a suspended or overloaded machine."""
+        """Log that the environment's code, or a suspended or overloaded machine, blocked the event loop."""
         begin = time.monotonic()
         await asyncio.sleep(pause_s := BLOCKED_S / 10)
         if (blocked_s := time.monotonic() - begin - pause_s) >= BLOCKED_S:
-            told = "no session or time limit went on; code that takes time must run in `await asyncio.to_thread(...)`"
-            logger.warning("the event loop of %s was blocked for %.0f s: %s", self.config.name, blocked_s, told)
+            hint = "no session or time limit went on; code that takes time must run in `await asyncio.to_thread(...)`"
+            logger.warning("the event loop of %s was blocked for %.0f s: %s", self.config.name, blocked_s, hint)
         return 0.0
 
     async def _sweep_snapshots(self) -> float:
@@ -407,10 +413,10 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
 
 def _bundle_binds(harness: str | None) -> list[str] | None:
-    """Return the binds of a harness's bundles, one per C library: that of the image is known only inside.
+    """Return the bind mounts of a harness's bundles, one per C library, because the image's C library is still unknown.
 
     Args:
-        harness: the harness's quoted name; empty if it has no bundle, ``None`` if no program runs.
+        harness: the harness's URL-quoted name; empty if the harness has no bundle, ``None`` if no program runs.
     """
     if not harness:
         return None if harness is None else []
@@ -419,7 +425,7 @@ def _bundle_binds(harness: str | None) -> list[str] | None:
 
 
 async def _while_connected[T](request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Run ``work`` until it completes or the caller disconnects, and return its result if it completed.
+    """Run ``work``; return its result, or ``None`` if the client disconnected first and ``work`` was cancelled.
 
     ``Request.is_disconnected`` does not work behind Gym's middleware.
     """
@@ -444,7 +450,7 @@ def _key(request: Request) -> str:
 def _direct_route(
     handle: Callable[..., Awaitable[Any]], body: TypeAdapter[Any] | None = None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return the handler of a route before Gym's application, which reads a JSON body, if any, and writes JSON."""
+    """Wrap a route's function as a handler for :class:`.DirectRoutes`; ``body`` validates a JSON body, if any."""
 
     async def route(request: Request) -> Response:
         try:
