@@ -254,12 +254,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def classify(error: BaseException, stage: Stage | None) -> Failure:
-    """Convert any exception of a stage into one :class:`Failure`; never raises.
-
-    Errors of this package carry kind and origin. A cancellation has origin caller; other exceptions have origin
-    infrastructure: exhausted descriptors, time-outs, failed connections, and bugs in a handler or server. An exception
-    group is classified by its first error of this package, or by its first error if it has none of this package.
-    """
+    """Convert any exception of a stage into one :class:`Failure`; never raises. Errors of this package carry kind and
+    origin. A cancellation has origin caller; other exceptions have origin infrastructure: exhausted descriptors,
+    time-outs, failed connections, and bugs in a handler or server. An exception group is classified by its first error
+    of this package, or by its first error if it has none of this package."""
     if isinstance(error, BaseExceptionGroup):
         leaves = _leaves(error)
         return classify(next((leaf for leaf in leaves if isinstance(leaf, RolloutError)), leaves[0]), stage)

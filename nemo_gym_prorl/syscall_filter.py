@@ -81,7 +81,6 @@ def compile_filter(architecture: int, actions: Mapping[int, FilterAction], last:
 
 
 def _spans(actions: Mapping[int, FilterAction], last: int) -> list[tuple[int, FilterAction]]:
-    """Return the first number and the action of each range of call numbers with the same action, in order."""
     spans: list[tuple[int, FilterAction]] = []
     for number in range(last + 1):
         action = actions.get(number, ALLOW)

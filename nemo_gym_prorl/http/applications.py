@@ -170,11 +170,9 @@ def wrap_outermost(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
 
 
 def require_running(*loops: BackgroundLoops) -> None:
-    """Raise :class:`.ProblemError` (503) while one of ``loops`` or :data:`.PROCESS_LOOPS` is failing.
-
-    The problem names each failing loop and its exception's type. The health route needs no key, so only the log has
-    the exception's message.
-    """
+    """Raise :class:`.ProblemError` (503) while one of ``loops`` or :data:`.PROCESS_LOOPS` is failing. The problem
+    names each failing loop and its exception's type. The health route needs no key, so only the log has the
+    exception's message."""
     failing = {name: error for each in (*loops, PROCESS_LOOPS) for name, error in each.failing.items()}
     if failing:
         names = ", ".join(failing)

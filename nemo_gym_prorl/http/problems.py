@@ -255,7 +255,6 @@ def _with_keys(document: dict[str, Any], needs: Callable[[str, str], str | None]
 
 
 def _referenced(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a model's schema to the document, and return a reference to it."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
         schemas.setdefault(name, part)

@@ -105,11 +105,9 @@ COLLECTED_AT = (5_000, 20, 50)
 
 
 def tune_garbage_collection() -> None:
-    """Exclude all existing objects from garbage collection (``gc.freeze``), and make further collections rare.
-
-    Stored rollouts have no reference cycles and are freed by reference counting. A full collection would block the
-    event loop while it scans stored rollouts and modules.
-    """
+    """Exclude all existing objects from garbage collection (``gc.freeze``), and make further collections rare. Stored
+    rollouts have no reference cycles and are freed by reference counting. A full collection would block the event loop
+    while it scans stored rollouts and modules."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTED_AT)

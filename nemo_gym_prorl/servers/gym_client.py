@@ -141,7 +141,6 @@ def _verifier_error(reason: str) -> InfrastructureError:
 
 
 def _text(response: Any) -> str | None:
-    """Return the text of the last message; ``None`` if the message is missing or cut off."""
     if not isinstance(response, dict) or response.get("status") == "incomplete" or response.get("incomplete_details"):
         return None
     output = response.get("output")

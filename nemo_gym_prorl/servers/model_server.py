@@ -270,7 +270,6 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return NeMoGymResponse.model_validate_json(answer)
 
     def _envelope(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
-        """Return the fields of a response that repeat fields of the request."""
         sampling = ("temperature", "top_p", "max_output_tokens")
         echoed: tuple[str, ...] = (
             "tools",
@@ -380,7 +379,6 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         )
 
     def _chat_fields(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
-        """Convert a Responses API request, except its input, to fields of a chat completions request."""
         chat = chat_fields_of_responses(body.model_dump(exclude_unset=True, exclude={"input"}))
         with conversion_errors():
             offered = self._chat_of(body.model_construct({"input", "tools"}, input=[], tools=body.tools))
@@ -393,7 +391,6 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
 
 
 def _caller(request: Request) -> RolloutCaller:
-    """Return the caller of a request to a route of Gym's application."""
     known: RolloutCaller | None = getattr(request.state, _CALLER, None)
     return known or caller_of(request, str(request.session[SESSION_ID_KEY]))
 

@@ -184,7 +184,7 @@ class SandboxFactory:
         await self._provider.renew_snapshot(name)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete snapshots with a name prefix that were created or renewed more than ``age_s`` seconds ago."""
+        """Delete snapshots taken as ``name`` that were neither taken nor renewed in the last ``age_s`` seconds."""
         if (delete := getattr(self._provider, "delete_old_snapshots", None)) is not None:
             await delete(name, age_s)
 
@@ -234,7 +234,7 @@ class TaskSandboxes:
         self._provider = provider
         self._image = image
         self._rows_name_images = rows_name_images
-        # The kernel image is larger than the default image, and only this project's provider supports kernels.
+        # Only this project's provider supports kernels.
         self._own_image = DEFAULT if own_image == KERNEL and self._name != OWN_PROVIDER else own_image
         self._factory: SandboxFactory | None = None
 
@@ -259,7 +259,6 @@ class TaskSandboxes:
             self._factory = SandboxFactory(self._provider)
 
     def _print_progress(self, message: str) -> None:
-        """Print progress of the image's build as a line that ``prorl serve`` parses."""
         print(f"{PROGRESS}sandbox image {self._own_image}: {message}", flush=True)
 
     async def fetch_image(self, needs: SandboxNeeds) -> None:
@@ -296,7 +295,7 @@ class TaskSandboxes:
         await self._factory.renew_snapshot(name)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete snapshots with a name prefix that were neither created nor renewed within ``age_s`` seconds."""
+        """Delete snapshots taken as ``name`` that were neither taken nor renewed in the last ``age_s`` seconds."""
         if self._factory is not None:
             await self._factory.delete_old_snapshots(name, age_s)
 
@@ -334,7 +333,6 @@ class TaskSandboxes:
 
 
 def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
-    """Return the specification with a snapshot in place of its image; unchanged without a snapshot."""
     if snapshot is None:
         return spec
     options = {**spec.provider_options, specs.SNAPSHOT: snapshot}

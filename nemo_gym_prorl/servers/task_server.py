@@ -75,9 +75,7 @@ SNAPSHOT_SWEEP_S = 60.0  # interval of renewing snapshots; a small fraction of O
 
 class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
     """Settings of every environment; ``resources_servers/prorl_code/configs/prorl_code.yaml`` explains each.
-
-    ``sandbox_provider: null`` is for environments whose rows need no sandbox.
-    """
+    ``sandbox_provider: null`` is for environments whose rows need no sandbox."""
 
     sandbox_provider: str | dict[str, Any] | None = "sandbox"
     image: str | None = None
@@ -295,7 +293,6 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"renewed": len(body.snapshots)}
 
     def _check_tools(self, row: Mapping[str, Any]) -> None:
-        """Raise :class:`.CallerError` if a row offers a tool that this environment does not have."""
         params = row.get("responses_create_params")
         offered = params.get("tools") if isinstance(params, dict) else None
         known = [str(schema["name"]) for schema in self._schemas]
@@ -413,7 +410,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
 
 def _bundle_binds(harness: str | None) -> list[str] | None:
-    """Return the bind mounts of a harness's bundles, one per C library, because the image's C library is still unknown.
+    """Return the binds of a harness's bundles, one per C library: that of the image is unknown before the start.
 
     Args:
         harness: the harness's URL-quoted name; empty if the harness has no bundle, ``None`` if no program runs.
@@ -426,9 +423,7 @@ def _bundle_binds(harness: str | None) -> list[str] | None:
 
 async def _while_connected[T](request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Run ``work``; return its result, or ``None`` if the client disconnected first and ``work`` was cancelled.
-
-    ``Request.is_disconnected`` does not work behind Gym's middleware.
-    """
+    ``Request.is_disconnected`` does not work behind Gym's middleware."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
