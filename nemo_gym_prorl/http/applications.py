@@ -85,7 +85,7 @@ async def served(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether a log record is kept: not uvicorn's messages about requests that are cancelled at shutdown."""
+    """Logging filter that drops uvicorn's messages about requests that are cancelled at shutdown."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "timeout graceful shutdown" not in record.getMessage()
 

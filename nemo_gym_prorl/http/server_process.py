@@ -74,7 +74,7 @@ def open_files_needed(rollouts: int) -> int:
 
 
 def raise_open_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, and return it."""
+    """Raise the soft limit of open files to the hard limit; return the limit, or 2**30 if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -87,7 +87,7 @@ def is_descriptor_exhaustion(error: BaseException | None) -> bool:
 
 
 def descriptor_exhaustion() -> InfrastructureError:
-    """Return the failure for exhausted descriptors of this process."""
+    """Return the error of a rollout for which this process has no file descriptor left."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return InfrastructureError(
         f"this process has no file descriptor left (limit {soft}); raise the limit of open files (ulimit -n), "

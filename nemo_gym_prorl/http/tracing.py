@@ -35,7 +35,7 @@ def span(
     """Return a context manager for a span, which records an exception that leaves the block.
 
     Args:
-        group: Gym's span group; if Gym disables the group, the context manager yields a span that records nothing.
+        group: Gym's span group; if Gym disables the group, or without a tracer provider, nothing is recorded.
         name: name of the operation, without ids.
         attributes: span attributes, stored with the prefix ``prorl.``; values ``None`` are left out.
     """
