@@ -200,10 +200,10 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return app
 
     def _captures_calls(self) -> bool:
-        """Return whether Gym records model calls, which its application does by the requests' whole URL.
+        """Return whether Gym's application records model calls, for which it needs each request's whole URL.
 
         Raises:
-            CallerError: Gym's capture expects token ids that the engines stage.
+            CallerError: Gym is configured to read token ids that engines stage elsewhere, which these engines do not.
         """
         if not hasattr(base_responses_api_model, "install_model_call_capture"):
             return False  # this version of Gym records no calls
@@ -284,7 +284,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return {name: getattr(body, name) for name in echoed} | {"model": self.config.model, "object": "response"}
 
     def _request_template(self, params: dict[str, Any], more: Mapping[str, Any]) -> RequestTemplate:
-        """Validate a Responses API request, except its input, by Gym's own classes."""
+        """Validate a Responses API request without its input by Gym's own classes; return its template."""
         try:
             body = NeMoGymResponseCreateParamsNonStreaming.model_validate(params | {"input": []})
         except ValidationError as error:

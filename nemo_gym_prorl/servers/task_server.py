@@ -101,7 +101,14 @@ class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
 
 
 class SessionCheckpoint(BaseModel):
-    """Reply of ``/checkpoint_session``."""
+    """Reply of ``/checkpoint_session``.
+
+    Attributes:
+        state: JSON state of the session's tools.
+        lost: parts of the session that are not saved, such as ``programs``.
+        snapshot: name of the sandbox's snapshot; ``None`` without a sandbox.
+        size: bytes of the snapshot.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -178,7 +185,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
     rows_name_images: ClassVar[bool] = False
     """Whether all rows name an image, so that the server builds no default image."""
     own_image: ClassVar[str] = KERNEL
-    """Default image, one of :data:`.builder.SHIPPED`; built at the server's start if required and missing."""
+    """Default image, one of :data:`.BUILTIN_IMAGES`; built at the server's start if required and missing."""
 
     _task: Task[Any, Any] = PrivateAttr()
     _sandboxes: TaskSandboxes | None = PrivateAttr(default=None)
@@ -190,7 +197,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         """Create the environment's task from ``self.config``. Called once."""
 
     def model_post_init(self, context: Any) -> None:
-        """Validate the configuration before any rollout."""
+        """Create the task, its sandboxes and its sessions, so an invalid configuration raises before any rollout."""
         config = self.config
         if config.sandbox_provider is not None:
             everything = self.server_client.global_config_dict
@@ -208,7 +215,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         self._sessions = Sessions(self._task, self._start_sandbox, fetch_image, delete_snapshot, **limits)
 
     def setup_webserver(self) -> FastAPI:
-        """Create Gym's routes, the session routes and one route per tool."""
+        """Return the application with Gym's routes, the session routes and one route per tool."""
         raise_open_file_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
@@ -253,7 +260,8 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"resources_session_id": named} if named else self._offers(lease, row)
 
     async def run_program(self, request: Request, body: ProgramRequest) -> dict[str, Any]:
-        """Run an agent program in the session's sandbox until the program ends or the client disconnects."""
+        """Run an agent program in the session's sandbox until the program ends or the client disconnects; return
+        ``exit_code``, ``seconds`` and ``output``."""
         lease = request.headers.get(LEASE_HEADER)
         using = self._sessions.use(_key(request), lease, lambda tools, sandbox: run_program(tools, sandbox, body))
         try:
