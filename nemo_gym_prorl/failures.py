@@ -5,7 +5,7 @@
 A failure has three parts:
 
 - **kind**: the type of failure, one of the low-cardinality names of NeMo Gym 0.7's ``failure_kinds.py``, ``bad_row``
-  or ``environment_error``. Kinds are safe as metric labels. With Gym 0.4, which defines no kinds, they are the same.
+  or ``environment_error``. Kinds are safe as metric labels, and are the same with Gym 0.4, which defines none.
 - **origin**: infrastructure, agent, task or caller. The origin decides whether a retry can help.
 - **reason**: free text for people, never a label.
 

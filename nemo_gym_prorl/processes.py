@@ -6,7 +6,7 @@ Daemons leave their parents, init adopts orphans, and Ray starts its own session
 do not find every process. All descendants inherit the environment. So a unique variable marks the tree at its root,
 and marked processes are found in ``/proc``. Linux only.
 
-:class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is the tree's *reaper*. The
+:class:`ProcessMark` finds and ends such a tree from any process. As a program, this module is the tree's *reaper*. The
 reaper starts a command, and ends all marked processes when the command ends, on SIGTERM or SIGINT, and when its own
 parent dies. The reaper then removes the tree's scratch folder, and the owner's folder if the owner has died. The
 reaper runs in a child of the process that the owner started, since an owner such as a Ray worker may kill its own

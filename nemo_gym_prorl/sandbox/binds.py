@@ -25,7 +25,7 @@ from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH
 
 
 CLOSED = (Path("/proc"), Path("/sys"))
-"""Host folders that no bind may contain or name; each sandbox has its own ``/proc`` and ``/sys``."""
+"""Host folders that a bind may neither contain nor lie in; each sandbox has its own ``/proc`` and ``/sys``."""
 
 SOCKETS = Path("/run")
 """Host folder that no bind may show as a whole; a bind may name a file in this folder."""

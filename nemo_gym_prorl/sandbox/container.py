@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sandbox: a rootless container that runs commands and exchanges files.
 
-The container's only permanent process just waits. The supervisor makes commands join the container's namespaces from
-outside, so an image needs only ``/bin/sh``, and no port is open.
+The container's only permanent process just waits. The supervisor, on the host, makes commands join the container's
+namespaces, so an image needs only ``/bin/sh``, and no port is open.
 
 Safe by default: a sandbox has no network, and its own user, PID, IPC and mount namespaces. A sandbox sees only bound
 files of the host, and no environment variables of the host. Writes go to an overlay that is removed with the sandbox.
@@ -160,11 +160,8 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Add environment variables, and set the working directory, of all later commands.
-
-        Args:
-            env: variables to add.
-            workdir: absolute path, created if missing; ``None`` keeps the working directory.
+        """Add environment variables, and set the working directory, of all later commands. ``workdir`` is created if
+        missing; ``None`` keeps the working directory.
 
         Raises:
             CallerError: the directory cannot be created.
@@ -197,10 +194,7 @@ class Container:
 
     @classmethod
     async def attach(cls, description: Mapping[str, Any]) -> Container:
-        """Connect to a sandbox that another process of the same user and machine owns.
-
-        Args:
-            description: the result of :meth:`describe` in the other process.
+        """Connect to a sandbox of another process of the same user and machine, by its :meth:`describe`.
 
         Raises:
             SandboxLost: the sandbox has ended.
@@ -231,11 +225,9 @@ class Container:
         Background processes of the command keep running, but their further output is discarded.
 
         Args:
-            cwd: working directory; ``None`` for the sandbox's.
-            env: additional environment variables.
+            cwd, env, user: as for :meth:`spawn`.
             timeout_s: seconds until the command's process group is killed; ``None`` for no limit.
             output_limit: bytes kept of each output stream.
-            user: name or number of a user in the sandbox; ``None`` for the sandbox's own.
 
         Raises:
             CallerError: the command has a NUL, ``cwd`` is not a folder, or the sandbox has no such ``user``.

@@ -5,7 +5,7 @@
 Images are pulled and unpacked in threads, once for all callers that wait. If a caller is cancelled, the thread
 continues for the next caller. Threads end with the process, and an incomplete image never becomes visible.
 
-Gym detects optional capabilities by method names. Snapshots are in :mod:`.snapshots`, the other capabilities here.
+Gym detects optional capabilities by method names. Snapshots are in :mod:`.snapshots`, all other capabilities here.
 
 Results of a command, as ``error_type`` and exit code:
 
@@ -300,7 +300,7 @@ class SingularityProvider(SnapshotSupport):
         return list(message["hosts"])
 
     async def open_policy(self, handle: SandboxHandle, url: str, key: str) -> str:
-        """Forward :data:`.POLICY_PORT` in the sandbox to the policy at ``url`` with ``key``; return the forwarded URL.
+        """Forward :data:`.POLICY_PORT` in the sandbox to the policy at ``url`` with ``key``; return the port's URL.
 
         Raises:
             CallerError: ``url`` has a path or no host, or the sandbox shares the host's network; names the field.
@@ -362,10 +362,8 @@ class SingularityProvider(SnapshotSupport):
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
-        """Return a handle on a sandbox that another process owns; the sandbox ends with that process.
-
-        Args:
-            descriptor: the result of :meth:`serialize_handle` in the other process.
+        """Return a handle on a sandbox of another process, by its :meth:`serialize_handle`. The sandbox ends with its
+        own process.
 
         Raises:
             ValueError: the description is from another provider, machine or user.

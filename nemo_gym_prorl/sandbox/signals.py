@@ -52,7 +52,7 @@ def send(pid: int, number: int, is_it: Callable[[], bool]) -> bool:
         is_it: returns whether the process that now has the pid is the intended process.
 
     Raises:
-        PermissionError: this process may not signal the other.
+        PermissionError: this process may not signal the intended process.
     """
     try:
         descriptor = os.pidfd_open(pid)

@@ -209,12 +209,12 @@ def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpe
         raise CallerError(error.complaint, field=f"provider_options.{name}" if name in options else name) from error
 
 
-def _refuse_unknown(options: Mapping[str, Any], known: list[str], inside: str = "") -> None:
+def _refuse_unknown(options: Mapping[str, Any], known: list[str], prefix: str = "") -> None:
     if unknown := sorted(map(str, set(options) - {*known})):
         near = difflib.get_close_matches(unknown[0], sorted(known), 1)
         suggestion = f" (did you mean {near[0]}?)" if near else ""
         reason = f"there is no such option{suggestion}; there are {', '.join(sorted(known))}"
-        raise CallerError(reason, field=f"{inside}{unknown[0]}")
+        raise CallerError(reason, field=f"{prefix}{unknown[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,15 +263,15 @@ def create_request(
         CallerError: the specification contradicts itself, or needs what this machine lacks; names the field.
         InfrastructureError: this user's sandboxes cannot be started with this runtime or image.
     """
-    # The image is mounted, so its parent folders may be closed to the sandbox's user; the runtime's may not.
+    # The sandbox's user must be able to enter the parent folders of the runtime, but not of the image: it is mounted.
     if is_machine_root() and (blocked := first_untraversable_parent(runtime.path)):
         raise InfrastructureError(
             f"sandboxes of root run under unprivileged user ids, which can't enter {blocked} to run {runtime.path}; "
             "set PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
     added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network == HOST)
-    # A program with SYS_PTRACE controls the sandbox's first process. Under the runtime that process has all
-    # capabilities and no seccomp filter; after a direct start it has no capabilities and a filter.
+    # Programs with SYS_PTRACE could control the sandbox's first process. Started by the runtime, that process has more
+    # capabilities than the programs; after a direct start it has none.
     traces = privilege.GRANTABLE_CAPABILITIES["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
     if spec.start == "runtime":

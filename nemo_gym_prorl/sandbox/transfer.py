@@ -64,7 +64,7 @@ class FileTransfer:
 
         Raises:
             CallerError: ``source`` is missing, not a regular file or too large, or ``target`` cannot be written.
-            SandboxRefused: the supervisor cannot copy the file, for example because memory or descriptors ran out.
+            SandboxRefused, OSError: the machine's disk is full, or has no file descriptors left.
         """
         checked(source, SandboxPath, "source_path")
         descriptor, fresh = await asyncio.to_thread(_open_target, target)

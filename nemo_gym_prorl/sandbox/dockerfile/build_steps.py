@@ -85,8 +85,7 @@ class Stage:
     Attributes:
         name: name after ``AS``, in lower case; empty if unnamed.
         base: image reference, or name or number of an earlier stage.
-        instructions: instructions after ``FROM``, preceded by those ``ARG`` instructions of a base stage that are
-            inherited.
+        instructions: instructions after ``FROM``, preceded by the ``ARG`` instructions of the base if that is a stage.
         global_args: values of ``ARG`` before the first ``FROM``, visible once the stage declares them.
     """
 
@@ -322,7 +321,7 @@ def _arg_pairs(one: Instruction, scope: Mapping[str, str]) -> Iterator[tuple[str
 def _env_pairs(one: Instruction, scope: Mapping[str, str]) -> dict[str, str]:
     words = split_words(one, one.text)
     if words and "=" not in words[0]:
-        name, *rest = one.text.split(maxsplit=1)  # ENV NAME VALUE WITH SPACES
+        name, *rest = one.text.split(maxsplit=1)  # the old form: ENV NAME VALUE, where VALUE may have blanks
         if not rest:
             raise one.error(f"{name!r}: needs NAME=VALUE")
         return {expand_word(one, name, scope): expand_word(one, rest[0], scope)}

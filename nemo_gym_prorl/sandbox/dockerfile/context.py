@@ -235,11 +235,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
-    """Yield all entries below a folder that are not ignored; symlinks are not followed.
-
-    Args:
-        name: path of the folder relative to the context, for the ignore rules.
-    """
+    """Yield all entries below a folder that are not ignored; ``name`` is the folder's path relative to the context."""
     for path in sorted(folder.iterdir()):
         inner = f"{name}/{path.name}" if name else path.name
         if path.is_dir() and not path.is_symlink():

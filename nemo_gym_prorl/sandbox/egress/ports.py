@@ -177,7 +177,7 @@ class SandboxPort(ABC):
 
     def stop_accepting(self) -> None:
         if self._listener.fileno() >= 0:
-            # Otherwise a shutdown of the socket by the supervisor wakes the cancelled accept: asyncio logs an error.
+            # If the supervisor shuts the socket down, asyncio would wake the cancelled accept and log an error.
             asyncio.get_running_loop().remove_reader(self._listener)
         self._accepting.cancel()
 

@@ -83,7 +83,7 @@ def run(
     # After a change of user id the interpreter may be inaccessible; the program then runs without a reaper.
     has_reaper = os.access(sys.executable, os.X_OK)
     scratch = Path(tempfile.mkdtemp(prefix="tool-", dir=cwd))
-    # Apptainer passes variables with the prefix APPTAINERENV_ into containers.
+    # Apptainer passes variables with the prefix APPTAINERENV_ into containers, whose processes also need the mark.
     marked = {f"{prefix}{mark.name}": mark.value for prefix in ("", "APPTAINERENV_")}
     temporary = {f"{prefix}TMPDIR": str(scratch) for prefix in ("", "APPTAINER_")}
     given = cwd if reads is not None and is_machine_root() else None
@@ -149,7 +149,7 @@ def confined_command(command: Sequence[str], work: Path, seen: Sequence[Path]) -
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command of :func:`confined_command`, in the process that it started; return the exit code."""
+    """Confine this process, started by :func:`confined_command`, and run the command; return the exit code."""
     split = arguments.index("--")
     work, *seen = map(Path, arguments[:split])
     first = user_ids.draw_host_id(several=True)
@@ -191,14 +191,14 @@ def _change_owner(work: Path, owner: int) -> None:
 
 
 def take_back(work: Path) -> None:
-    """As machine root, become the owner of a folder again, without its contents, and close it to other users."""
+    """As machine root, take ownership of the folder ``work`` without its contents, and close it to other users."""
     os.chown(work, os.geteuid(), os.getegid())
     work.chmod(0o700)
 
 
 def _mount_visible(work: Path, seen: Sequence[Path], owner: int) -> None:
-    """Hide the folders that other users may not enter, except ``work`` and ``seen``, which root of the user namespace
-    with the descriptor ``owner`` owns."""
+    """Hide folders that are closed to other users, except for ``work`` and ``seen``. Files of machine root in ``seen``
+    belong to root of the user namespace with the descriptor ``owner``."""
     # Open the paths first: a tmpfs over a folder also hides the paths in the folder.
     held = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in dict.fromkeys((work, *seen))}
     hidden = {folder for path in held if (folder := syscalls.first_untraversable_parent(path))}
@@ -281,8 +281,8 @@ def build(
     if base:
         with Path(source).open("a") as definition:
             definition.write(_SETUP.format(work=shlex.quote(str(work))))  # Apptainer joins sections of one name
-        for name, inside in _TEMPORARY.items():
-            options += ["--bind", f"{work / name}:{inside}"]
+        for name, mount_point in _TEMPORARY.items():
+            options += ["--bind", f"{work / name}:{mount_point}"]
     if not credentials:
         # By default Apptainer reads its own, Docker's and Podman's logins below the home folder.
         (work / "no-logins.json").write_text('{"auths": {}}')
@@ -297,7 +297,7 @@ def build(
         run([*command, *what], environ, timeout_s, work, reads=[*runtime_reads(runtime), *reads])
     else:
         if not all(map(shutil.which, user_ids.MAP_HELPERS)):
-            # For users with subordinate ids Apptainer fails without newuidmap and newgidmap, unless told otherwise.
+            # With subordinate ids Apptainer fails without newuidmap and newgidmap, unless it ignores the ids.
             command.append("--ignore-subuid")
         _build_as_user(command, what, environ, timeout_s, work)
     kind = target.lstat().st_mode if os.path.lexists(target) else 0

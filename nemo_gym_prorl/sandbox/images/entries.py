@@ -75,7 +75,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One complete entry.
+    """One complete image or unpacked copy in a folder of :class:`Entries`.
 
     Attributes:
         last_use: time of the last use, or of the creation if never used; seconds since 1970.
@@ -112,7 +112,7 @@ class Entries:
         self.folder = folder
 
     def path(self, name: str) -> Path:
-        """Return the folder of an entry, whether or not it exists."""
+        """Return the path of an entry's folder, whether or not the entry exists."""
         return self.folder / name
 
     @contextmanager
@@ -156,7 +156,7 @@ class Entries:
 
     def publish(self, made: Path, name: str) -> Path:
         """Make an entry visible by renaming the folder ``made``; an existing entry stays. Return the entry's path."""
-        os.utime(made)  # an archive may set an old modification time
+        os.utime(made)  # an old modification time, set by an archive, would count as the time of the last use
         try:
             made.rename(self.path(name))
         except OSError as error:

@@ -33,7 +33,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MAX_BLOB_BYTES = 8 << 20  # registries refuse manifests above 4 MiB
-_MAX_INDEX_DEPTH = 3  # an index may contain itself; a multi-platform image has one nested index
+_MAX_INDEX_DEPTH = 3  # bounds the recursion through untrusted indexes of multi-platform images
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _READ_ONLY = ("UID", "EUID", "GID", "PPID")
 """Variables that shells refuse to set."""

@@ -27,7 +27,7 @@ PULL_TIMEOUT_S = 3600.0
 
 FIRST_PAUSE_S = 1.0
 """Backoff before the second attempt, in seconds; doubled for each further one, with jitter."""
-MAX_PAUSE_S = 60.0  # backoff without jitter
+MAX_PAUSE_S = 60.0  # maximum backoff, without jitter
 
 _DENIED = ("UNAUTHORIZED", "DENIED", "unauthorized", "denied: ")
 _UNKNOWN = ("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "manifest unknown", "no child with platform")
@@ -35,7 +35,7 @@ _UNKNOWN = ("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "manifest unknown", "no child wi
 
 @dataclass(frozen=True, slots=True)
 class Puller:
-    """Pulls images into a store.
+    """Registry client that pulls images into a store.
 
     Attributes:
         format: format to store; ``None`` for :meth:`.ImageStore.default_format`.

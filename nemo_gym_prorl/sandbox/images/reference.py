@@ -45,11 +45,7 @@ class RegistryImage:
     uri: str
 
     def entry(self, machine: str) -> str:
-        """Return the name of the image's entry in the store: readable, unique, and a valid file name.
-
-        Args:
-            machine: processor architecture, :func:`.entries.machine`.
-        """
+        """Return the name of the store entry for an architecture (:func:`.entries.machine`), a valid file name."""
         readable = re.sub(r"[^A-Za-z0-9._]+", "-", self.uri.partition("://")[2].partition("/")[2])[-60:].strip("-.")
         return f"{readable}-{hashlib.sha256(f'{self.uri} {machine}'.encode()).hexdigest()[:12]}"
 

@@ -409,8 +409,8 @@ def eviction_candidates(
     before: float | None = None,
 ) -> list[Image]:
     """Return the entries to evict, in LRU order. These are all entries that were last used before the time ``before``,
-    and further entries until the remaining ones have at most ``max_bytes``. Entries that are in use or ``protected``
-    (names) stay, and count towards the bytes."""
+    and further entries until the remaining ones have at most ``max_bytes``. Entries that are in use, or whose names
+    are ``protected``, stay and count towards the bytes."""
     everything = sorted(images, key=lambda image: (image.entry.last_use, image.entry.name))
     total = sum(image.info.bytes for image in everything)
     doomed = []

@@ -76,7 +76,7 @@ class Runtime:
 
 
 def find_runtime() -> Runtime | None:
-    """Return the runtime on PATH, else the private copy; ``None`` if neither exists and works."""
+    """Return the Apptainer on PATH, else the private copy; ``None`` if neither exists and works."""
     found = shutil.which("apptainer")
     return (_probe(Path(found)) if found else None) or _private_copy()
 
@@ -96,7 +96,7 @@ def require_runtime() -> Runtime:
 
 
 def private_prefix() -> Path:
-    """Return the folder of the private copy, whether or not the folder exists. For root the folder is in
+    """Return the folder of the private copy of Apptainer, whether or not the folder exists. For root the folder is in
     :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` is set: sandboxes of root run under unassigned user ids, which can't
     enter root's home folder."""
     folder = ROOT_CACHE if os.geteuid() == 0 and "PRORL_CACHE" not in os.environ else cache_dir()

@@ -61,7 +61,7 @@ RUNTIME_PROGRAMS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "sq
 
 
 def ensure_runtime(progress: Progress) -> Runtime:
-    """Return the machine's runtime; install the private copy if there is none.
+    """Return the machine's Apptainer; install a private copy in the cache if there is none.
 
     Raises:
         InfrastructureError: this machine has no runtime and can't install one; the message names other ways.
@@ -148,7 +148,7 @@ def _patchelf() -> Path:
 
 
 def _finish(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
-    """Check that Apptainer runs, then write the marker of a complete private copy."""
+    """Check that the Apptainer in ``built`` runs, then write the marker of a complete private copy."""
     # Started by its loader, since the patched program looks for the loader in the final path.
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
     command = [loader, "--library-path", loader.parent, built / "usr" / "bin" / "apptainer", "--version"]
@@ -164,7 +164,7 @@ def _finish(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
 
 
 def _one(root: Path, pattern: str) -> Path:
-    """Return the file that matches; a wildcard stands for the architecture's name in Debian's layout."""
+    """Return the only match of ``pattern``, whose wildcards stand for names of the architecture in Debian's layout."""
     found = sorted(root.glob(pattern))
     if not found:
         raise InfrastructureError(f"the unpacked apptainer package lacks {pattern}: {INSTALL_HINT}")
@@ -176,7 +176,7 @@ class PinnedPackages:
     """Pinned packages of one architecture.
 
     Attributes:
-        snapshot: name of a snapshot of Debian's archive with all packages, which is its time.
+        snapshot: time of a snapshot of Debian's archive that has all packages, as in the snapshot's URL.
         packages: SHA-256 by path in the archive.
     """
 
@@ -226,9 +226,9 @@ def _fetch(path: str, checksum: str, mirrors: Sequence[str], work: Path) -> Path
     for mirror in mirrors:
         url = f"{mirror.rstrip('/')}/{path}"
         try:
-            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # the checksum is verified below
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # unauthenticated: see checksum
                 data = answer.read()
-        # An interrupted download raises an OSError that is not a URLError.
+        # URLError covers errors before the response; an interrupted download raises another OSError.
         except (OSError, urllib.error.URLError) as error:
             reasons.append(f"{url}: {error}")
             continue

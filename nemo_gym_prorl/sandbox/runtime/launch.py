@@ -71,20 +71,20 @@ def become_runtime(
         parent = os.getppid()
         syscalls.die_with_parent(parent)
         os.setsid()
-        image, inside, binds = request.image, request.uid, list[str]()
+        image, sandbox_uid, binds = request.image, request.uid, list[str]()
         host = request.host_uid, request.host_gid
-        owner = create_single_user_namespace(inside, *host)
+        owner = create_single_user_namespace(sandbox_uid, *host)
         if is_machine_root():
             image = _mount_image(image, folder, *host)
             binds = _mount_binds(request, folder)
-        options = _first_process_options(folder, root=inside == 0)
+        options = _first_process_options(folder, root=sandbox_uid == 0)
         for descriptor in mount_namespace:
             os.setns(descriptor, os.CLONE_NEWNS)
         os.setns(owner)
         with contextlib.suppress(PermissionError):
             os.setgroups([])
-        os.setresgid(inside, inside, inside)
-        os.setresuid(inside, inside, inside)
+        os.setresgid(sandbox_uid, sandbox_uid, sandbox_uid)
+        os.setresuid(sandbox_uid, sandbox_uid, sandbox_uid)
         # Changing user ids clears PDEATHSIG; set it again.
         syscalls.die_with_parent(parent)
         for number, descriptor in enumerate((channel.fileno(), channel.fileno(), log)):
@@ -173,7 +173,7 @@ def runtime_command(request: CreateRequest, folder: Path) -> list[str]:
 
 
 def runtime_environment(folder: Path) -> dict[str, str]:
-    """Return the runtime's environment variables, with ``folder`` as the mark of the supervisor's processes."""
+    """Return the runtime's environment variables; one names ``folder``, so that a sweep can find orphaned helpers."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", OWNER_VARIABLE: str(folder)}
 
 
