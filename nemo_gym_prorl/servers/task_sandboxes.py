@@ -369,13 +369,8 @@ class Launcher(Protocol):
     timeout_s: float
 
     def launch(self, *, origin: str, home: str, libc: Any) -> Any:
-        """Return an object with ``command``, ``env`` and ``files``.
-
-        Args:
-            origin: base URL of the policy in the sandbox.
-            home: writable folder for ``HOME``.
-            libc: the image's C library, ``glibc`` or ``musl``.
-        """
+        """Return an object with ``command``, ``env`` and ``files``, for the policy's base URL ``origin`` in the
+        sandbox, a writable folder ``home``, and the image's C library ``libc`` (``glibc`` or ``musl``)."""
         ...
 
 

@@ -340,11 +340,8 @@ async def _first_reached(addresses: list[Address], port: int) -> Streams:
 async def _relay(
     program: Streams, upstream: Streams, request: Request, use: HostUse, check_first: Callable[[bytes], None]
 ) -> None:
-    """Copy bytes in both directions until the target closes the connection.
-
-    Raises:
-        TimeoutError: no byte was copied for :data:`IDLE_S` seconds.
-    """
+    """Copy bytes in both directions until the target closes the connection; raise ``TimeoutError`` if no byte is
+    copied for :data:`.IDLE_S` seconds."""
     loop = asyncio.get_running_loop()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counter: str, limit: float) -> None:

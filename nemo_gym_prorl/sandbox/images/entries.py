@@ -286,12 +286,9 @@ def _staging(target: Path) -> Iterator[Path]:
 
 
 def flush(folder: Path) -> None:
-    """Write unwritten data of the folder's whole file system to disk (``syncfs``).
+    """Write unwritten data of the folder's whole file system to disk (``syncfs``); raise ``OSError`` if that fails.
 
     Does nothing on a shared file system, which writes files when they are closed; a sync would delay all its users.
-
-    Raises:
-        OSError: the folder can't be opened, or the data can't be written.
     """
     if is_shared(folder):
         return
