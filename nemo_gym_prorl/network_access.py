@@ -150,7 +150,7 @@ def proxy_variables(network: str | Sequence[str]) -> dict[str, str]:
 
 
 def literal_address(host: str) -> Address | None:
-    """Parse a host as an address, in any notation that ``inet_aton`` accepts; return ``None`` for a name."""
+    """Parse a host as an IPv6 address or as IPv4 in any notation of ``inet_aton``; return ``None`` for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

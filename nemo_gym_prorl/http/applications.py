@@ -73,7 +73,7 @@ async def served(
         timeout_graceful_shutdown=1,
     )
     listener = socket.create_server((host, port), backlog=2048)
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    logging.getLogger("uvicorn.error").addFilter(_is_relevant)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -84,7 +84,7 @@ async def served(
         listener.close()
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     """Logging filter that drops uvicorn's messages about requests that are cancelled at shutdown."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "timeout graceful shutdown" not in record.getMessage()

@@ -204,7 +204,7 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
                 if not state.command_is_own:
                     state.command = ()  # the base's arguments are for the base's entrypoint
             case _:
-                pass  # instructions.parse refuses all others that have an effect
+                pass  # instructions without effect on the image: instructions.parse refuses unknown ones
         scope = state.scope() if one.name in ("ARG", "ENV") else {}
         if len(scope) > MAX_VARIABLES or sum(map(len, scope.values())) > MAX_CHARACTERS:
             raise one.error(f"more than {MAX_VARIABLES} variables, or {MAX_CHARACTERS >> 10} KiB of them")

@@ -160,7 +160,7 @@ class ImageStore:
         """Return the path of an image; ``None`` for a registry's image that is not pulled.
 
         Raises:
-            CallerError: the path does not exist, or no image has that name.
+            CallerError: the path does not exist or is not accessible, or no image has that name.
         """
         match reference:
             case RegistryImage():
