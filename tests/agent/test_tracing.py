@@ -39,7 +39,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     provider, told = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(told))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    monkeypatch.setattr(tracing, "_on", lambda: True)
+    monkeypatch.setattr(tracing, "_has_provider", lambda: True)
     monkeypatch.setattr(tracing, "_TRACER", provider.get_tracer("nemo_gym_prorl"))
     made = ProRLAgent.setup_webserver
     monkeypatch.setattr(ProRLAgent, "setup_webserver", lambda agent: joins(made(agent)))
