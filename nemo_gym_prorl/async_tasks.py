@@ -24,9 +24,9 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0  # an operator who mended the cause sees the loop work within half a minute
-SETTLED_S = 5.0  # work that streams for ever counts as recovered after this time without an exception
+FIRST_PAUSE_S = 0.5  # before the first restart; doubled for each further one
+LONGEST_PAUSE_S = 30.0  # after an operator has fixed the cause, the loop works again within half a minute
+SETTLED_S = 5.0  # a pass that never returns, such as an event stream, counts as recovered after this time
 
 type Work = Callable[[], Coroutine[Any, Any, float | None]]
 """One pass of a loop. Returns the pause in seconds before the next pass, or ``None`` to end the loop."""
@@ -38,9 +38,9 @@ class LoopState:
 
     Attributes:
         name: the loop's name in health checks, metrics and logs.
-        error: type of the last exception; ``None`` after a completed pass.
-        failures: exceptions since the last completed pass.
-        running_since: start of the current pass by the caller's clock; ``None`` between passes.
+        error: type name of the last exception; ``None`` after a completed pass.
+        failures: exceptions since the last pass that completed or ran for ``SETTLED_S``.
+        running_since: start of the current pass by the caller's clock, in seconds; ``None`` between passes.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LoopState:
     running_since: float | None = None
 
     def failed(self, error: BaseException, now: float) -> float:
-        """Record an exception and return the seconds until the restart."""
+        """Record an exception; return the seconds to wait before the restart."""
         if self._has_settled(now):
             self.failures = 0
         self.error, self.running_since = type(error).__name__, None
@@ -61,7 +61,7 @@ class LoopState:
         self.error, self.running_since, self.failures = None, None, 0
 
     def is_failing(self, now: float) -> bool:
-        """Return whether the loop died and has not worked since."""
+        """Return whether no pass has completed, or run for ``SETTLED_S``, since the last exception."""
         return self.error is not None and not self._has_settled(now)
 
     def _has_settled(self, now: float) -> bool:
@@ -73,8 +73,8 @@ class BackgroundLoops:
     """The supervised loops of one server or component.
 
     Args:
-        clock: monotonic seconds.
-        sleep: waits between passes.
+        clock: returns monotonic seconds.
+        sleep: waits a number of seconds between passes.
         restart: ``False`` in a client, which has no health route: an exception ends the loop's task.
     """
 
@@ -82,14 +82,14 @@ class BackgroundLoops:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     restart: bool = True
     restarts: Counter[str] = field(default_factory=Counter)
-    """Restarts by name of the loop, those of ended loops included."""
+    """Number of restarts by name of the loop, also of loops that have ended."""
     _states: set[LoopState] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _logged: set[tuple[str, str, int]] = field(default_factory=set)
 
     @property
     def failing(self) -> Mapping[str, str]:
-        """The failing loops by name, each with the type of its last exception."""
+        """Type name of the last exception, by name of each failing loop."""
         now = self.clock()
         return {state.name: state.error or "" for state in self._states.copy() if state.is_failing(now)}
 
@@ -97,9 +97,9 @@ class BackgroundLoops:
         """Start a loop; cancelling the returned task ends it.
 
         Args:
-            name: the loop's name; several loops of one kind share it.
-            work: one pass.
-            delay_s: pause before the first pass.
+            name: the loop's name; several loops of one kind may share a name.
+            work: runs one pass.
+            delay_s: seconds before the first pass.
         """
         task = asyncio.create_task(self._run(name, work, delay_s), name=name)
         self._tasks.add(task)
@@ -107,7 +107,7 @@ class BackgroundLoops:
         return task
 
     def run_thread(self, name: str, work: Callable[[], None]) -> None:
-        """Run work in the calling thread until it returns; restart it after an exception."""
+        """Run ``work`` in the calling thread until ``work`` returns; call ``work`` again after each exception."""
         state = LoopState(name)
         self._states.add(state)
         try:
@@ -142,7 +142,7 @@ class BackgroundLoops:
                         raise ValueError(f"a pause of {pause_s!r} seconds")
                     state.completed()
                 except asyncio.CancelledError as error:
-                    # A future that the work awaited may have been cancelled; only a cancelled loop ends.
+                    # A cancelled future that the pass awaits raises the same error, and must not end the loop.
                     if is_cancelled() or not self.restart:
                         raise
                     pause_s = self._failed(state, error)
@@ -167,22 +167,22 @@ class BackgroundLoops:
 
 
 PROCESS_LOOPS = BackgroundLoops()
-"""Loops that belong to no server: those of sandbox pools, and of the sandbox supervisor in its own process."""
+"""Loops of a process that belong to no server: loops of sandbox pools, and of the sandbox supervisor."""
 
 _spawned: set[asyncio.Task[Any]] = set()
 
 
 def start_eager_task[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Return a task of the running loop that has run to its first suspension, or to its end."""
+    """Start a task on the running event loop; the task runs to its first suspension before this function returns."""
     return asyncio.Task(work, loop=asyncio.get_running_loop(), eager_start=True)
 
 
 def spawn_task[T](work: Coroutine[Any, Any, T], *, expected: type[Exception] | tuple[()] = ()) -> asyncio.Task[T]:
-    """Start work that no caller awaits. The work runs until its first wait before this function returns.
+    """Start a coroutine that no caller awaits. Its exception is logged and does not propagate.
 
     Args:
-        work: an exception in it is logged and ends nothing else.
-        expected: exceptions that are not logged.
+        work: runs to its first suspension before this function returns.
+        expected: types of exceptions that are not logged.
     """
 
     def ended(task: asyncio.Task[T]) -> None:
@@ -210,12 +210,12 @@ def log_exceptions() -> Iterator[None]:
 
 
 async def run_uncancellable[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run work that must not be left half done. A cancelled caller is cancelled after the work has ended."""
+    """Run ``work`` to its end even if the caller is cancelled; the cancellation is raised afterwards."""
     task = start_eager_task(work)
     cancelled = False
     while not task.done():
         try:
-            await asyncio.wait({task})  # which does not pass a cancellation on to the work
+            await asyncio.wait({task})  # a cancelled wait does not cancel the tasks that it waits for
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:
@@ -224,6 +224,6 @@ async def run_uncancellable[T](work: Coroutine[Any, Any, T]) -> T:
 
 
 def is_cancelled() -> bool:
-    """Return whether the current task itself is being cancelled, not only a request that it awaits."""
+    """Return whether the current task itself is being cancelled, and not only a future that the task awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

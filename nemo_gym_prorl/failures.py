@@ -5,7 +5,7 @@
 A failure has three parts:
 
 - **kind**: the type of failure, one of the low-cardinality names of NeMo Gym 0.7's ``failure_kinds.py``, ``bad_row``
-  or ``environment_error``. Kinds are safe as metric labels, and are used on Gym 0.4 too, which does not define them.
+  or ``environment_error``. Kinds are safe as metric labels, and are the same with Gym 0.4, which defines none.
 - **origin**: infrastructure, agent, task or caller. The origin decides whether a retry can help.
 - **reason**: free text for people, never a label.
 
@@ -26,22 +26,22 @@ from typing import Any, ClassVar
 MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 )
-"""Errors of system calls that the state of the machine causes, not the request: a retry elsewhere may succeed."""
+"""Error numbers of system calls that the machine's state causes, not the request: a retry elsewhere may succeed."""
 
 FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
-"""Response header that marks an answer as a failure of the server, rather than an observation or a reward."""
+"""Response header that marks a response as a failure of the server, rather than an observation or a reward."""
 
 FINAL = "; final"
-"""End of that header if the server has already waited for as long as a rollout may be held up."""
+"""Suffix of :data:`FAILURE_KIND_HEADER`'s value for failures that are not retried (``InfrastructureError.final``)."""
 
 
 class FailureKind(StrEnum):
-    """Ways in which a rollout ends without a reward: the shared vocabulary of NeMo Gym 0.7, and two more."""
+    """Types of failure: the failure kinds of NeMo Gym 0.7, and two of this package."""
 
     BAD_ROW = "bad_row"
-    """The row itself is wrong. Gym's vocabulary has no such name; Gym reports any failed request instead."""
+    """The row itself is wrong. Not one of Gym's failure kinds."""
     ENVIRONMENT_ERROR = "environment_error"
-    """The environment's own code failed before the policy's first turn. Gym's vocabulary has no such name."""
+    """The environment's own code failed before the policy's first turn. Not one of Gym's failure kinds."""
 
     TRANSPORT_UNREACHABLE = "transport_unreachable"
     TRANSPORT_PEER_DROP = "transport_peer_drop"
@@ -84,7 +84,7 @@ class Stage(StrEnum):
 
 
 class RolloutError(Exception):
-    """Base class of every error that this package raises on purpose.
+    """Base class of this package's errors.
 
     Args:
         reason: the failure and its fix, for a person.
@@ -107,11 +107,11 @@ class InfrastructureError(RolloutError):
     Args:
         reason: the failure and its fix, for a person.
         kind: the failure kind.
-        server: name of the server whose connection failed, as the handler's ``unreachable`` reports it. No new rollout
-            starts while that server is unreachable. ``None`` if no connection failed.
+        server: name of the server to which the connection failed, as the handler's ``unreachable`` reports it. No new
+            rollout starts while that server is unreachable. ``None`` if no connection failed.
         field: the wrong field in the configuration of one of our servers, such as ``"image"``; ``None`` if no field is
             wrong.
-        final: whether the rollout has waited for as long as it may be held up, so that it is not retried.
+        final: whether to fail the rollout without a retry, because the rollout has already waited as long as allowed.
     """
 
     origin = Origin.INFRASTRUCTURE
@@ -133,7 +133,7 @@ class InfrastructureError(RolloutError):
 
 
 class AgentError(RolloutError):
-    """An action of the agent ended the rollout."""
+    """An action of the agent made the rollout fail, such as using up its time."""
 
     origin = Origin.AGENT
     default_kind = FailureKind.AGENT_RUN_ERROR
@@ -150,7 +150,7 @@ class CallerError(RolloutError):
     """Invalid request.
 
     Attributes:
-        http_status: HTTP status of the answer.
+        http_status: HTTP status of the response.
         problem: stable name of the problem document (``nemo_gym_prorl.http.problems``).
         retry_after_s: seconds after which a retry can help; ``None`` if no retry can.
 
@@ -173,18 +173,18 @@ class CallerError(RolloutError):
 
 
 class BudgetExceeded(RolloutError):
-    """A stage used up its time budget. :func:`classify` documents the consequence for each stage."""
+    """A stage used up its time budget, in seconds. In RUN the policy causes this; in INIT and EVAL the infrastructure
+    does, so the attempt is retried."""
 
     def __init__(self, stage: Stage, budget_s: float) -> None:
         super().__init__(f"{stage} used up its budget of {budget_s:g} s", kind=_BUDGET_KINDS[stage])
         self.stage = stage
         self.budget_s = budget_s
-        # A slow agent is caused by the policy; slow set-up and slow scoring are not.
         self.origin = Origin.AGENT if stage is Stage.RUN else Origin.INFRASTRUCTURE
 
 
 class JobCancelled(RolloutError):
-    """The job was cancelled: by its caller, because the caller disconnected, or by a drain."""
+    """The job was cancelled by its caller, by the caller's disconnection, or by a drain."""
 
     origin = Origin.CALLER
     default_kind = FailureKind.CANCELLED
@@ -203,8 +203,8 @@ _UNEXPECTED_KINDS = {
 }
 
 
-_TEXT_LIMIT = 8_000
-_TRACEBACK_LIMIT = 4_000
+_TEXT_LIMIT = 8_000  # characters of a reason
+_TRACEBACK_LIMIT = 4_000  # characters
 _UNREACHABLE = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
 
@@ -213,14 +213,14 @@ class Failure:
     """One classified failure of one attempt.
 
     Attributes:
-        kind: kind of the event.
+        kind: the failure kind.
         origin: the party that caused the failure.
-        stage: where the failure happened; ``None`` while the job waited in a queue.
+        stage: the stage that failed; ``None`` while the job waited in a queue.
         reason: free text for a person, encodable as UTF-8 and of bounded length.
-        timed_out: a stage budget ran out; the job ends as ``timed_out`` rather than ``failed``.
-        server: the server whose connection failed, if the handler named the server.
-        traceback: the end of the traceback of an unexpected exception.
-        final: no retry, though infrastructure failed (:class:`InfrastructureError`).
+        timed_out: whether a stage's budget ran out; the job then ends as ``timed_out`` rather than ``failed``.
+        server: name of the server to which the connection failed; ``None`` if the error named no server.
+        traceback: end of the traceback of an exception that is a bug; ``None`` for other failures.
+        final: whether an infrastructure failure is not retried (:class:`InfrastructureError`).
     """
 
     kind: FailureKind
@@ -234,12 +234,12 @@ class Failure:
 
     @property
     def retryable(self) -> bool:
-        """Return whether a retry can help: only for infrastructure. The job limits the number of attempts."""
+        """Return whether a retry can help: for infrastructure failures that are not ``final``."""
         return self.origin is Origin.INFRASTRUCTURE and not self.final
 
     @property
     def connection_lost(self) -> bool:
-        """Return whether the connection to a named server failed, so that the server may be down for every rollout."""
+        """Return whether a connection to a known server failed; the server may be down for every rollout."""
         return self.server is not None
 
 
@@ -254,12 +254,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def classify(error: BaseException, stage: Stage | None) -> Failure:
-    """Turn any exception of a stage into one :class:`Failure`; never raises.
-
-    Errors of this package carry kind and origin. Foreign errors are judged by type: time-outs and broken connections
-    are transport failures. Any other exception is a defect of a handler or server, hence infrastructure: the exception
-    says nothing about the policy. Of an exception group, the first error of this package counts.
-    """
+    """Convert any exception of a stage into one :class:`Failure`; never raises. Errors of this package carry kind and
+    origin. A cancellation has origin caller; other exceptions have origin infrastructure: exhausted descriptors,
+    time-outs, failed connections, and bugs in a handler or server. An exception group is classified by its first error
+    of this package, or by its first error if it has none of this package."""
     if isinstance(error, BaseExceptionGroup):
         leaves = _leaves(error)
         return classify(next((leaf for leaf in leaves if isinstance(leaf, RolloutError)), leaves[0]), stage)
@@ -294,8 +292,8 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
 
 
 def drop_tracebacks(error: BaseException | None) -> None:
-    """Drop the frames of a classified error. Most frames hold the task or future that holds the error, so their memory
-    would otherwise stay until the cycle collector runs."""
+    """Remove the tracebacks of a classified error, its causes and its group's errors. Most frames refer to the task or
+    future that refers to the error, so their memory would otherwise stay until the cycle collector runs."""
     todo, seen = [error], set[int]()
     while todo:
         one = todo.pop()
@@ -311,7 +309,7 @@ def unexpected_kind(stage: Stage | None) -> FailureKind:
 
 
 def _refused(error: OSError) -> bool:
-    # The OSError of a client library has the errno, but is no ConnectionRefusedError.
+    # aiohttp raises its own subclass of OSError with the errno, not a ConnectionRefusedError.
     return isinstance(error, ConnectionRefusedError) or error.errno in _UNREACHABLE
 
 
@@ -323,7 +321,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 def _member[E: StrEnum](enum: type[E], value: Any, default: E) -> E:
-    """Return ``value`` as a member; a plug-in may have set any value."""
+    """Return ``value`` as a member of ``enum``, or ``default``: a plug-in may have set any value."""
     try:
         return enum(value)
     except ValueError:
@@ -338,7 +336,7 @@ def _text(error: BaseException) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Return whether UTF-8 can encode ``value``; half a surrogate pair cannot be encoded."""
+    """Return whether UTF-8 can encode ``value``; a lone surrogate cannot be encoded."""
     if value.isascii():
         return True
     try:
@@ -349,7 +347,8 @@ def is_text(value: str) -> bool:
 
 
 def clean_text(text: Any, limit: int = _TEXT_LIMIT, *, end: bool = False) -> str:
-    """Return text of bounded length that UTF-8 can encode. File names and terminals produce lone surrogates."""
+    """Convert a value into text that UTF-8 can encode, and cut the text to its first ``limit`` characters, or with
+    ``end`` to its last. Text from file names and terminals may contain lone surrogates."""
     text = str(text).encode("utf-8", "backslashreplace").decode()
     if len(text) <= limit:
         return str(text)

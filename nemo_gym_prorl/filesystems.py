@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The type of the file system that holds a path, where the type decides what works there; and untrusted files.
+"""Types of file systems, and bounded reads of untrusted files.
 
-Locks, Unix sockets and overlays belong to one machine. On a file system that machines share they hang, fail, or hold
-for one machine only. Files on a file system in memory use up memory.
+Locks, Unix sockets and overlay mounts need a local file system. On a network file system they hang, fail, or have an
+effect on one machine only. Files on ``tmpfs`` and ``ramfs`` use up memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SHARED_KINDS = re.compile(
 
 
 def is_shared(path: Path) -> bool:
-    """Return whether ``path``, or the folder where it would be created, may be on a file system shared by machines."""
+    """Return whether the file system of ``path`` may be shared by machines; ``path`` need not exist."""
     return _SHARED_KINDS.fullmatch(filesystem_type(path)) is not None
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the type of the file system that holds ``path`` or the folder where it would be created."""
+    """Return the type of the file system that holds ``path``, or its nearest existing parent folder."""
     while not path.exists():
         path = path.parent
     return filesystem_type_in(Path("/proc/self/mountinfo").read_text(), str(path.resolve()))
@@ -37,20 +37,24 @@ def filesystem_type_in(mounts: str, path: str) -> str:
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         target = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-        # Of several mounts on one folder the last one is visible.
+        # If several file systems are mounted on one folder, the last one listed is visible.
         if len(target) >= len(best) and (path == target or path.startswith(target.rstrip("/") + "/")):
             best, kind = target, after.split()[0]
     return kind
 
 
 def read_text(path: Path, limit: int, errors: str = "strict") -> str:
-    """Return the text of an untrusted file, without a byte order mark.
+    """Return the UTF-8 text of an untrusted file, without a byte order mark.
+
+    Args:
+        limit: maximum size of the file in bytes.
+        errors: how :meth:`bytes.decode` handles bytes that are not UTF-8.
 
     Raises:
         OSError: the file cannot be opened or read.
-        ValueError: the path is no regular file, has more than ``limit`` bytes, or is not UTF-8.
+        ValueError: the path is not a regular file, has more than ``limit`` bytes, or is not UTF-8.
     """
-    # O_NONBLOCK: the file may be a pipe without a writer.
+    # O_NONBLOCK: opening a named pipe without a writer would otherwise block.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")

@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Network access of a sandbox: the values of a ``network`` field, and which connections each of them allows. Pure.
+"""Network access of a sandbox: values of a ``network`` field, and the connections that each value allows. Pure.
 
 - ``none``: the sandbox's own loopback device only.
-- A list of hosts: names, ``*.name`` for every name below one, IP addresses and CIDR ranges; at any port.
+- A list of hosts: names, ``*.name`` for all subdomains of a name, IP addresses and CIDR ranges; at any port.
 - ``package-mirrors``: :data:`PACKAGE_MIRRORS`, and the mirrors that the provider's configuration adds.
 - ``public``: every host with a public address, at ports 80 and 443.
 - ``host``: the host's own network, without a filter.
 
-Names are matched before they are resolved, so a refused name is never looked up. The address decides afterwards: a
-name may point anywhere. An address that the list contains is allowed. Otherwise it must be public and not this
-machine's; a name that the list spells out may also point into a private network, such as a cluster's own mirror.
+Names are matched before they are resolved, so a refused name is never looked up. Then the resolved address is checked,
+since a name may resolve to any address. An address in the list is allowed. Other addresses must be public, and not
+this machine's. A name that is listed without ``*.`` may also resolve to a private address, such as a cluster's mirror.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NONE, PUBLIC, MIRRORS, HOST = "none", "public", "package-mirrors", "host"
 MODES = (NONE, MIRRORS, PUBLIC, HOST)
 
 HOST_NAME = "sandbox"
-"""Name of every sandbox for itself."""
+"""Host name of every sandbox, seen from inside the sandbox."""
 
 PROXY_PORT = 61080
-"""Port of the proxy on a sandbox's loopback device; outside of the ports that Linux and most programs choose."""
+"""TCP port of the egress proxy on a sandbox's loopback device, above Linux's default range of ephemeral ports."""
 
 POLICY_PORT = 61081
-"""Port of a rollout's policy on a sandbox's loopback device."""
+"""TCP port on a sandbox's loopback device where an agent in the sandbox reaches the rollout's policy."""
 
 PUBLIC_PORTS = (80, 443)
-"""Ports of ``public``: mail and shells of strangers' machines stay closed."""
+"""Ports that ``public`` allows: HTTP and HTTPS, but not mail or SSH servers of third parties."""
 
 PACKAGE_MIRRORS = (
     *("pypi.org", "files.pythonhosted.org", "conda.anaconda.org", "repo.anaconda.com"),
@@ -53,7 +53,7 @@ PACKAGE_MIRRORS = (
 )
 """Public package registries that serve downloads only under these names."""
 
-MAX_HOSTS = 1000  # a longer list is a mistake, and each sandbox's request carries it
+MAX_HOSTS = 1000  # a longer list is probably a mistake, and would be sent with each sandbox's request
 
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*")
@@ -62,16 +62,16 @@ _NUMERIC = re.compile(r"(?:0[xX])?[0-9a-fA-F]+(?:\.(?:0[xX])?[0-9a-fA-F]+){0,3}"
 _INTRANET = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 
 _METADATA = ("168.63.129.16", "100.100.100.200", "fd00:ec2::254", "fd20:ce::254", "192.0.0.0/24")
-"""Metadata services of clouds outside of the link-local range."""
+"""Addresses of clouds' metadata services outside of the link-local range, which is never public."""
 
 _LOCAL_NAMES = (".localhost", ".local", ".internal", ".home.arpa")
-"""Names that have no public address; a proxy beyond this machine would resolve them in its own network."""
+"""Suffixes of names without a public address; an upstream proxy would resolve such a name in its own network."""
 
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def parse_network(value: object) -> str | tuple[str, ...]:
-    """Return a ``network`` field as one of :data:`MODES` or as hosts; ``true`` is ``host``, ``false`` is ``none``.
+    """Parse a ``network`` field into one of :data:`MODES` or hosts; ``true`` means ``host``, ``false`` ``none``.
 
     Raises:
         ValueError: the value is invalid; the message names the valid ones.
@@ -80,7 +80,7 @@ def parse_network(value: object) -> str | tuple[str, ...]:
         return HOST if value else NONE
     if isinstance(value, str) and value in MODES:
         return value
-    # OmegaConf's lists are no Sequence.
+    # OmegaConf's ListConfig is not a list.
     is_list = isinstance(value, list | tuple) or type(value).__module__.startswith("omegaconf.list")
     if not is_list or len(hosts := list(value)) > MAX_HOSTS:  # type: ignore[call-overload]
         raise ValueError(f"must be {', '.join(MODES)} or a list of at most {MAX_HOSTS} hosts")
@@ -88,10 +88,10 @@ def parse_network(value: object) -> str | tuple[str, ...]:
 
 
 def parse_host(value: object) -> str:
-    """Return an entry of a list of hosts, in lower case.
+    """Return an entry of a list of hosts in lower case, without a trailing dot.
 
     Raises:
-        ValueError: the entry is not a name, ``*.name``, IP address or CIDR range.
+        ValueError: the entry is not a name, ``*.name``, IP address or CIDR range, or is one of :data:`MODES`.
     """
     text = value.lower().rstrip(".") if isinstance(value, str) else ""
     if text in MODES:
@@ -103,7 +103,8 @@ def parse_host(value: object) -> str:
 
 @dataclass(frozen=True)
 class _ParsedBy:
-    """Pydantic's schema of a type. Imported on use, since the supervisor has no third-party packages."""
+    """Annotation: Pydantic parses the field by ``parse``. Pydantic is imported on use, since the supervisor's process
+    has no third-party packages."""
 
     parse: Callable[[object], object]
 
@@ -121,26 +122,26 @@ def _parse_hosts(value: object) -> tuple[str, ...]:
 
 
 Network = Annotated[str | tuple[str, ...], _ParsedBy(parse_network)]
-"""Type of a ``network`` field: :func:`parse_network`."""
+"""Type of a ``network`` field in Pydantic models, parsed by :func:`parse_network`."""
 
 Hosts = Annotated[tuple[str, ...], _ParsedBy(_parse_hosts)]
-"""Type of a list of hosts."""
+"""Type of a list of hosts in Pydantic models; the list may be empty."""
 
 
 def egress_hosts(network: str | Sequence[str], mirrors: Sequence[str]) -> str | list[str]:
-    """Return a ``network`` field with ``package-mirrors`` replaced by its hosts, and ``mirrors``."""
+    """Return a ``network`` field, with ``package-mirrors`` replaced by :data:`PACKAGE_MIRRORS` and ``mirrors``."""
     if network == MIRRORS:
         return [*PACKAGE_MIRRORS, *mirrors]
     return network if isinstance(network, str) else list(network)
 
 
 def has_proxy(network: str | Sequence[str]) -> bool:
-    """Return whether a sandbox reaches other hosts through the proxy."""
+    """Return whether a sandbox with this ``network`` field reaches other hosts through the egress proxy."""
     return network not in (NONE, HOST)
 
 
 def proxy_variables(network: str | Sequence[str]) -> dict[str, str]:
-    """Return the variables by which programs in a sandbox find the proxy; empty if there is none."""
+    """Return the environment variables by which programs in a sandbox find the egress proxy; empty without a proxy."""
     if not has_proxy(network):
         return {}
     proxy, local = f"http://127.0.0.1:{PROXY_PORT}", f"localhost,127.0.0.1,0.0.0.0,::1,{HOST_NAME}"
@@ -149,7 +150,7 @@ def proxy_variables(network: str | Sequence[str]) -> dict[str, str]:
 
 
 def literal_address(host: str) -> Address | None:
-    """Return the address that a host spells out in any notation that the resolver accepts; ``None`` for a name."""
+    """Parse a host as an IPv6 address or as IPv4 in any notation of ``inet_aton``; return ``None`` for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -170,7 +171,8 @@ def _network(text: str) -> IPv4Network | IPv6Network | None:
 
 
 def reached_address(address: Address) -> Address:
-    """Return the IPv4 address inside an IPv6 address that a translator or tunnel would connect to."""
+    """Return the IPv4 address that a translator or tunnel connects to for an IPv6 address (IPv4-mapped, 6to4, NAT64);
+    any other address unchanged."""
     if isinstance(address, IPv6Address):
         if embedded := address.ipv4_mapped or address.sixtofour:
             return embedded
@@ -184,20 +186,21 @@ def _is_in(address: Address, ranges: Sequence[str]) -> bool:
 
 
 def is_public(address: Address) -> bool:
-    """Return whether an address is one of the public internet: not private, local, multicast, reserved or metadata."""
+    """Return whether an address is on the public internet: not private, local, multicast, reserved or of a metadata
+    service."""
     unusual = address.is_multicast or address.is_reserved or getattr(address, "is_site_local", False)
     return address.is_global and not unusual and not _is_in(address, _METADATA)
 
 
 @dataclass(frozen=True, slots=True)
 class EgressRules:
-    """Connections that one sandbox may have made for it.
+    """Hosts that the egress proxy may connect to for one sandbox.
 
     Attributes:
-        public: whether every public host is allowed.
-        names: allowed names.
-        suffixes: allowed ends of names, each with its leading dot.
-        networks: allowed ranges of addresses.
+        public: whether every public host is allowed, at :data:`PUBLIC_PORTS`.
+        names: allowed host names.
+        suffixes: allowed suffixes of host names, each with its leading dot.
+        networks: allowed ranges of addresses; a single address is a range of one.
     """
 
     public: bool
@@ -207,7 +210,7 @@ class EgressRules:
 
     @classmethod
     def of(cls, network: str | Sequence[str]) -> Self:
-        """Return the rules of ``public`` or of a list of hosts; any other mode allows nothing."""
+        """Return the rules of ``public`` or of a list of hosts; any other mode allows no host."""
         hosts = [] if isinstance(network, str) else network
         ranges = {host: found for host in hosts if (found := _network(str(literal_address(host) or host)))}
         names = [host for host in hosts if host not in ranges]
@@ -219,11 +222,11 @@ class EgressRules:
         )
 
     def refusal(self, host: str, port: int) -> str:
-        """Return why a host must not be looked up or connected to; empty if its address decides.
+        """Return why a host is refused before its name is resolved; empty if :meth:`allow_address` decides.
 
         Args:
             host: the requested name or address, in lower case.
-            port: the requested port.
+            port: the requested TCP port.
         """
         address = literal_address(host)
         if address is None and not _NAME.fullmatch(host):
@@ -236,10 +239,10 @@ class EgressRules:
         return "" if listed else f"{host} is not allowed by this sandbox's network"
 
     def allow_address(self, host: str, address: Address, *, own: bool) -> bool:
-        """Return whether an address that an allowed host has may be connected to.
+        """Return whether the proxy may connect to an address of a host that :meth:`refusal` did not refuse.
 
         Args:
-            host: the requested name or address.
+            host: the requested name or address, in lower case.
             address: the address to connect to.
             own: whether the address is one of this machine's.
         """

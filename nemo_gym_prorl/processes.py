@@ -6,7 +6,7 @@ Daemons leave their parents, init adopts orphans, and Ray starts its own session
 do not find every process. All descendants inherit the environment. So a unique variable marks the tree at its root,
 and marked processes are found in ``/proc``. Linux only.
 
-:class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is the tree's *reaper*. The
+:class:`ProcessMark` finds and ends such a tree from any process. As a program, this module is the tree's *reaper*. The
 reaper starts a command, and ends all marked processes when the command ends, on SIGTERM or SIGINT, and when its own
 parent dies. The reaper then removes the tree's scratch folder, and the owner's folder if the owner has died. The
 reaper runs in a child of the process that the owner started, since an owner such as a Ray worker may kill its own
@@ -33,13 +33,13 @@ from typing import NoReturn
 
 
 INTERRUPT_GRACE_S = 15.0
-"""Time for the command to end after SIGINT, before it is killed; Gym's servers shut down within it."""
+"""Time between SIGINT and SIGKILL for the command; Gym's servers shut down within this time."""
 
 SETTLE_S = 5.0
-"""Time for the rest of a tree to end by itself after its root: supervisors remove their sandboxes within it."""
+"""Time for the rest of a tree to end by itself after its root; supervisors remove their sandboxes within this time."""
 
 KILL_S = 5.0
-"""Time for killed processes to disappear, before they are reported as alive."""
+"""Time for killed processes to disappear, before the reaper reports them as alive."""
 
 _POLL_S = 0.1
 _LISTENING = "0A"
@@ -53,17 +53,17 @@ kernel report gigabytes (``PR_SET_MM_MAP``), so reads are bounded by this number
 
 
 def interpreter_environ() -> dict[str, str]:
-    """Return the variables that this process's Python needs to be started again, and no others."""
+    """Return the environment variables with which this process's Python can be started, and no others."""
     return {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
 
 
 def process_variables(pid: int) -> list[bytes]:
-    """Return the initial variables of a process, each as ``NAME=value``.
+    """Return the initial environment variables of a process, each as ``NAME=value``.
 
     Raises:
         OSError: the process has ended, or belongs to another user.
     """
-    return _beginning(f"/proc/{pid}/environ").split(b"\0")
+    return _read_bounded(f"/proc/{pid}/environ").split(b"\0")
 
 
 def process_command_line(pid: int) -> bytes:
@@ -72,10 +72,10 @@ def process_command_line(pid: int) -> bytes:
     Raises:
         OSError: the process has ended, or belongs to another user.
     """
-    return _beginning(f"/proc/{pid}/cmdline")
+    return _read_bounded(f"/proc/{pid}/cmdline")
 
 
-def _beginning(path: str) -> bytes:
+def _read_bounded(path: str) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = bytearray()
@@ -99,7 +99,7 @@ class ProcessMark:
     value: str
 
     def processes(self, spared: Container[int] = ()) -> dict[int, str]:
-        """Return the command lines of marked processes by pid, without zombies, this process and ``spared`` pids."""
+        """Return the command line of each marked process by pid, except zombies, this process and ``spared`` pids."""
         needle = f"{self.name}={self.value}".encode()
         found = {}
         for entry in Path("/proc").iterdir():
@@ -107,13 +107,13 @@ class ProcessMark:
                 continue
             # A process may have ended, or belong to another user, at any of these reads.
             with contextlib.suppress(OSError):
-                if needle in process_variables(int(entry.name)):  # a zombie has none
+                if needle in process_variables(int(entry.name)):  # a zombie has no variables
                     words = process_command_line(int(entry.name)).replace(b"\0", b" ")
                     found[int(entry.name)] = words.decode(errors="replace").strip()
         return found
 
     async def wait_gone(self, timeout_s: float, spared: Container[int] = ()) -> dict[int, str]:
-        """Wait until no marked process lives, at most ``timeout_s``; return those that still do."""
+        """Wait up to ``timeout_s`` seconds until no marked process lives; return the remaining ones by pid."""
         deadline = time.monotonic() + timeout_s
         while True:
             left = await asyncio.to_thread(self.processes, spared)
@@ -124,10 +124,10 @@ class ProcessMark:
     async def kill(
         self, *, settle_s: float = SETTLE_S, kill_s: float = KILL_S, spared: Container[int] = ()
     ) -> dict[int, str]:
-        """Let marked processes end by themselves for ``settle_s``, then kill them for up to ``kill_s``.
+        """Wait ``settle_s`` seconds for marked processes to end, then send SIGKILL for up to ``kill_s`` seconds.
 
         Returns:
-            Processes that survived SIGKILL; empty on success.
+            Command lines by pid of the processes that still live; empty on success.
         """
         left = await self.wait_gone(settle_s, spared)
         deadline = time.monotonic() + kill_s
@@ -140,7 +140,7 @@ class ProcessMark:
 
 
 def is_port_taken_by_others(port: int, pids: Iterable[int]) -> bool:
-    """Return whether processes other than ``pids`` listen at a TCP port of this machine."""
+    """Return whether a TCP port of this machine has listeners, and none of them is one of ``pids``."""
     listening = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -165,14 +165,15 @@ def _open_files(pid: int) -> set[str]:
 def reaper_command(
     mark: ProcessMark, command: list[str], python: str, scratch: Path, owners: Path | None = None
 ) -> list[str]:
-    """Return the command line that runs ``command`` under a reaper. The caller's environment must have the mark.
+    """Return the command line that runs ``command`` under a reaper. The caller must start it with ``mark`` in its
+    environment.
 
     Args:
         mark: mark of the whole tree.
         command: the command to run.
-        python: an interpreter; no package is needed.
-        scratch: folder that is removed when the tree has ended.
-        owners: folder that is removed then, too, if this process has ended.
+        python: path of a Python interpreter; the reaper needs no packages.
+        scratch: folder that the reaper removes when the tree has ended.
+        owners: folder of this process, the owner; the reaper also removes it if the owner has ended.
     """
     # -P keeps modules of this folder from shadowing the standard library.
     return [python, "-P", __file__, str(os.getpid()), mark.name, mark.value, str(scratch), str(owners or ""), *command]
@@ -188,7 +189,7 @@ def _ignore_stop_signals() -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    _ignore_stop_signals()  # a dying parent sends a second signal, which must not shorten the command's grace
+    _ignore_stop_signals()  # PDEATHSIG may follow as a second signal, and must not shorten the command's grace
     raise _Stop
 
 
@@ -206,19 +207,20 @@ def _reap(mark: ProcessMark, command: list[str]) -> int:
                 child.kill()
                 child.wait()
     finally:
-        _ignore_stop_signals()  # an owner that uses SIGKILL ends marked processes itself
+        _ignore_stop_signals()  # nothing but SIGKILL may interrupt the end of the tree
         asyncio.run(mark.kill(spared={os.getppid()}))
     return status if status >= 0 else 128 - status
 
 
 def _die_with_parent(parent: int) -> bool:
-    """Receive SIGTERM when the parent ends; return ``False`` if it has ended already."""
+    """Make the kernel send SIGTERM when the parent ends; return ``False`` if the parent has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     return os.getppid() == parent
 
 
 def _run_reaper(owner: int, mark: ProcessMark, scratch: str, owners: str, command: list[str]) -> int:
-    """Fork the reaper, forward signals to it, and return its exit code. The reaper also ends if this process dies."""
+    """Fork the reaper, forward SIGTERM and SIGINT to the reaper, and return its exit code. The reaper also ends the
+    tree if this process dies."""
     reaper = 0
     pending: list[int] = []
 

@@ -12,14 +12,14 @@ class ShellResult:
     """Result of one command in a persistent shell.
 
     Attributes:
-        output: terminal output within the limit, with one line in place of omitted bytes.
+        output: terminal output within the output limit, with one line in place of omitted bytes.
         exit_code: exit code; ``None`` if the command still runs, or the shell ended without an exit code.
-        cwd: the shell's working folder afterwards, without links in its path.
-        waiting: whether the command still runs after the soft time limit without output; it may wait for input.
+        cwd: the shell's working folder after the command, with symlinks resolved.
+        waiting: whether the command still runs after the soft time limit without output, perhaps waiting for input.
         timed_out: whether the command was ended at its hard time limit.
         exited: whether the shell has ended (``exit``, ``exec``, ``set -e``, or killed); ``restart`` starts another.
         omitted: number of omitted bytes of output.
-        seconds: duration of the command.
+        seconds: duration of the command in seconds.
     """
 
     output: str
@@ -34,12 +34,12 @@ class ShellResult:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """Result of a kernel's cell.
+    """Result of one cell in a Python kernel.
 
     Attributes:
-        output: printed text within the limit, with one line in place of omitted bytes.
+        output: printed text within the output limit, with one line in place of omitted bytes.
         data: rich results in order, each a map from MIME type to content (images as base64, objects as JSON).
-        error: traceback as plain text, or the reason that the kernel was killed; ``None`` without either.
+        error: traceback as plain text, or why the kernel was killed; ``None`` if the cell succeeded.
         timed_out: whether the cell was interrupted at its time limit.
         died: whether the kernel has ended; ``restart`` starts another.
         omitted: number of omitted bytes of text, rich results and tracebacks.

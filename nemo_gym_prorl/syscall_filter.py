@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile a table of rules for system calls into a seccomp BPF program.
 
-Pure: this module returns bytes and installs nothing. Sandboxes and graders inside of sandboxes use the programs. The
-package compiles filters itself because libseccomp is not on every machine.
+Pure: this module returns bytes and installs no filter. Sandboxes and graders inside of sandboxes install the programs.
+The package compiles filters itself because libseccomp is not on every machine.
 
-The program finds the number of a call by binary search. From Linux 5.11 on, the kernel caches the results that depend
-on the number alone.
+The program finds the number of a system call by binary search. From Linux 5.11 on, the kernel caches results that
+depend on the number alone.
 
-Arguments are compared by their lower 32 bits. The kernel reads no more of the arguments that have rules here, so a
-rule over 64 bits could be bypassed by setting an upper bit. Both supported architectures are little-endian: the lower
-half comes first.
+The program compares the lower 32 bits of arguments. The kernel ignores the upper bits of the arguments that have rules
+here, so a rule over 64 bits could be bypassed by setting an upper bit. Both supported architectures are little-endian:
+the lower half comes first.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ KILL = 0x80000000
 _ERRNO = 0x00050000
 
 REFUSE = _ERRNO | errno.EPERM
-"""The call fails with ``EPERM``, as for a caller without the right."""
+"""Action: the call fails with ``EPERM``, as for a caller without permission."""
 
 UNKNOWN = _ERRNO | errno.ENOSYS
-"""The call fails with ``ENOSYS``, as on a kernel without it; programs then use a fallback."""
+"""Action: the call fails with ``ENOSYS``, as on a kernel that lacks the call; programs then use a fallback."""
 
 MASK_32 = 0xFFFFFFFF
-"""Mask of all bits that a rule can compare."""
+"""Mask of all argument bits that a rule can compare."""
 
 _LOAD, _AND, _GOTO, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
-"""Offsets in bytes in ``struct seccomp_data``."""
+"""Byte offsets in ``struct seccomp_data``."""
 
 _MAX_JUMP = 255
-"""Instructions; the offset of a conditional jump has 8 bits."""
+"""Maximum number of instructions that a conditional jump can skip: its offset has 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRule:
-    """An action that depends on one argument of the call.
+    """Rule that chooses the action by one argument of the system call.
 
     Attributes:
         index: position of the argument, from 0.
         values: values to compare the masked argument with.
-        then: action if the masked argument is one of ``values``.
-        otherwise: action if the value is not listed.
-        mask: bits of the argument that count.
+        then: action or rule if the masked argument is one of ``values``.
+        otherwise: action or rule if the masked argument is another value.
+        mask: bits of the argument that are compared.
     """
 
     index: int
@@ -64,16 +64,16 @@ class ArgumentRule:
 FilterAction = int | ArgumentRule
 
 _Instruction = tuple[int, int, int, int]
-"""Operation code, offset if true, offset if false, operand."""
+"""BPF instruction: operation code, jump offset if true, jump offset if false, operand."""
 
 
 def compile_filter(architecture: int, actions: Mapping[int, FilterAction], last: int) -> bytes:
-    """Return the program for calls of one architecture; calls of any other architecture end the process.
+    """Return the BPF program for one architecture; a system call of another architecture kills the process.
 
     Args:
-        architecture: the kernel's audit number of the architecture.
-        actions: action for each call that is not simply allowed, by number.
-        last: highest known number; calls with higher numbers are :data:`UNKNOWN`.
+        architecture: the kernel's audit number of the architecture (``AUDIT_ARCH_*``).
+        actions: action by number of the system call; calls without an action are allowed.
+        last: highest known number of a system call; higher numbers are :data:`UNKNOWN`.
     """
     found = _search(_spans(actions, last))
     start = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_IF_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, KILL)]
@@ -81,7 +81,6 @@ def compile_filter(architecture: int, actions: Mapping[int, FilterAction], last:
 
 
 def _spans(actions: Mapping[int, FilterAction], last: int) -> list[tuple[int, FilterAction]]:
-    """Return the first number and the action of each run of numbers with the same action, in order."""
     spans: list[tuple[int, FilterAction]] = []
     for number in range(last + 1):
         action = actions.get(number, ALLOW)
@@ -107,7 +106,7 @@ def _leaf(action: FilterAction) -> list[_Instruction]:
     return [
         (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * action.index),
         (_AND, 0, 0, action.mask),
-        *((_IF_EQUAL, len(values[place:]) - 1 + len(otherwise), 0, value) for place, value in enumerate(values)),
+        *((_IF_EQUAL, len(values[index:]) - 1 + len(otherwise), 0, value) for index, value in enumerate(values)),
         *otherwise,
         *_leaf(action.then),
     ]

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP parts of every server: application factory, keys, problem documents, tracing."""
+"""HTTP layer of all servers: application parts, client, keys, problem documents, tracing."""

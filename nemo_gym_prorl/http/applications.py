@@ -1,17 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of our servers' applications: embedded serving, a second port with TLS, routes without middlewares, and
-health.
+"""Building blocks of the servers' applications: embedded server, TLS port, routes without middlewares, health route.
 
 Gym starts its servers on plain HTTP and checks them by plain HTTP, so a TLS-only server would never count as started.
 :func:`serve_tls` serves the same application at a second port with TLS.
 
-Gym's application puts two middlewares around every request: they run the rest in another task, stream the body, and
-sign a session cookie. FastAPI then resolves dependencies. :class:`DirectRoutes` answers the routes of each rollout
-before both middlewares, reads their bodies, and turns errors into problem documents. The application keeps its routes
-of the same paths for its OpenAPI document.
-
-``/healthz`` answers 503 while a background loop fails, and a counter counts restarts.
+Two middlewares of Gym's application run each handler in another task, stream the body and sign a session cookie; then
+FastAPI resolves dependencies. :class:`DirectRoutes` handles the requests of a rollout before both middlewares, and
+turns errors into problem documents. The application also declares these routes, for its OpenAPI document.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from nemo_gym_prorl.http.problems import KNOWN_ERRORS, ProblemError, ProblemRout
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server without signal handlers: the embedding process handles Ctrl-C."""
+    """uvicorn server without signal handlers: the embedding process handles SIGINT and SIGTERM."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,17 +49,17 @@ async def served(
     certificate: tuple[Path, Path] | None = None,
     keep_alive_s: int = 5,
 ) -> AsyncIterator[str]:
-    """Serve an application; yields the base URL.
+    """Serve an application until the block ends; yield the base URL.
 
     Args:
-        app: the application; its owner runs its lifespan.
+        app: ASGI application; the caller runs its lifespan.
         host: address to listen on; empty for all interfaces.
-        port: TCP port; 0 takes a free one.
-        certificate: files of the certificate and its key, for TLS.
+        port: TCP port; 0 selects a free port.
+        certificate: PEM files of a certificate chain and of its private key; ``None`` serves plain HTTP.
         keep_alive_s: seconds for which an idle connection stays open.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the server cannot listen, for example because the port is taken.
     """
     cert, key = certificate or (None, None)
     config = uvicorn.Config(
@@ -77,7 +73,7 @@ async def served(
         timeout_graceful_shutdown=1,
     )
     listener = socket.create_server((host, port), backlog=2048)
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    logging.getLogger("uvicorn.error").addFilter(_is_relevant)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -88,8 +84,8 @@ async def served(
         listener.close()
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drop uvicorn's messages about requests that are cancelled at shutdown."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Logging filter that drops uvicorn's messages about requests that are cancelled at shutdown."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError) and "timeout graceful shutdown" not in record.getMessage()
 
@@ -98,27 +94,27 @@ def check_certificate(cert: Path, key: Path) -> None:
     """Check a certificate before the server starts.
 
     Raises:
-        CallerError: the files are no certificate and its key.
+        CallerError: a file cannot be read, or the files are not a certificate chain and its private key as PEM.
     """
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
     except OSError as error:  # ssl.SSLError is an OSError
-        said = f"{cert} and {key} must be a certificate and its key, as PEM: {error}"
-        raise CallerError(said, field="tls_cert") from error
+        reason = f"{cert} and {key} must be a certificate and its key, as PEM: {error}"
+        raise CallerError(reason, field="tls_cert") from error
 
 
 @contextlib.asynccontextmanager
 async def serve_tls(app: ASGIApp, cert: Path, key: Path, port: int) -> AsyncIterator[None]:
-    """Serve an application with TLS at a second port on all interfaces.
+    """Serve an application with TLS at a second port on all interfaces, until the block ends.
 
     Args:
-        app: the application.
-        cert: certificate chain.
-        key: key of the certificate.
+        app: ASGI application; the caller runs its lifespan.
+        cert: PEM file of the certificate chain.
+        key: PEM file of the certificate's private key.
         port: TCP port.
 
     Raises:
-        CallerError: the port is taken.
+        CallerError: the server cannot listen at the port.
     """
     async with contextlib.AsyncExitStack() as stack:
         try:
@@ -132,12 +128,12 @@ LOGGER = logging.getLogger(__name__)
 
 
 class DirectRoutes:
-    """ASGI application: answers POST to its routes, and passes every other request on.
+    """ASGI application that handles POST requests to some paths, and passes every other request to ``app``.
 
     Args:
         app: application for all other requests.
-        routes: handlers by path.
-        around: middleware for these routes only.
+        routes: handlers by exact path.
+        around: wraps the handlers in a middleware; by default none.
     """
 
     def __init__(
@@ -151,17 +147,17 @@ class DirectRoutes:
         self._direct = around(self._answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._routes
-        await (self._direct if ours else self._app)(scope, receive, send)
+        is_direct = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._routes
+        await (self._direct if is_direct else self._app)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = await self._routes[scope["path"]](Request(scope, receive))
         except ClientDisconnect:
-            return  # the client disconnected: drop the reply
+            return
         except KNOWN_ERRORS as error:
             response = answer_to(error)
-        except Exception as error:  # defects become an answer here
+        except Exception as error:  # Gym's handler of unexpected errors is one of the bypassed middlewares
             LOGGER.exception("POST %s failed", scope["path"])
             response = ProblemError(500, "http-500", repr(error)).response()
         await response(scope, receive, send)
@@ -174,11 +170,9 @@ def wrap_outermost(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
 
 
 def require_running(*loops: BackgroundLoops) -> None:
-    """Raise while a background loop of the server or process fails.
-
-    Raises:
-        ProblemError: names each failing loop. The route is open, so only the log has the exception's message.
-    """
+    """Raise :class:`.ProblemError` (503) while one of ``loops`` or :data:`.PROCESS_LOOPS` is failing. The problem
+    names each failing loop and its exception's type. The health route needs no key, so only the log has the
+    exception's message."""
     failing = {name: error for each in (*loops, PROCESS_LOOPS) for name, error in each.failing.items()}
     if failing:
         names = ", ".join(failing)
@@ -192,12 +186,12 @@ def require_running(*loops: BackgroundLoops) -> None:
 
 
 def health_router(*loops: BackgroundLoops) -> APIRouter:
-    """Return the route ``/healthz`` of a server with these loops."""
+    """Return a router with the route ``/healthz``, which checks ``loops`` and :data:`.PROCESS_LOOPS`."""
     router = APIRouter(route_class=ProblemRoute)
 
     @router.get("/healthz", tags=["service"], responses=problem_responses(503))
     async def healthz() -> dict[str, str]:
-        """Return 200 while the event loop runs and no background loop fails."""
+        """Return 200 while no background loop is failing, else 503."""
         require_running(*loops)
         return {"status": "ok"}
 
@@ -205,7 +199,7 @@ def health_router(*loops: BackgroundLoops) -> APIRouter:
 
 
 class LoopMetrics(Collector):
-    """Collector of restarts of background loops."""
+    """Prometheus counter of restarts of background loops, by name of the loop."""
 
     def __init__(self, loops: BackgroundLoops) -> None:
         self._loops = loops

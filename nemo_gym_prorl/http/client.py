@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP client for the small requests of a turn: one aiohttp session per loop, bodies as bytes, two errors.
+"""HTTP client for requests between servers of a deployment: one aiohttp session per event loop, bodies as bytes.
 
-A turn is three requests between servers of one deployment: no cookies, redirects or proxies, and no time limit besides
-that of connecting. Callers bound the rest.
+The client supports no cookies, redirects or proxies. Only the time to connect is limited; callers set time limits for
+whole requests.
 
-A server may close an idle connection just as a request reuses it. Requests with an idempotent method are then sent
-again, all others fail as :class:`ConnectionDropped`. Cancelling a request closes its connection.
+A server may close an idle connection just as a request reuses it. The client then sends requests with an idempotent
+method again; all others fail as :class:`ConnectionDropped`. Cancelling a request closes its connection.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ _FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
 
 
 class ConnectFailed(ConnectionError):
-    """No connection to the server; the cause is the system's error, or a :class:`TimeoutError`."""
+    """A connection could not be opened; ``__cause__`` is the system's error, a time-out or a certificate error."""
 
 
 class ConnectionDropped(ConnectionError):
-    """The connection ended before the answer did, or the answer is not HTTP."""
+    """The connection ended before the response was complete, or the response is not HTTP.
+
+    Attributes:
+        begun: whether the server had begun to respond.
+    """
 
     def __init__(self, reason: str, *, begun: bool) -> None:
         super().__init__(reason)
@@ -47,7 +51,7 @@ class ConnectionDropped(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """Fully read response."""
+    """HTTP response with its whole body in memory."""
 
     status: int
     body: bytes
@@ -55,14 +59,14 @@ class HttpAnswer:
 
     @property
     def ok(self) -> bool:
-        """Return whether the status is 2xx. Redirects are not followed, so a 3xx is an error."""
+        """Return whether the status is 2xx. The client does not follow redirects, so a 3xx is an error."""
         return 200 <= self.status < 300
 
     def text(self, limit: int | None = None) -> str:
         return _truncate(self.body.decode(errors="replace"), limit)
 
     def error_text(self, limit: int) -> str:
-        """Return a problem document's detail, else the body's text, truncated to ``limit`` characters."""
+        """Return a problem document's ``detail``, or the text of another body, cut to ``limit`` characters."""
         try:
             return _truncate(Problem.model_validate_json(self.body).detail, limit)
         except ValidationError:
@@ -78,7 +82,7 @@ class HttpAnswer:
 
 
 class HttpClient(contextlib.AbstractAsyncContextManager["HttpClient"]):
-    """Connections of one event loop to any number of servers, opened on demand and without a limit on their number.
+    """Connection pool of one event loop to any number of servers; connections are unlimited and opened on demand.
 
     Args:
         connect_s: time limit for opening a connection, in seconds.
@@ -91,31 +95,32 @@ class HttpClient(contextlib.AbstractAsyncContextManager["HttpClient"]):
     async def request(
         self, method: str, url: str, headers: Mapping[str, str], body: Sequence[bytes] = ()
     ) -> HttpAnswer:
-        """Send a request and read its answer.
+        """Send a request and read the whole response.
 
         Args:
-            url: absolute URL, encoded.
-            headers: headers besides those of host and length.
+            url: absolute URL, percent-encoded; a user and password in the URL are ignored.
+            headers: request headers; ``Host`` and ``Content-Length`` are added.
+            body: parts of the request's body, sent joined; without parts no body is sent.
 
         Raises:
             ConnectFailed: no connection could be opened in time.
-            ConnectionDropped: the connection ended before the answer did, or the answer is not HTTP.
+            ConnectionDropped: the connection ended before the response was complete, or the response is not HTTP.
             ValueError: the URL or a header is invalid.
         """
-        there, session, begun = _parsed(url), self._open(), False
+        target, session, begun = _parsed(url), self._open(), False
         try:
             data = b"".join(body) if body else None
-            response = await session.request(method, there, headers=headers, data=data, allow_redirects=False)
+            response = await session.request(method, target, headers=headers, data=data, allow_redirects=False)
             begun = True
             content = await response.read()
         except aiohttp.ClientConnectorError as error:
-            raise ConnectFailed(f"cannot connect to {there.host}:{there.port}: {error.os_error}") from error.os_error
+            raise ConnectFailed(f"cannot connect to {target.host}:{target.port}: {error.os_error}") from error.os_error
         except aiohttp.ClientConnectorCertificateError as error:
-            raise ConnectFailed(f"cannot connect to {there.host}:{there.port}: {error.certificate_error}") from error
+            raise ConnectFailed(f"cannot connect to {target.host}:{target.port}: {error.certificate_error}") from error
         except aiohttp.ConnectionTimeoutError as error:
-            reason = f"cannot connect to {there.host}:{there.port}: no connection within the time limit"
+            reason = f"cannot connect to {target.host}:{target.port}: no connection within the time limit"
             raise ConnectFailed(reason) from error
-        except aiohttp.ClientResponseError as error:  # the error's repr has the request's headers, keys among them
+        except aiohttp.ClientResponseError as error:  # use str: repr contains the request's headers, with the key
             raise ConnectionDropped(f"the answer is not HTTP: {_one_line(error)}", begun=True) from error
         except aiohttp.ClientError as error:
             raise ConnectionDropped(f"the connection ended: {_one_line(error)}", begun=begun) from error
@@ -132,15 +137,15 @@ class HttpClient(contextlib.AbstractAsyncContextManager["HttpClient"]):
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_lasting_socket),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_keepalive_socket),
                 timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
 
 
-def _lasting_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that detects a dead machine by TCP keep-alive: an answer can take an hour without a byte."""
+def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Create a socket with TCP keep-alive, to detect a dead machine: a response may take an hour without a byte."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -152,7 +157,7 @@ def _parsed(url: str) -> URL:
     parsed = URL(url, encoded=True)
     if parsed.scheme not in ("http", "https") or not parsed.host or _FORBIDDEN.search(url):
         raise ValueError(f"{url!r:.200} is not an HTTP URL")
-    return parsed.with_user(None)  # the headers identify the caller
+    return parsed.with_user(None)  # aiohttp refuses credentials in the URL together with an Authorization header
 
 
 def _one_line(error: Exception) -> str:

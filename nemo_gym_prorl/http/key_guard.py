@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Key guard: which callers may use a server. With keys, their owners; without any key, processes on this machine.
+"""Authentication and authorization of callers by bearer keys. A server without keys serves this machine only.
 
-A rollout service runs code for its callers and returns others' samples. So there are two safe configurations, and a
-server with any other does not start: listening on loopback, or keys. With keys *every* route requires one, except
-``/healthz`` for load balancers.
+A rollout service runs its callers' code and holds all callers' samples. So a server starts only if it listens on
+loopback or has a key. With keys *every* route requires a key, except ``/healthz`` for load balancers.
 
 ``control_token`` in a server's configuration is the deployment's own key, a bearer token with all scopes. Our servers
 read each other's keys from the merged configuration of their deployment. Gym's own client sends no key, unless its
 process called :func:`~nemo_gym_prorl.servers.gym_client.send_keys`. A rollout service may also have clients with keys
-of their own, each with some scopes. One table holds the scope of each route; a missing route requires an
-administrator's key.
+of their own, each with some scopes. :class:`RouteScopes` holds the scope of each route; a route without an entry
+requires the scope ``admin``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class RouteScopes:
     """Required scope by method and route.
 
     Args:
-        table: scope by (method, path as declared by the route). Other routes require ``admin``.
+        table: scope by method and path; paths have FastAPI's form, such as ``/jobs/{id}``.
     """
 
     def __init__(self, table: Mapping[tuple[str, str], Scope]) -> None:
@@ -59,19 +58,20 @@ class RouteScopes:
         return next(fitting, Scope.ADMIN)
 
     def needs(self, method: str, path: str) -> Scope | None:
-        """Return the scope that a route requires; ``None`` for an open route."""
+        """Return the scope that a route requires; ``None`` for a route that needs no key."""
         return None if path in OPEN_PATHS else self.of(method, path)
 
 
 class KeyGuard:
-    """ASGI middleware: refuses requests without a key of the required scope before any route or body is processed.
+    """ASGI middleware that refuses requests without a key of the required scope before the body is read.
+
     Logs all administrative calls, refused ones included.
 
     Args:
         app: the guarded application.
-        key: the deployment's own key; ``None`` for none. Without key and clients every request passes.
-        clients: returns the client of a key, for clients with keys of their own.
-        scopes: scopes of the routes; by default each key is valid for all routes.
+        key: the deployment's own key. If ``key`` and ``clients`` are ``None``, every request passes.
+        clients: returns the client that owns a key, ``None`` for an unknown key.
+        scopes: required scopes; with ``None`` each key is valid for all routes.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class KeyGuard:
         return self._clients(key) if self._clients is not None and word == "Bearer" else None
 
     def _end_on_revocation(self, scope: Connection, send: Send) -> Send:
-        """End an open stream when its key is revoked: an event stream would otherwise never end."""
+        """Return a ``send`` that ends a streamed response at the next chunk after the caller's key is revoked."""
         ended = False
 
         async def checked(message: Message) -> None:
@@ -138,7 +138,7 @@ def caller_in(scope: Connection) -> Caller:
 
 
 def log_as_admin(scope: Connection) -> None:
-    """Log this request as an administrative call."""
+    """Mark a request to be logged as an administrative call, whatever scope its route requires."""
     scope.get(_LOGGED_SCOPES, set()).add(Scope.ADMIN)
 
 
@@ -147,7 +147,7 @@ def _log_admin_call(scope: Connection, caller: Caller | None, send: Send) -> Sen
         if message["type"] == "http.response.start" and Scope.ADMIN in scope[_LOGGED_SCOPES]:
             who = "no known key" if caller is None else f"client {caller.name!r}" if caller.name else "the deployment"
             where = (scope.get("client") or ("?",))[0]
-            # A warning: Gym keeps Python's default log level, which hides lower levels.
+            # Logged as a warning: Gym keeps Python's default log level, which hides lower levels.
             what = scope["method"], scope["path"]
             LOGGER.warning("admin: %s %r by %s from %s: %s", *what, who, where, message["status"])
         await send(message)
@@ -156,16 +156,16 @@ def _log_admin_call(scope: Connection, caller: Caller | None, send: Send) -> Sen
 
 
 def check_exposure(host: str | None, key: str | None, *, field: str = "control_token", others: bool = False) -> None:
-    """Refuse a server that is reachable from other machines and has no key.
+    """Refuse to start a server that is reachable from other machines and has no key.
 
     Args:
-        host: the address to listen on; ``None`` is loopback, as with Gym.
-        key: the server's key.
-        field: setting of the key, for the message.
-        others: whether other keys exist.
+        host: the address to listen on; ``None`` is loopback, Gym's default.
+        key: the deployment's own key; ``None`` if not configured.
+        field: name of the setting with the key, for the error.
+        others: whether clients have keys of their own.
 
     Raises:
-        CallerError: the host is no loopback address and there is no key, or the key is empty or not ASCII.
+        CallerError: the host is not loopback and there is no key, or the key is not printable ASCII without spaces.
     """
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise CallerError("must be a non-empty word of ASCII characters", field=field)
@@ -176,7 +176,7 @@ def check_exposure(host: str | None, key: str | None, *, field: str = "control_t
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return whether the host is loopback; ``None`` is Gym's default, loopback."""
+    """Return whether ``host`` is ``localhost``, a loopback address, or ``None``, for which Gym uses loopback."""
     if host in (None, "localhost"):
         return True
     try:

@@ -13,13 +13,13 @@ from nemo_gym_prorl.failures import CallerError
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """Return the header with a key; no header for ``None`` or an empty key."""
+    """Return the ``Authorization`` header with a key; no header for ``None`` or an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def trusted_authorities() -> ssl.SSLContext | None:
-    """Return the certificate authorities in the file that ``PRORL_CA`` names; ``None`` without that variable, for the
-    system's.
+    """Return a TLS context that trusts the certificate authorities in the file named by ``PRORL_CA``; ``None``
+    without that variable, so that clients trust the system's authorities.
 
     Raises:
         CallerError: the file cannot be read, or has no certificates.
@@ -43,19 +43,19 @@ class Scope(StrEnum):
 
     SUBMIT = "submit"
     READ = "read"
-    """Read one's own rollouts, and the pools."""
+    """Read the client's own rollouts, and the state of the pools."""
     CANCEL = "cancel"
-    """Cancel one's own rollouts."""
+    """Cancel the client's own rollouts."""
     ADMIN = "admin"
-    """All scopes, for all clients' rollouts; drain, and change backends."""
+    """All scopes, for all clients' rollouts; also drain the service, and change backends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Client of a request.
+    """Authenticated sender of a request.
 
     Attributes:
-        name: the client; ``None`` for the deployment itself: with ``control_token``, or without keys.
+        name: the client's name; ``None`` for the deployment itself (``control_token``, or a server without keys).
     """
 
     name: str | None

@@ -13,17 +13,17 @@ from pydantic import BaseModel, Field
 
 TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
 
-_MOST_ERRORS = 20
-"""Maximum number of fields that one document names, to keep documents short."""
+_MAX_FIELDS = 20
+"""Maximum number of wrong fields that one document names, to keep documents short."""
 
-_ALTERNATIVE = re.compile(r"[A-Z]\w*[a-z]\w*|str|int|float|bool|[\w-]+\[.*\]", re.DOTALL)
-"""Pydantic's names for alternatives of a union: a class or a type. Few fields have such names."""
+_UNION_MEMBER = re.compile(r"[A-Z]\w*[a-z]\w*|str|int|float|bool|[\w-]+\[.*\]", re.DOTALL)
+"""Pydantic's names of union members in error locations: class and type names. Few fields have such names."""
 
-_OF_FIELDS = frozenset({"missing", "extra_forbidden"})
-"""Error types that concern a field, never an alternative of a union."""
+_FIELD_ERRORS = frozenset({"missing", "extra_forbidden"})
+"""Pydantic's error types whose location ends with the name of a field, never of a union member."""
 
-_NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
-"""Error types whose message contains an internal class name."""
+_NOT_AN_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
+"""Pydantic's error types for a value that is not an object; their messages contain an internal class name."""
 
 
 class Problem(BaseModel):
@@ -40,7 +40,8 @@ class ApiError(Exception):
     """The service refused a request.
 
     Attributes:
-        retry_after_s: seconds until a retry, if the service named them.
+        problem: the problem document.
+        retry_after_s: seconds to wait before a retry; ``None`` if the service did not name them.
     """
 
     def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:
@@ -50,44 +51,45 @@ class ApiError(Exception):
 
 
 def problem_of_answer(url: str, status: int, content: bytes) -> Problem:
-    """Return the problem document of an answer; built from status and text if a gateway wrote the answer."""
+    """Return the problem document of an error response. A response of a proxy or another server may have none: the
+    document is then built from the status and the first 500 characters."""
     try:
         return Problem.model_validate_json(content)
     except ValueError:
         text = content.decode(errors="replace").strip()[:500]
-        told = f"HTTP {status}" if text.startswith("<") or not text else text  # an HTML page has no details
-        if status in (404, 405):  # a service answers with a problem document
-            told = f"the server at {url} is no rollout service; prorl serve prints the URL of its prorl_agent"
-        return Problem(type="about:blank", title="HTTP error", status=status, detail=told)
+        detail = f"HTTP {status}" if text.startswith("<") or not text else text  # an HTML page has no details
+        if status in (404, 405):  # a rollout service would have sent a problem document
+            detail = f"the server at {url} is no rollout service; prorl serve prints the URL of its prorl_agent"
+        return Problem(type="about:blank", title="HTTP error", status=status, detail=detail)
 
 
 def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list[dict[str, Any]]:
-    """Return the first wrong fields, each with its error.
+    """Convert Pydantic's errors into entries ``{"field": …, "message": …}``, at most :data:`_MAX_FIELDS`.
 
     Args:
-        outer: number of leading path parts that the caller does not know.
+        outer: number of leading parts of each location that the caller does not know, such as FastAPI's ``body``.
     """
     return [
         {
             "field": ".".join(str(part) for part in error["loc"][outer:]) or "body",
-            "message": "must be an object" if error["type"] in _NO_OBJECT else error["msg"],
+            "message": "must be an object" if error["type"] in _NOT_AN_OBJECT else error["msg"],
         }
-        for error in _of_one_alternative(errors, outer)[:_MOST_ERRORS]
+        for error in _of_nearest_member(errors, outer)[:_MAX_FIELDS]
     ]
 
 
-def _of_one_alternative(errors: Sequence[Mapping[str, Any]], depth: int) -> list[Mapping[str, Any]]:
-    """Reduce the errors of each union to those of the most similar alternative.
+def _of_nearest_member(errors: Sequence[Mapping[str, Any]], depth: int) -> list[Mapping[str, Any]]:
+    """Keep, for each union at or below ``depth``, only the errors of the member that the value resembles most.
 
-    Pydantic reports the errors of every alternative, with its name in the path: ``tools.0.FunctionTool.name``.
+    Pydantic reports the errors of every member, with the member's name in the location: ``tools.0.FunctionTool.name``.
     """
     branches: dict[Any, list[Mapping[str, Any]]] = {}
     for error in errors:
         branches.setdefault(error["loc"][depth] if len(error["loc"]) > depth else None, []).append(error)
-    fields = any(len(error["loc"]) == depth + 1 and error["type"] in _OF_FIELDS for error in errors)
-    named = all(isinstance(name, str) and _ALTERNATIVE.fullmatch(name) for name in branches)
+    fields = any(len(error["loc"]) == depth + 1 and error["type"] in _FIELD_ERRORS for error in errors)
+    named = all(isinstance(name, str) and _UNION_MEMBER.fullmatch(name) for name in branches)
     if len(branches) < 2 or fields or not named:
-        parts = (part if name is None else _of_one_alternative(part, depth + 1) for name, part in branches.items())
+        parts = (part if name is None else _of_nearest_member(part, depth + 1) for name, part in branches.items())
         return [error for part in parts for error in part]
     shorter = [
         [{**error, "loc": (*error["loc"][:depth], *error["loc"][depth + 1 :])} for error in part]
@@ -95,9 +97,9 @@ def _of_one_alternative(errors: Sequence[Mapping[str, Any]], depth: int) -> list
     ]
     like = [part for part in shorter if not any(_is_of_another_kind(error, depth) for error in part)]
     if like:
-        return _of_one_alternative(min(like, key=len), depth)
+        return _of_nearest_member(min(like, key=len), depth)
     direct = {error["msg"]: error for part in shorter for error in part if len(error["loc"]) == depth}
-    return [*direct.values()] or _of_one_alternative(shorter[0], depth)
+    return [*direct.values()] or _of_nearest_member(shorter[0], depth)
 
 
 def _is_of_another_kind(error: Mapping[str, Any], depth: int) -> bool:
@@ -106,7 +108,7 @@ def _is_of_another_kind(error: Mapping[str, Any], depth: int) -> bool:
 
 
 def in_words(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Return errors of :func:`field_errors` as one line."""
+    """Format the entries of :func:`field_errors` as one line."""
     return readable("; ".join(f"{entry['field']}: {entry['message']}" for entry in errors))
 
 

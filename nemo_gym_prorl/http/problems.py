@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of our HTTP servers as RFC 9457 problem documents with a stable ``type``.
 
-Clients branch on ``type``; ``detail`` is for people and may change. Validation errors name every wrong field with its
-error. Error classes declare their own status and type (``http_status``, ``problem`` and ``retry_after_s`` of
-:class:`~nemo_gym_prorl.failures.CallerError`), so this module depends on no other room.
+Clients branch on ``type``; ``detail`` is for people and may change. Validation errors name each wrong field. Error
+classes declare their own status and type (``http_status``, ``problem`` and ``retry_after_s`` of
+:class:`~nemo_gym_prorl.failures.CallerError`), so this module does not import the packages that raise them.
 
 :class:`ProblemRoute` covers one route, on any application; :func:`add_problem_handlers` covers all routes of an
 application, Gym's included, and its OpenAPI document.
@@ -46,16 +46,16 @@ DESCRIPTIONS: dict[int, str] = {
 
 
 class ProblemError(HTTPException):
-    """Raised in a route to answer with a problem document.
+    """Exception that a route raises to respond with a problem document.
 
-    An :class:`~starlette.exceptions.HTTPException`, so that its status holds on every application.
+    A subclass of ``HTTPException``, so applications without :func:`add_problem_handlers` send the same status.
 
     Args:
         status: HTTP status.
-        name: the stable part of ``type``.
+        name: end of the stable ``type``, after :data:`.TYPE_PREFIX`.
         detail: the error and its fix.
-        errors: per field, ``{"field": …, "message": …}``.
-        headers: for example ``Retry-After``.
+        errors: one entry ``{"field": …, "message": …}`` for each wrong field.
+        headers: headers of the response, such as ``Retry-After``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProblemError(HTTPException):
         errors: list[dict[str, Any]] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        # The detail may quote input of the caller with half a surrogate pair.
+        # The detail may quote caller input with a lone surrogate, which UTF-8 cannot encode.
         detail = readable(detail)
         super().__init__(status, detail, headers)
         self.problem = Problem(
@@ -93,38 +93,38 @@ class ProblemError(HTTPException):
 
 
 def problem_of(error: RolloutError) -> ProblemError:
-    """Return the problem document of an error of this package. Errors that the caller did not cause are 500 with
-    :data:`FAILURE_KIND_HEADER`, so that clients distinguish them from observations and rewards; Gym's client
-    repeats 500 a few times only. A broken task is 422, which no client repeats."""
+    """Return the problem document of an error of this package. Errors that the caller did not cause have status 500
+    and :data:`.FAILURE_KIND_HEADER`, so that clients distinguish them from observations and rewards. Gym's client
+    retries 500 only a few times. A broken task has status 422, which no client retries."""
     if not isinstance(error, CallerError):
         errors = [{"field": error.field, "message": error.reason}] if error.field else None
-        said = {FAILURE_KIND_HEADER: error.kind.value + (FINAL if getattr(error, "final", False) else "")}
+        kind = {FAILURE_KIND_HEADER: error.kind.value + (FINAL if getattr(error, "final", False) else "")}
         status = 422 if isinstance(error, TaskError) else 500
-        return ProblemError(status, error.kind.value, error.reason, errors=errors, headers=said)
+        return ProblemError(status, error.kind.value, error.reason, errors=errors, headers=kind)
     errors = [{"field": error.field, "message": error.complaint}] if error.field else None
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
     return ProblemError(error.http_status, error.problem, error.reason, errors=errors, headers=headers)
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return a route's ``responses=`` for the problems that it answers with, and for a missing key."""
+    """Return FastAPI's ``responses`` argument for a route with these error statuses, and with 401 and 422."""
     return {status: {"model": Problem, "description": DESCRIPTIONS[status]} for status in (401, 422, *statuses)}
 
 
 def invalid_body(error: ValidationError | RequestValidationError | ValueError) -> ProblemError:
-    """Return the problem document of an invalid request, with each wrong field."""
+    """Return the problem (422) of an invalid request, with each wrong field; a ``ValueError`` means invalid JSON."""
     if not isinstance(error, ValidationError | RequestValidationError):
         return ProblemError(422, "invalid-request", f"the body is not JSON: {error}")
-    # FastAPI's locations begin with body, query or path; the caller knows a field by the rest.
+    # FastAPI's locations begin with body, query or path, which are not part of the field's name for the caller.
     errors = field_errors(error.errors(), outer=int(isinstance(error, RequestValidationError)))
     return ProblemError(422, "invalid-request", in_words(errors), errors=errors)
 
 
 class ProblemRoute(APIRoute):
-    """A route whose errors are problem documents on any application, Gym's included."""
+    """Route whose errors are problem documents on any application, Gym's included."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the route's handler, with errors turned into answers."""
+        """Return the route's handler, with :data:`KNOWN_ERRORS` converted into responses."""
         inner = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -137,8 +137,9 @@ class ProblemRoute(APIRoute):
 
 
 async def no_other_parameters(request: Request) -> None:
-    """Dependency of control routes: refuse unknown parameters. A misspelt filter would otherwise be ignored, and the
-    request would affect other rollouts than intended.
+    """FastAPI dependency that refuses unknown query parameters, and a body of a ``DELETE`` request without one.
+
+    A misspelt filter would otherwise be ignored, and the request would affect other rollouts than intended.
 
     Raises:
         CallerError: the request has a parameter, or a body, that its route does not read.
@@ -154,11 +155,11 @@ async def no_other_parameters(request: Request) -> None:
 
 
 class Declared(NamedTuple):
-    """OpenAPI declarations of a route that declares none, such as Gym's routes that take the bare request.
+    """OpenAPI declarations for a route that declares none, such as Gym's routes that take the bare request.
 
     Attributes:
-        statuses: statuses of its problems, besides 401 and 422.
-        body: model of the request's body.
+        statuses: error statuses of the route, besides 401 and 422.
+        body: model of the request's body; ``None`` declares no body.
     """
 
     statuses: tuple[int, ...]
@@ -170,12 +171,13 @@ def add_problem_handlers(
     declared: Mapping[str, Declared] | None = None,
     needs: Callable[[str, str], str | None] | None = None,
 ) -> None:
-    """Make every error of an application a problem document, errors of Gym's routes included, and declare them in its
-    OpenAPI document.
+    """Convert every error of an application, Gym's routes included, into a problem document; declare problem
+    documents in the application's OpenAPI document.
 
     Args:
         declared: declarations by path, for routes that declare nothing.
-        needs: returns the required scope by method and path, ``None`` for open routes; if there are keys.
+        needs: returns the scope that a method and path require, ``None`` for open routes; omit for servers without
+            keys.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -184,7 +186,7 @@ def add_problem_handlers(
     build_stack, describe = app.build_middleware_stack, app.openapi
 
     def build_with_ours() -> Any:
-        # Gym adds its own handlers later, so ours are added when the stack is built, at the first call.
+        # Gym adds its own handlers later, so ours are added when the stack is built, at the first request.
         for kind in KNOWN_ERRORS:
             app.add_exception_handler(kind, answer)
         return build_stack()
@@ -201,11 +203,11 @@ def add_problem_handlers(
 
 
 KNOWN_ERRORS = (RolloutError, RequestValidationError, HTTPException)
-"""Errors that :func:`answer_to` accepts."""
+"""Errors that :func:`answer_to` converts into responses."""
 
 
 def answer_to(error: Exception) -> Response:
-    """Return the answer to one of :data:`KNOWN_ERRORS`; re-raise any other error."""
+    """Return the response for one of :data:`KNOWN_ERRORS`; re-raise any other error."""
     match error:
         case ProblemError():
             return error.response()
@@ -214,7 +216,7 @@ def answer_to(error: Exception) -> Response:
         case RequestValidationError():
             return invalid_body(error).response()
         case HTTPException(status_code=400, detail="There was an error parsing the body"):
-            # FastAPI's error for a body that is not UTF-8, or nested too deep.
+            # FastAPI raises this error for a body that is not UTF-8, or nested too deep.
             return invalid_body(ValueError("not UTF-8, or nested too deep")).response()
         case HTTPException():
             headers = dict(error.headers) if error.headers else None
@@ -225,7 +227,7 @@ def answer_to(error: Exception) -> Response:
 
 
 def _with_problems(document: dict[str, Any], declared: Mapping[str, Declared]) -> dict[str, Any]:
-    """Return FastAPI's OpenAPI document with problem documents instead of its own errors."""
+    """Replace FastAPI's error schemas in an OpenAPI document by problem documents, and add ``declared``; in place."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
@@ -253,7 +255,6 @@ def _with_keys(document: dict[str, Any], needs: Callable[[str, str], str | None]
 
 
 def _referenced(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Add a model's schema to the document, and return a reference to it."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
         schemas.setdefault(name, part)

@@ -4,9 +4,9 @@
 
 NeMo RL's chat server returns routed experts with each turn, for the whole sequence, as text:
 ``nrlre1:<numbers>:<rows>x<layers>x<experts of a token>:<base64>``, with a row per token. Routed experts are the
-largest part of a rollout (half a KiB per token of Qwen3-30B-A3B), so they stay encoded, and only the last rows of each
-turn are kept. The last rows are those of the turn's own tokens and of the token before: the last sampled token gets
-its row with the next prompt.
+largest part of a rollout (half a KiB per token of Qwen3-30B-A3B), so rows stay encoded, and a turn keeps only its last
+rows: those of its own tokens and of the token before. That token is the previous turn's last sample, whose row the
+engine computes only with the next prompt.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _BYTES = {"int8": 1, "int16": 2, "int32": 4}
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Rows of experts; only the header is decoded.
+    """Routed experts of consecutive tokens; only the header is decoded.
 
     Attributes:
-        numbers: integer type, as torch names it.
+        numbers: integer type of expert indices (``int8``, ``int16`` or ``int32``).
         rows: number of tokens.
-        top: experts of a token per layer.
+        layers: number of layers with experts.
+        top: number of experts per token and layer.
         encoded: the rows in base64.
     """
 
@@ -40,10 +41,10 @@ class RoutedExperts:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse the text.
+        """Parse the header of NeMo RL's text.
 
         Raises:
-            ValueError: the form is wrong, or the length does not match the header.
+            ValueError: the text has another form, or its length does not match the header.
         """
         head = _FORM.match(text)
         if head is None:
@@ -63,10 +64,10 @@ class RoutedExperts:
         return f"nrlre1:{self.numbers}:{self.rows}x{self.layers}x{self.top}:{self.encoded}"
 
     def last(self, rows: int) -> bytes:
-        """Return the last ``rows`` rows.
+        """Return the last ``rows`` rows, decoded.
 
         Raises:
-            ValueError: there are fewer rows, or they are no base64.
+            ValueError: there are fewer rows, or the text is not base64.
         """
         if rows > self.rows:
             raise ValueError(f"routed_experts have {self.rows} rows, and {rows} tokens want one")
@@ -74,24 +75,24 @@ class RoutedExperts:
         return b64decode(self.encoded[skip // 3 * 4 :], validate=True)[skip % 3 :]
 
     def of(self, rows: bytes) -> RoutedExperts:
-        """Return other rows of the same shape."""
+        """Encode other rows with the same layers, experts per layer and integer type."""
         count = len(rows) // self.width if self.width else 0
         return RoutedExperts(self.numbers, count, self.layers, self.top, b64encode(rows).decode())
 
 
 def last_rows(text: str, rows: int) -> str:
-    """Return the text of the last rows.
+    """Return NeMo RL's text of routed experts, reduced to the last ``rows`` rows.
 
     Raises:
-        ValueError: see :class:`RoutedExperts`.
+        ValueError: the text is invalid, or has fewer rows.
     """
     experts = RoutedExperts.read(text)
     return experts.of(experts.last(rows)).text
 
 
 def continued(before: str | None, text: str | None, rows: int) -> str | None:
-    """Return all rows of a sequence from its last rows, ``text``, and earlier ones, ``before``; ``None`` if rows
-    are missing."""
+    """Return the text of all ``rows`` rows of a sequence, from its last rows ``text`` and its first rows ``before``.
+    Returns ``None`` if ``text`` is ``None`` or rows are missing; raises ``ValueError`` if a text is invalid."""
     if text is None:
         return None
     experts = RoutedExperts.read(text)

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Process of a server: its end with Gym's command line, its limit of open files, and its garbage collection.
+"""Process settings of a server: exit with Gym's command line, limit of open files, garbage collection.
 
-``gym env start`` ends its servers when it is interrupted. If the command fails because a port is taken, or is killed,
-its servers stay and hold memory and ports. Our Hydra plugin (``hydra_plugins/prorl_gym``) passes the id of Gym's
-process to the servers, so that they can end with it.
+``gym env start`` ends its servers on SIGINT. If the command is killed, or fails because a port is taken, the servers
+become orphans and hold memory and ports. Our Hydra plugin (``hydra_plugins/prorl_gym``) passes the id of Gym's process
+to the servers, so that the servers can exit with that process.
 
 A rollout in flight uses several connections. The soft limit of open files is often 1,024 and the hard limit far
-higher, so a server raises it at start. Beyond the hard limit rollouts fail with an infrastructure error that names the
-limit.
+higher, so a server raises the soft limit at start. Beyond the hard limit rollouts fail with an infrastructure error
+that names the limit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ STARTER_VARIABLE = "PRORL_GYM_STARTER"
 """Environment variable with the process id of Gym's command line."""
 
 END_S = 40.0
-"""Seconds that a server may take to release its resources."""
+"""Seconds that a server may take to release its resources before its process exits."""
 
 
 def exit_with_starter() -> None:
-    """End this server gracefully when the process that started it ends; at once if that has ended already."""
+    """Send this server SIGTERM when the process in :data:`STARTER_VARIABLE` ends; no-op without the variable.
+
+    Raises:
+        SystemExit: that process has ended already.
+    """
     starter = int(os.environ.get(STARTER_VARIABLE, "0"))
     if starter in (0, os.getpid()):
         return
@@ -50,18 +54,18 @@ def _end_after(watched: int) -> None:
     ended.register(watched, select.POLLIN)
     ended.poll()
     print("prorl: ending this server, since the Gym that started it has ended", file=sys.stderr, flush=True)
-    if threading.main_thread().is_alive():  # otherwise the process is ending already
+    if threading.main_thread().is_alive():  # otherwise the process is already exiting
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_S)
     os._exit(1)
 
 
 FILES_PER_ROLLOUT = 4
-"""Descriptors of a rollout in flight in one process: connections of its caller, to the model server and to the
+"""File descriptors of a rollout in flight in one process: connections from the caller, to the model server and to the
 resources server, and one spare."""
 
 BASE = 256
-"""Descriptors of an idle process."""
+"""File descriptors that an idle process may use."""
 
 
 def open_files_needed(rollouts: int) -> int:
@@ -70,7 +74,7 @@ def open_files_needed(rollouts: int) -> int:
 
 
 def raise_open_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, and return it."""
+    """Raise the soft limit of open files to the hard limit; return the limit, or 2**30 if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -83,7 +87,7 @@ def is_descriptor_exhaustion(error: BaseException | None) -> bool:
 
 
 def descriptor_exhaustion() -> InfrastructureError:
-    """Return the failure for exhausted descriptors of this process."""
+    """Return the error of a rollout for which this process has no file descriptor left."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return InfrastructureError(
         f"this process has no file descriptor left (limit {soft}); raise the limit of open files (ulimit -n), "
@@ -97,15 +101,13 @@ def _finite(limit: int) -> int:
 
 
 COLLECTED_AT = (5_000, 20, 50)
-"""Thresholds of the three generations: collections about every 25, 500 and 25,000 turns."""
+"""Thresholds of the garbage collector's three generations: collections about every 25, 500 and 25,000 turns."""
 
 
 def tune_garbage_collection() -> None:
-    """Freeze the objects that exist now, and collect rarely from now on.
-
-    Kept rollouts have no cycles and are freed by reference counting. A full collection would block the event loop
-    while it scans them and all modules.
-    """
+    """Exclude all existing objects from garbage collection (``gc.freeze``), and make further collections rare. Stored
+    rollouts have no reference cycles and are freed by reference counting. A full collection would block the event loop
+    while it scans stored rollouts and modules."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTED_AT)

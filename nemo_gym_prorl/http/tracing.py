@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of a rollout in one trace: stages, turns, tool calls, and the sampling of turns.
+"""OpenTelemetry spans of a rollout, all in one trace: stages, turns, tool calls, and the sampling of turns.
 
 Spans go to the process's OpenTelemetry tracer provider. Gym 0.7 sets a provider in each server (``telemetry: {enabled:
 true}``, with its extra ``telemetry``), as does ``opentelemetry-instrument``; both add the spans of HTTP requests.
-Gym's setting ``span_groups`` also selects our spans. Without a provider, the default, no span is created: an
-unrecorded span would cost 10 µs.
+Gym's setting ``span_groups`` also selects our spans. Without a provider, the default, no span is created, because an
+unrecorded span also takes time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRACER = trace.get_tracer("nemo_gym_prorl")
 
 
 class SpanGroup(StrEnum):
-    """Gym's span groups that our spans belong to."""
+    """Gym's span groups to which the spans of this package belong."""
 
     ROLLOUT = "rollout"
     AGENT = "agent"
@@ -32,17 +32,17 @@ class SpanGroup(StrEnum):
 def span(
     group: SpanGroup, name: str, /, **attributes: str | int | float | None
 ) -> contextlib.AbstractContextManager[trace.Span]:
-    """Return a context manager with a span; an exception that leaves the block is recorded.
+    """Return a context manager for a span, which records an exception that leaves the block.
 
     Args:
-        group: Gym's group that enables the span.
+        group: Gym's span group; if Gym disables the group, or without a tracer provider, nothing is recorded.
         name: name of the operation, without ids.
-        attributes: stored under ``prorl.``; ``None`` is left out.
+        attributes: span attributes, stored with the prefix ``prorl.``; values ``None`` are left out.
     """
-    if not _on() or not _gym_wants()(group):
+    if not _has_provider() or not _gym_span_filter()(group):
         return contextlib.nullcontext(trace.INVALID_SPAN)
-    told = {f"prorl.{key}": value for key, value in attributes.items() if value is not None}
-    return _TRACER.start_as_current_span(name, attributes=told)
+    prefixed = {f"prorl.{key}": value for key, value in attributes.items() if value is not None}
+    return _TRACER.start_as_current_span(name, attributes=prefixed)
 
 
 def note(this: trace.Span, /, **attributes: str | int | float | None) -> None:
@@ -51,28 +51,28 @@ def note(this: trace.Span, /, **attributes: str | int | float | None) -> None:
 
 
 def failed(this: trace.Span, why: str) -> None:
-    """Mark a span whose block did not raise as failed."""
+    """Set a span's status to error, for a failure that raises no exception in the span's block."""
     if this.is_recording():
         this.set_status(trace.StatusCode.ERROR, why)
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the headers that connect a server's spans to the trace; none without a trace."""
+    """Return the request headers that add the called server's spans to the current trace; empty without a trace."""
     headers: dict[str, str] = {}
-    if _on():
+    if _has_provider():
         propagate.inject(headers)
     return headers
 
 
 @functools.cache
-def _on() -> bool:
-    """Return whether the process has a tracer provider, as of the first request: a look-up is slow."""
+def _has_provider() -> bool:
+    """Return whether the process has a tracer provider. Cached: a provider set after the first call has no effect."""
     return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 @functools.cache
-def _gym_wants() -> Callable[[str], bool]:
-    """Return Gym's filter of span groups, if Gym's telemetry is on."""
+def _gym_span_filter() -> Callable[[str], bool]:
+    """Return Gym's predicate for enabled span groups; if Gym's telemetry is off, all groups are enabled."""
     try:
         from nemo_gym.telemetry import get_telemetry, is_span_group_enabled
     except ImportError:  # Gym before 0.7

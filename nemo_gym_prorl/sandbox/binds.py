@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check binds and images of a sandbox: which files of the host may be shown, and where.
+"""Checks of a sandbox's bind mounts and image: which host files the sandbox may see, and at which paths.
 
-A sandbox that sees the supervisors' folder can use their sockets and escape. So can a sandbox that sees the host's
-processes or the sockets of the host's services in ``/run``; such a socket is shown only if a bind names it.
+A sandbox could escape through the sockets in the supervisors' folder, through the host's ``/proc``, or through the
+sockets of the host's services in ``/run``. A bind may name a single file in ``/run``.
 
-A bind that cannot be mounted is refused here, before anything is made, since a failed mount has no useful message. The
-supervisor runs these checks and relies on no earlier ones.
+A bind that cannot be mounted is refused here, before the sandbox is created, since a failed mount has no useful error
+message. The supervisor runs these checks itself and does not rely on checks by a client.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH
 
 
 CLOSED = (Path("/proc"), Path("/sys"))
-"""Folders of the host that are never shown; a sandbox has its own ones."""
+"""Host folders that a bind may neither contain nor lie in; each sandbox has its own ``/proc`` and ``/sys``."""
 
 SOCKETS = Path("/run")
-"""Folder of the host that is not shown as a whole; a bind may name a file in it."""
+"""Host folder that no bind may show as a whole; a bind may name a file in this folder."""
 
 OWN = ("/proc", "/sys", "/dev")
-"""Folders that a sandbox has of its own, and in which no bind can be mounted."""
+"""Folders of the sandbox that are created for each sandbox; no bind can be mounted in them."""
 
 _RUNTIME_SYNTAX = re.compile(r'[,"\\\n]')
-"""Characters with a meaning in the runtime's bind option."""
+"""Characters with a special meaning in Apptainer's option ``--bind``."""
 
 
 def check_binds(binds: Sequence[str], state: Path, image: Path) -> list[str]:
-    """Return the binds with links in their host paths resolved, so that a later change of a link has no effect.
+    """Return the binds with symlinks in their host paths resolved, so that a later change of a symlink has no effect.
 
     Args:
         binds: as in :class:`.spec.ContainerSpec`.
-        state: the folder of all supervisors' folders.
-        image: the image of the sandbox.
+        state: the folder with the folders of all supervisors.
+        image: path of the sandbox's image.
 
     Raises:
         CallerError: a bind is malformed, cannot be mounted, or exposes the host; names the fix.
@@ -59,15 +59,15 @@ def check_binds(binds: Sequence[str], state: Path, image: Path) -> list[str]:
             raise _refusal(text, "has a comma, quote or backslash, which can't be bound: rename")
         if ".." in bind.target.split("/"):
             raise _refusal(text, "the path inside must not have '..' in it")
-        fresh = _CheckedBind(text, source, f"/{os.path.normpath(bind.target).strip('/')}", bind.read_only)
-        _check_target(fresh, image, accepted)
-        accepted.append(fresh)
+        candidate = _CheckedBind(text, source, f"/{os.path.normpath(bind.target).strip('/')}", bind.read_only)
+        _check_target(candidate, image, accepted)
+        accepted.append(candidate)
     return [f"{one.source}:{one.target}{':ro' if one.read_only else ''}" for one in accepted]
 
 
 @dataclass(frozen=True, slots=True)
 class _CheckedBind:
-    """A bind: the caller's text, the host path without links, and the path inside."""
+    """A bind mount: the caller's text, the host path with symlinks resolved, and the path inside the sandbox."""
 
     text: str
     source: Path
@@ -80,10 +80,10 @@ def _refusal(text: str, reason: str) -> CallerError:
 
 
 def check_image_folder(image: str, state: Path) -> None:
-    """Refuse the host's own root folder as an image, by whatever path: root's sandboxes would read root's files.
+    """Refuse an image that contains the host's own files: sandboxes of root could read all files of root.
 
     Raises:
-        CallerError: the image contains the supervisors' folder, ``/proc`` or ``/sys``; for the field ``image``.
+        CallerError: the image contains the supervisors' folder, ``/proc`` or ``/sys``, or lies in one of the latter.
     """
     source = Path(os.path.realpath(image))
     if Path(os.path.realpath(state)).is_relative_to(source) or any(
@@ -122,21 +122,22 @@ def _source(text: str, path: str) -> Path:
 
 
 def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBind]) -> None:
-    """Refuse a path inside at which a bind cannot be mounted, given the ``earlier`` binds."""
+    """Refuse a bind that cannot be mounted at its path inside the sandbox, after the ``earlier`` binds."""
     for other in earlier:
         if bind.target == other.target:
             raise _refusal(bind.text, f"has the same path inside as {other.text!r}: name another path")
         if other.target.startswith(f"{bind.target}/"):
             raise _refusal(bind.text, f"would hide {other.text!r}: list that bind after this one")
-    for place in (bind.target, _led(bind.text, image, bind.target)):
-        if place == "/":
+    for target in (bind.target, _resolve(bind.text, image, bind.target)):
+        if target == "/":
             raise _refusal(bind.text, "would hide the image: name a folder inside, /mnt say")
-        if own := next((own for own in OWN if place == own or place.startswith(f"{own}/")), ""):
+        if own := next((own for own in OWN if target == own or target.startswith(f"{own}/")), ""):
             raise _refusal(bind.text, f"{own} is the sandbox's own: name another path, /mnt say")
-        if place == "/etc" or place in mounts.RUNTIME_MOUNTED_FILES:
+        if target == "/etc" or target in mounts.RUNTIME_MOUNTED_FILES:
             reason = "has files that are made for each sandbox: bind other single files of /etc, or upload the file"
-            raise _refusal(bind.text, f"{place} {reason}")
-    # The contents at the path come from the deepest earlier bind above it, else from the image if that is unpacked.
+            raise _refusal(bind.text, f"{target} {reason}")
+    # The deepest earlier bind above the target has the files at the target, or else the image. The files of an image
+    # that is not unpacked cannot be checked.
     all_above = (one for one in earlier if bind.target.startswith(f"{one.target}/"))
     above = max(all_above, key=lambda one: len(one.target), default=None)
     root, path = (above.source, bind.target.removeprefix(above.target)) if above else (image, bind.target)
@@ -144,9 +145,9 @@ def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBin
         if above:
             raise _refusal(bind.text, f"{above.target} is a file, so nothing can be below it")
         return
-    where, place = f"in {root}" if above else "in the image", _led(bind.text, root, path)
-    found = Path(f"{root}{place}")
-    for parent in Path(place).parents:
+    where, resolved = f"in {root}" if above else "in the image", _resolve(bind.text, root, path)
+    found = Path(f"{root}{resolved}")
+    for parent in Path(resolved).parents:
         if os.path.lexists(f"{root}{parent}") and not Path(f"{root}{parent}").is_dir():
             raise _refusal(bind.text, f"{parent} is no folder {where}, so nothing can be below it")
     if found.is_dir() and not bind.source.is_dir():
@@ -156,13 +157,13 @@ def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBin
         raise _refusal(bind.text, f"{bind.target} is a file {where}, and this is a folder: name a folder")
     if above and not os.path.lexists(found):
         raise _refusal(bind.text, f"there is no {path} {where}, and nothing is made there for it: make it first")
-    shell = "" if above else _led(bind.text, image, "/bin/sh")
-    if shell.startswith(f"{place}/") and not os.path.lexists(f"{bind.source}{shell.removeprefix(place)}"):
+    shell = "" if above else _resolve(bind.text, image, "/bin/sh")
+    if shell.startswith(f"{resolved}/") and not os.path.lexists(f"{bind.source}{shell.removeprefix(resolved)}"):
         raise _refusal(bind.text, f"would hide the image's {shell}, which every command needs: name another path")
 
 
-def _led(text: str, root: Path, path: str) -> str:
-    """Resolve a path in a folder, following links without leaving the folder."""
+def _resolve(text: str, root: Path, path: str) -> str:
+    """Return a path in the root folder ``root`` with symlinks resolved; no symlink leads out of ``root``."""
     try:
         return str("/" / rootfs.resolve_inside(root, path).relative_to(root))
     except OSError as error:

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sandbox: a rootless container that runs commands and exchanges files.
 
-The container's only permanent process waits. The supervisor makes commands join the container's namespaces from
-outside, so an image needs only ``/bin/sh``, and no port is open.
+The container's only permanent process just waits. The supervisor, on the host, makes commands join the container's
+namespaces, so an image needs only ``/bin/sh``, and no port is open.
 
 Safe by default: a sandbox has no network, and its own user, PID, IPC and mount namespaces. A sandbox sees only bound
-files of the host, and no part of the host's environment. Writes go to an overlay that is removed with the sandbox.
-Root inside is an unprivileged user outside: the caller, or an unassigned user id if the caller is root.
+files of the host, and no environment variables of the host. Writes go to an overlay that is removed with the sandbox.
+Root in the sandbox is an unprivileged user on the host: the caller, or an unassigned user id if the caller is root.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "Completed", "Container", "
 LOGGER = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 16 << 20
-"""Free bytes below which the host's disk counts as full, so that a failure inside is not blamed on the agent."""
+"""Free bytes below which the host's disk counts as full; failures in sandboxes are then not the agent's."""
 
 DISK_FULL = "the disk that sandboxes are kept on is full; make room where PRORL_STATE is"
 
@@ -74,18 +74,20 @@ SIGKILL_EXIT_CODE = 128 + signal.SIGKILL
 
 
 class Container:
-    """A live sandbox, made by :meth:`start`. The caller must :meth:`close` the sandbox, or use ``async with``.
+    """A running sandbox, created by :meth:`start`. The caller must :meth:`close` the sandbox, or use ``async with``.
 
     Attributes:
         image: path of the image as the caller named it; ``spec.image`` may be its unpacked copy.
         files: copies files into and out of the sandbox.
-        notes: limits that the sandbox has reached.
+        notes: limits that the sandbox has reached, as text for people.
         start_method: method that started the sandbox.
-        fallback_reason: reason that a direct start was not possible; empty otherwise.
-        alive: whether no end of the sandbox has been reported.
-        paused: whether all programs are stopped.
-        sessions_started: programs that have served as sessions in the sandbox.
-        published: working folder and user that the image was published with; empty if it has none.
+        fallback_reason: why a direct start was not possible; empty if it was possible or not tried.
+        alive: ``False`` once the sandbox has ended or is being closed.
+        paused: whether :meth:`pause` has suspended all programs.
+        environment: environment variables of commands.
+        workdir: working directory of commands.
+        sessions_started: programs, such as ``bash``, of which a session has started in the sandbox.
+        published: working folder and user that the image's registry configuration names; each empty if not named.
     """
 
     def __init__(self, name: str, spec: ContainerSpec, supervisor: SupervisorConnection, host_id: int) -> None:
@@ -99,7 +101,7 @@ class Container:
         self.fallback_reason = ""
         self.alive = True
         self._fault: AgentError | None = None
-        """Set when programs in the sandbox have ended it."""
+        """Error of a sandbox that its own programs have ended; ``None`` otherwise."""
         self.paused = False
         self.sessions_started: set[str] = set()
         self.environment: dict[str, str] = {}
@@ -120,8 +122,9 @@ class Container:
         """Start a sandbox.
 
         Args:
-            runtime: the container runtime; looked up if not given.
-            held_files: files that the supervisor keeps open until the sandbox is gone.
+            spec: the specification; ``image`` must be an unpacked root folder.
+            runtime: the container runtime; ``None`` looks it up.
+            held_files: descriptors, such as an image's lock, that the supervisor keeps open until the sandbox is gone.
             snapshot: archive of another sandbox of the same image, from which the writable layer is restored.
 
         Raises:
@@ -157,10 +160,11 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Add variables and set the working directory of all commands; the directory is made.
+        """Add environment variables, and set the working directory, of all later commands. ``workdir`` is created if
+        missing; ``None`` keeps the working directory.
 
         Raises:
-            CallerError: the directory cannot be made.
+            CallerError: the directory cannot be created.
         """
         self.environment = {**self.environment, **env}
         if workdir:
@@ -173,7 +177,7 @@ class Container:
 
     @property
     def folder(self) -> Path:
-        """The host's folder of the sandbox's files. Contents are untrusted: the sandbox controls them."""
+        """Host folder with the sandbox's files. Contents are untrusted: the sandbox controls them."""
         return self._supervisor.folder / self.name
 
     def describe(self) -> dict[str, Any]:
@@ -190,7 +194,7 @@ class Container:
 
     @classmethod
     async def attach(cls, description: Mapping[str, Any]) -> Container:
-        """Return a sandbox of another process of the same user and machine, from its :meth:`describe`.
+        """Connect to a sandbox of another process of the same user and machine, by its :meth:`describe`.
 
         Raises:
             SandboxLost: the sandbox has ended.
@@ -218,11 +222,17 @@ class Container:
     ) -> Completed:
         """Run a command with ``/bin/sh``, without a terminal and with empty input, and wait for its end.
 
-        Background processes of the command keep running, but further output is discarded.
+        Background processes of the command keep running, but their further output is discarded.
+
+        Args:
+            cwd, env, user: as for :meth:`spawn`.
+            timeout_s: seconds until the command's process group is killed; ``None`` for no limit.
+            output_limit: bytes kept of each output stream.
 
         Raises:
             CallerError: the command has a NUL, ``cwd`` is not a folder, or the sandbox has no such ``user``.
-            SandboxLost: the sandbox ended before the command did.
+            AgentError: programs in the sandbox have ended the sandbox.
+            SandboxLost: the sandbox ended otherwise before the command did.
         """
         with shell_command(command) as (argv, files):
             return await self.execute(
@@ -246,7 +256,7 @@ class Container:
         files: Sequence[int] = (),
         user: str | int | None = None,
     ) -> Completed:
-        """Run a program with arguments, as :meth:`run`. ``files`` become the program's open files 3, 4, ..."""
+        """Run a program with arguments, as :meth:`run`; ``files`` become the program's descriptors 3, 4, ..."""
         CommandBounds(timeout_s=timeout_s, output_limit=output_limit)
 
         async def spawn(streams: Sequence[int]) -> SandboxProcess:
@@ -255,10 +265,9 @@ class Container:
 
         done = await complete(spawn, self.kill, timeout_s, output_limit)
         if self._fault:
-            # The end of the sandbox killed the command.
             raise self._fault
         if done.exit_code == SIGKILL_EXIT_CODE and not done.timed_out:
-            # The kill may be the end of the sandbox, which is reported later.
+            # The SIGKILL may be part of the sandbox's end, of which the supervisor's event arrives later.
             await self.check_living()
         return done
 
@@ -273,19 +282,21 @@ class Container:
         echo: bool = False,
         user: str | int | None = None,
     ) -> SandboxProcess:
-        """Start a program in a session of its own.
+        """Start a program in a POSIX session of its own.
 
         Args:
             argv: the program, looked up on the sandbox's PATH, and its arguments.
-            files: open files of the program from 0 on; with a terminal, which takes the first three, from 3 on.
-            cwd: working directory; the sandbox's own if not given.
-            env: additional variables.
-            terminal: rows and columns of a new terminal.
+            files: descriptors of the program from 0 on; with a terminal, which takes the first three, from 3 on.
+            cwd: working directory; ``None`` for the sandbox's.
+            env: additional environment variables.
+            terminal: rows and columns of a new terminal; ``None`` for no terminal.
             echo: make the terminal interactive: echo input, end lines with CR and LF.
-            user: name or number of a user in the sandbox's ``/etc/passwd``; the sandbox's own user if not given.
+            user: name or number of a user in the sandbox's ``/etc/passwd``; ``None`` for the sandbox's own user.
 
         Raises:
             CallerError: the program, folder or user does not exist.
+            AgentError: programs in the sandbox have ended the sandbox.
+            SandboxLost: the sandbox ended otherwise.
         """
         program = ProgramArguments(argv=argv, cwd=cwd, env=env or {}, user=user)
         request = SpawnRequest(
@@ -310,7 +321,7 @@ class Container:
             raise
 
     def give(self, descriptor: int) -> int:
-        """Let the sandbox's user open one of the caller's pipes or memory files by its name under ``/dev/fd``."""
+        """Permit the sandbox's user to open a pipe or memory file by its name under ``/dev/fd``; return it."""
         if is_machine_root():
             os.fchown(descriptor, self._host_id, self._host_id)
         if self.spec.users:
@@ -320,7 +331,7 @@ class Container:
     async def signal(self, process: SandboxProcess, number: int) -> None:
         """Send a signal to the process group of a spawned process; a no-op if the process has ended."""
         if not process.ended.done():
-            # A process ends with its supervisor; ``process.ended`` reports that.
+            # If the supervisor has ended, so has the process, and ``process.ended`` reports that.
             with contextlib.suppress(SandboxLost):
                 await self._supervisor.ask(SignalRequest(process.name, int(number)))
 
@@ -329,31 +340,30 @@ class Container:
         self._supervisor.kill(process.name)
 
     async def end(self, process: SandboxProcess) -> None:
-        """Kill a spawned process and its group, and wait for its end, at most ``DEATH_S``.
-
-        The wait is bounded because a tracer inside delays the report of the end.
-        """
+        """Kill a spawned process and its group, and wait for the end of the process, at most ``DEATH_S`` seconds. The
+        wait is bounded because a tracer in the sandbox can delay the end."""
         if self.alive and not process.ended.done():
             await self.signal(process, signal.SIGKILL)
             await asyncio.wait([process.ended], timeout=DEATH_S)
 
     async def ask(self, request: Request, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
-        """Send a request about this sandbox to the supervisor; the caller closes the files of the reply.
+        """Send a request about this sandbox to the supervisor; the caller closes the descriptors of the reply.
 
         Raises:
             SandboxRefused: the request failed.
-            SandboxLost: the sandbox has ended.
+            AgentError: programs in the sandbox have ended the sandbox.
+            SandboxLost: the sandbox ended otherwise.
         """
         self.check_alive()
         try:
             return await self._supervisor.ask(request, files)
         except SandboxLost:
-            # An event that came before the reply has the reason.
+            # An event that arrived before the reply may have the reason.
             self.check_alive()
             raise
 
     async def check(self) -> list[str]:
-        """Check that neither the sandbox nor a process in it was ended by the machine; return the limits it has met.
+        """Return the limits that the sandbox has reached, unless the sandbox or the machine has failed.
 
         Raises:
             AgentError: programs in the sandbox have ended the sandbox.
@@ -365,15 +375,15 @@ class Container:
         return self.notes
 
     async def has_room(self) -> bool:
-        """Return whether the disk that all sandboxes are kept on has room."""
+        """Return whether the host's disk with all sandboxes' files has at least :data:`MIN_FREE_BYTES` free."""
         try:
             disk = await asyncio.to_thread(os.statvfs, self._supervisor.folder)
         except OSError:
-            return True  # the supervisor is gone, which other calls report
+            return True  # the supervisor has ended, which other calls report
         return disk.f_bavail * disk.f_frsize >= MIN_FREE_BYTES
 
     async def check_living(self) -> None:
-        """Check that the sandbox is up and not about to end, such as after the kill of a program.
+        """Ask the supervisor whether the sandbox is up and not about to end, such as after a program was killed.
 
         Raises:
             AgentError: programs in the sandbox have ended the sandbox.
@@ -382,10 +392,10 @@ class Container:
         await self.ask(CheckRequest(self.name))
 
     async def pause(self) -> None:
-        """Stop all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs.
+        """Suspend all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs.
 
         Raises:
-            SandboxRefused: a program does not stop.
+            SandboxRefused: a program cannot be suspended.
         """
         try:
             await self.ask(PauseRequest(self.name))
@@ -400,7 +410,7 @@ class Container:
         self.paused = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once when the sandbox ends or starts closing."""
+        """Call ``callback`` once when the sandbox ends, or when :meth:`close` is called."""
         self._on_end.append(callback)
 
     async def close(self) -> None:
@@ -443,7 +453,7 @@ class Container:
             self._on_end.pop()()
 
     def check_alive(self) -> None:
-        """Check that no end of the sandbox has been reported.
+        """Raise if the sandbox is closed, or the supervisor has reported its end; asks no other process.
 
         Raises:
             AgentError: programs in the sandbox have ended the sandbox.
@@ -456,10 +466,10 @@ class Container:
 
 
 def container_of(handle: SandboxHandle) -> Container:
-    """Return the :class:`Container` of a handle of Gym's.
+    """Return the :class:`Container` of one of Gym's sandbox handles.
 
     Raises:
-        CallerError: the handle is another provider's.
+        CallerError: the handle belongs to another provider.
     """
     if not isinstance(handle.raw, Container):
         raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
@@ -474,12 +484,11 @@ KNOWN_CAUSES = {
     "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",
     "overlay": "PRORL_STATE must be a folder on a local disk that can carry an overlay (ext4, xfs, tmpfs; not NFS)",
 }
-"""Fixes by regular expression of the error of the runtime or the kernel; the first match counts."""
+"""Fix by regular expression of the runtime's or kernel's error message; the first match counts."""
 
 
 def _start_error(error: SandboxRefused, spec: ContainerSpec) -> InfrastructureError:
-    """Return the error of a failed start: the runtime's output, and the fix of a known cause."""
-    said = "; ".join(line for line in error.log.splitlines() if line.strip())[-800:] or error.reason
-    fix = next((f"; {fix}" for sign, fix in KNOWN_CAUSES.items() if re.search(sign, said, re.IGNORECASE)), "")
+    output = "; ".join(line for line in error.log.splitlines() if line.strip())[-800:] or error.reason
+    fix = next((f"; {fix}" for sign, fix in KNOWN_CAUSES.items() if re.search(sign, output, re.IGNORECASE)), "")
     kind = error.kind if error.kind is FailureKind.PROVIDER_QUOTA_EXHAUSTED else None
-    return InfrastructureError(f"Apptainer could not start a sandbox of {spec.image}: {said}{fix}", kind=kind)
+    return InfrastructureError(f"Apptainer could not start a sandbox of {spec.image}: {output}{fix}", kind=kind)

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo Gym's ``SandboxProvider`` named ``singularity``: translates Gym's calls to :mod:`.container`.
 
-Images are pulled and unpacked in threads, once for all callers that wait. A caller that is cancelled leaves the work
-running for the next caller. The work ends with the process, and an interrupted entry never becomes visible.
+Images are pulled and unpacked in threads, once for all callers that wait. If a caller is cancelled, the thread
+continues for the next caller. Threads end with the process, and an incomplete image never becomes visible.
 
-Gym detects optional capabilities by method names. Snapshots are in :mod:`.snapshots`, the other capabilities here.
+Gym detects optional capabilities by method names. Snapshots are in :mod:`.snapshots`, all other capabilities here.
 
 Results of a command, as ``error_type`` and exit code:
 
@@ -53,10 +53,10 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import EgressRequest, PolicyRequ
 
 
 _running: dict[str, Future[None]] = {}
-"""Pulls and unpacks in progress, by their target; callers wait for the future."""
+"""Pulls by image URI, and unpacks by image path, in progress; callers wait for the future."""
 
 _job_limit = threading.Semaphore(4)
-"""Limits concurrent pulls and unpacks, which share one network and disk."""
+"""Limits concurrent pulls and unpacks of the process, which share one network and disk."""
 
 
 class AsyncImageStore:
@@ -71,7 +71,7 @@ class AsyncImageStore:
         """Return the path of an image, pulled if missing; the default image if ``wanted`` is ``None``.
 
         Raises:
-            CallerError: the image does not exist.
+            CallerError: the image does not exist, or is missing and the provider may not pull.
             InfrastructureError: the image can't be pulled.
         """
         if wanted is None:
@@ -86,7 +86,7 @@ class AsyncImageStore:
         return await self.locate(wanted, runtime)
 
     async def fetch(self, wanted: Reference | None, runtime: Runtime) -> None:
-        """Pull and unpack an image, so that a later start need not wait for either.
+        """Pull and unpack an image, so that a later start does not have to wait.
 
         Raises:
             CallerError, InfrastructureError: as :meth:`locate` and :meth:`.store.ImageStore.open`.
@@ -98,7 +98,7 @@ class AsyncImageStore:
             await _once(str(image), lambda: self._store.open(image, runtime).release())
 
     def _find_default(self) -> Path:
-        # The path is cached, since computing it takes milliseconds.
+        # Cached, since computing the path reads files.
         if not self._default or not self._default.is_dir():
             self._default = default_image_path()
             if not self._default.is_dir():
@@ -107,8 +107,8 @@ class AsyncImageStore:
 
     @asynccontextmanager
     async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[OpenImage]:
-        """Open the root folder that a sandbox of ``image`` starts from, and keep it from removal during the
-        block. A copy of the image's lock, held by another process, keeps it longer.
+        """Open the root folder from which a sandbox of ``image`` starts. The image's lock prevents the folder's
+        removal until the block ends, and until every process with a copy of the lock's descriptor has closed the copy.
 
         Raises:
             CallerError, InfrastructureError: as :meth:`.store.ImageStore.open`.
@@ -118,7 +118,7 @@ class AsyncImageStore:
         try:
             start = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # Release the lock once the thread has taken it.
+            # The thread cannot be cancelled, and will take the lock; release the lock afterwards.
             opening.add_done_callback(_release_opened)
             raise
         try:
@@ -132,14 +132,14 @@ async def _once(what: str, work: Callable[[], object]) -> None:
     future = _running.get(what)
     if future is None:
         future = _running[what] = Future()
-        # Cancelling one caller must not cancel the work of others.
+        # A running future cannot be cancelled: cancelling one caller must not cancel the work of others.
         future.set_running_or_notify_cancel()
-        # The loop's own threads are few, and the interpreter waits for them at exit.
-        threading.Thread(target=_do, args=(what, work, future), name=f"image {what}", daemon=True).start()
+        # A daemon thread: asyncio's executor has few threads, and the interpreter waits for them at exit.
+        threading.Thread(target=_run_job, args=(what, work, future), name=f"image {what}", daemon=True).start()
     await asyncio.wrap_future(future)
 
 
-def _do(what: str, work: Callable[[], object], future: Future[None]) -> None:
+def _run_job(what: str, work: Callable[[], object], future: Future[None]) -> None:
     error: Exception | None = None
     try:
         with _job_limit:
@@ -163,7 +163,7 @@ NOT_RUN = 125
 
 
 class SandboxStartError(InfrastructureError, SandboxCreateError):  # type: ignore[misc]  # Gym has no types
-    """A sandbox did not start. Both Gym's error and this package's; ``field`` names a wrong field, if there is one."""
+    """A sandbox did not start; an error of both Gym and this package. ``field`` names the wrong field, if any."""
 
 
 class SingularityProvider(SnapshotSupport):
@@ -185,10 +185,10 @@ class SingularityProvider(SnapshotSupport):
         self._images = AsyncImageStore(ImageStore(), pull=self._settings.pull)
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
-        """Start a sandbox.
+        """Start a sandbox, and its ``entrypoint`` if the specification has one.
 
         Raises:
-            SandboxStartError: the sandbox did not start, or the specification is wrong; nothing is left behind.
+            SandboxStartError: the specification is wrong, or the sandbox did not start; no process or file remains.
         """
         with _start_errors():
             wanted = container_spec(spec, self._settings)
@@ -201,7 +201,7 @@ class SingularityProvider(SnapshotSupport):
                 held_files = [start.lock.descriptor] if start.lock else []
                 path = snapshot.path if snapshot else None
                 container = await Container.start(replace(wanted, image=start.path), runtime, held_files, path)
-            # ``start.path`` may be an unpacked copy, which the image cache may evict.
+            # Not start.path: that may be an unpacked copy, which the image store may evict.
             container.image = located
             try:
                 if spec.entrypoint:
@@ -212,10 +212,10 @@ class SingularityProvider(SnapshotSupport):
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
     async def fetch_image(self, spec: SandboxSpec) -> None:
-        """Pull and unpack the image of a specification ahead of the start, since that may take minutes.
+        """Pull and unpack the image of a specification before its sandbox starts, since this may take minutes.
 
         Raises:
-            SandboxStartError: no sandbox of the specification can start.
+            SandboxStartError: the specification is wrong, or its image cannot be pulled or unpacked.
         """
         with _start_errors():
             container_spec(spec, self._settings)
@@ -234,8 +234,11 @@ class SingularityProvider(SnapshotSupport):
     ) -> SandboxExecResult:
         """Run a command with ``/bin/sh``; the module's docstring lists the results.
 
+        Args:
+            timeout_s: time limit in seconds; ``None`` for the option ``exec_timeout_s``.
+
         Raises:
-            CallerError: the handle is another provider's.
+            CallerError: the handle belongs to another provider.
             AgentError: programs in the sandbox have ended the sandbox.
         """
         container = container_of(handle)
@@ -259,11 +262,11 @@ class SingularityProvider(SnapshotSupport):
         await container_of(handle).files.download(source_path, Path(target_path))
 
     async def read_file(self, handle: SandboxHandle, path: str, *, limit: int) -> bytes:
-        """Read a regular file of the sandbox into memory; see :meth:`.FileTransfer.read_file`."""
+        """Read a regular file in the sandbox into memory; see :meth:`.FileTransfer.read_file`."""
         return await container_of(handle).files.read_file(path, limit)
 
     async def write_file(self, handle: SandboxHandle, path: str, data: bytes) -> bool:
-        """Write a file of the sandbox from memory; see :meth:`.FileTransfer.write_file`."""
+        """Write a file in the sandbox from memory; see :meth:`.FileTransfer.write_file`."""
         return await container_of(handle).files.write_file(path, data)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
@@ -271,37 +274,37 @@ class SingularityProvider(SnapshotSupport):
         container = container_of(handle)
         if not container.alive:
             return SandboxStatus.STOPPED
-        # Gym 0.4 has no such state.
+        # Gym 0.4 has no state PAUSED.
         return getattr(SandboxStatus, "PAUSED", SandboxStatus.UNKNOWN) if container.paused else SandboxStatus.RUNNING
 
     def published(self, handle: SandboxHandle) -> tuple[str, str]:
-        """Return working folder and user that the image was published with; empty if it has none."""
+        """Return working folder and user that the image's registry configuration names; each empty if not named."""
         return container_of(handle).published
 
     async def check(self, handle: SandboxHandle) -> list[str]:
-        """Attribute the end of the sandbox, or of a process in it; see :meth:`.container.Container.check`.
+        """Return the limits that the sandbox has reached; see :meth:`.container.Container.check`.
 
         Raises:
             AgentError: programs in the sandbox have ended the sandbox.
-            InfrastructureError: the machine has ended the sandbox or a process in it.
+            InfrastructureError: the machine has ended the sandbox or a process in the sandbox, or has a full disk.
         """
         return await container_of(handle).check()
 
     async def has_room(self, handle: SandboxHandle) -> bool:
-        """Return whether the disk that all sandboxes are kept on has room."""
+        """Return whether the host's disk with the files of all sandboxes has free space."""
         return await container_of(handle).has_room()
 
     async def egress(self, handle: SandboxHandle) -> list[dict[str, Any]]:
-        """Return which hosts the sandbox has asked its proxy for: the fields of :class:`.egress.proxy.HostUse`."""
+        """Return the hosts that the sandbox has requested from the proxy: fields of :class:`.egress.proxy.HostUse`."""
         message, _files = await container_of(handle).ask(EgressRequest(container_of(handle).name))
         return list(message["hosts"])
 
     async def open_policy(self, handle: SandboxHandle, url: str, key: str) -> str:
-        """Let the sandbox's programs call the policy at ``url`` with ``key``; return the policy's origin inside.
+        """Forward :data:`.POLICY_PORT` in the sandbox to the policy at ``url`` with ``key``; return the port's URL.
 
         Raises:
-            CallerError: ``url`` is no origin, or the sandbox shares the host's network; names the field.
-            SandboxRefused: a program of the sandbox uses the port.
+            CallerError: ``url`` has a path or no host, or the sandbox shares the host's network; names the field.
+            SandboxRefused: a program in the sandbox uses the port.
         """
         container = container_of(handle)
         if container.spec.network == HOST:
@@ -312,12 +315,12 @@ class SingularityProvider(SnapshotSupport):
         return f"http://127.0.0.1:{POLICY_PORT}"
 
     async def close_policy(self, handle: SandboxHandle) -> None:
-        """Take no more calls at the port of :meth:`open_policy`; calls in flight go on. Idempotent."""
-        with contextlib.suppress(SandboxLost, AgentError):  # the port ends with its sandbox
+        """Refuse new calls at the port of :meth:`open_policy`; calls in flight continue. Idempotent."""
+        with contextlib.suppress(SandboxLost, AgentError):  # a sandbox that has ended has no open port
             await container_of(handle).ask(PolicyRequest(container_of(handle).name))
 
     async def pause(self, handle: SandboxHandle) -> None:
-        """Stop all programs of the sandbox; their memory stays in use."""
+        """Suspend all programs in the sandbox; their memory stays in use."""
         await container_of(handle).pause()
 
     async def resume(self, handle: SandboxHandle) -> None:
@@ -328,7 +331,7 @@ class SingularityProvider(SnapshotSupport):
         await container_of(handle).close()
 
     async def aclose(self) -> None:
-        """Do nothing: the supervisor belongs to the process, not to the provider, and ends with the process."""
+        """Do nothing: the supervisor belongs to the process and not to a provider, and ends with the process."""
 
     async def shell(
         self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None, user: str | int | None = None
@@ -349,10 +352,8 @@ class SingularityProvider(SnapshotSupport):
         return await Kernel.start(container_of(handle))
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str | None = None) -> dict[str, Any]:
-        """Return the descriptor with which another process of the same user and machine can :meth:`connect`.
-
-        The descriptor has no secrets except the sandbox's own variables.
-        """
+        """Return a description with which another process of the same user and machine can :meth:`connect`. The
+        description has no secrets except the sandbox's environment variables."""
         return {
             "provider": self.name,
             "hostname": socket.gethostname(),
@@ -361,10 +362,11 @@ class SingularityProvider(SnapshotSupport):
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
-        """Return a handle on a sandbox of another process. The other process owns the sandbox, which ends with it.
+        """Return a handle on a sandbox of another process, by its :meth:`serialize_handle`. The sandbox ends with its
+        own process.
 
         Raises:
-            ValueError: the descriptor is another provider's, machine's or user's.
+            ValueError: the description is from another provider, machine or user.
             SandboxLost: the sandbox has ended.
         """
         expected = {"provider": self.name, "hostname": socket.gethostname(), "uid": os.geteuid()}
@@ -377,12 +379,12 @@ class SingularityProvider(SnapshotSupport):
     async def exec_with_background_services(
         self, handle: SandboxHandle, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
     ) -> SandboxExecResult:
-        """Run a command, as :meth:`exec`, whose background processes always keep running."""
+        """Run a command as :meth:`exec`, which always leaves background processes of the command running."""
         return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
 
     @contextlib.asynccontextmanager
     async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Container]:
-        """Start a sandbox for the length of a block, as a :class:`.Container`."""
+        """Start a sandbox, yield its :class:`.Container`, and close the sandbox at the end of the block."""
         handle = await self.create(spec)
         try:
             yield container_of(handle)
@@ -390,7 +392,7 @@ class SingularityProvider(SnapshotSupport):
             await self.close(handle)
 
     async def _base(self, snapshot_id: str | None, image: str | None) -> tuple[Snapshot | None, Reference | None]:
-        """Return the snapshot and the image that a sandbox starts from."""
+        """Return the snapshot and the image from which a sandbox starts; an image ``None`` is the default image."""
         snapshot = await asyncio.to_thread(self.snapshot_to_restore, snapshot_id, image)
         named = (snapshot.base.image if snapshot else image) or self._settings.image
         return snapshot, parse(named) if named else None

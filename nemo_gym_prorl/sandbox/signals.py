@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to processes that are not children: by identity, since the kernel reuses pids.
+"""Signals to processes that are not children. Identity is checked beyond the pid, since the kernel reuses pids.
 
-:func:`send` opens a pidfd first (Linux 5.3) and compares the process afterwards, so the signal reaches the compared
-process even if its pid is reused. Older kernels leave a race between the comparison and the signal.
+:func:`send` opens a pidfd first (Linux 5.3) and then checks the process, so the signal reaches the checked process
+even if its pid is reused. Older kernels leave a race between the check and the signal.
 
-The id of a process group is reused once its last member has ended. So the kernel kills the group of a pidfd's process
-in one step (Linux 6.9), which works even for a group that forks for ever. On older kernels, or if the group's leader
-has ended before others (``true | sleep 9``), :class:`Session` looks for each member and kills it. Members are found by
-session and group, not by descent: an orphan descends from no member, and the kernel does not list children of threads.
+A process group's id may be reused once the group's last member has ended. So :class:`Session` kills a group by the
+pidfd of its leader, in one atomic step (Linux 6.9), which works even for a group that forks for ever. On older
+kernels, or if the leader ends before other members (``true | sleep 9``), :class:`Session` finds and kills each member.
+Members are found by session and group id, not by descent: an orphan is no descendant of a member.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PF_EXITING = 0x4
 
 
 def start_time(pid: int) -> int | None:
-    """Return a process's start time in ticks since boot; ``None`` if it has ended."""
+    """Return a process's start time in clock ticks since boot; ``None`` if the process has ended."""
     try:
         found = usage.read_stat(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -36,7 +36,7 @@ def start_time(pid: int) -> int | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return whether a process is exiting or has ended. The first process of a namespace exits after all others."""
+    """Return whether a process is exiting or has ended. A PID namespace's first process exits after all others."""
     try:
         return bool(int(usage.read_stat(pid)[usage.FLAGS]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
@@ -44,19 +44,22 @@ def is_exiting(pid: int) -> bool:
 
 
 def send(pid: int, number: int, is_it: Callable[[], bool]) -> bool:
-    """Send a signal to a process of known identity; return whether it was sent.
+    """Send a signal to a process after a check of its identity; return whether the signal was sent.
 
     Args:
         pid: the process id.
         number: the signal.
-        is_it: returns whether the process that has the pid now is the intended one.
+        is_it: returns whether the process that now has the pid is the intended process.
+
+    Raises:
+        PermissionError: this process may not signal the intended process.
     """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     except OSError:
-        # The kernel has no pidfd, or this process may open no more files.
+        # The kernel does not support pidfds, or this process has no descriptor left.
         descriptor = -1
     try:
         if not is_it():
@@ -82,7 +85,7 @@ def kill(pid: int, started: int) -> None:
 _PIDFD_SIGNAL_PROCESS_GROUP = 1 << 2
 
 KILL_EACH_S = 5.0
-"""Time to stop, and to kill, a group whose members keep forking; an ordinary group takes milliseconds."""
+"""Time limit for suspending, and again for killing, a group member by member; the members may keep forking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +97,11 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session, identified by its leader: while the leader lives, its pid is not reused.
+    """A POSIX session, identified by its leader: the session's id is not reused while the leader lives.
 
     Attributes:
-        pid: pid of the session leader.
-        started: start time of the leader; ``None`` if it had ended already.
+        pid: pid of the session leader, which is also the session's id.
+        started: start time of the leader, as :func:`start_time`; ``None`` if the leader had ended already.
     """
 
     pid: int
@@ -114,13 +117,13 @@ class Session:
             self._kill_each(group)
 
     def _kill_at_once(self, group: int) -> bool:
-        """Kill the group in one step; return whether the kernel could."""
+        """Kill the group in one atomic step; return ``False`` if the kernel cannot, or the leader has ended."""
         try:
             descriptor = os.pidfd_open(group)
         except OSError:
             return False
         try:
-            if not self._has(group, group):
+            if not self._has_member(group, group):
                 return False
             signal.pidfd_send_signal(descriptor, signal.SIGKILL, None, _PIDFD_SIGNAL_PROCESS_GROUP)
         except OSError:
@@ -130,8 +133,8 @@ class Session:
         return True
 
     def _kill_each(self, group: int) -> None:
-        # Children of the leader first: a shell must not see a child stopped. The others are stopped before they are
-        # killed: a stopped process still counts against the sandbox's limit, so a fork bomb runs out of processes.
+        # The leader's children are killed first: a shell would report a child that gets SIGSTOP. Others get SIGSTOP
+        # before any is killed: suspended processes count against the process limit, so a fork bomb cannot fork again.
         for one in self._members(group):
             if one.parent == self.pid:
                 self._send(one.pid, group, signal.SIGKILL)
@@ -149,7 +152,6 @@ class Session:
                 break
 
     def _members(self, group: int) -> Iterator[_Member]:
-        """Yield the live members of a group; read every process of the machine."""
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with contextlib.suppress(OSError):
@@ -160,12 +162,12 @@ class Session:
     def _send(self, pid: int, group: int, number: signal.Signals) -> None:
         # In a sandbox with several user ids, some processes may not be signalled.
         with contextlib.suppress(PermissionError):
-            send(pid, number, lambda: self._has(pid, group))
+            send(pid, number, lambda: self._has_member(pid, group))
 
-    def _has(self, pid: int, group: int) -> bool:
+    def _has_member(self, pid: int, group: int) -> bool:
         try:
             found = (os.getpgid(pid), os.getsid(pid))
         except OSError:
             return False
-        # The order matters: the leader alive afterwards proves that the session id was not reused.
+        # The leader is checked last: if the leader still lives, the session id read above was not reused.
         return found == (group, self.pid) and self.started is not None and start_time(self.pid) == self.started

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshots: archives of a sandbox's writable layer, from which other sandboxes start.
 
-A snapshot contains files only: no processes, no memory and no mounts of the host. A snapshot can be restored only
-over its own image. A snapshot outlives the sandbox, the server and a reboot, so its owner has to delete it.
+A snapshot contains files only: no processes, no memory and no files of bind mounts. A snapshot can be restored only
+over its own image. A snapshot outlives the sandbox, the server and a reboot, so its owner has to delete the snapshot.
 
-Failing to take a snapshot is the agent's failure if the agent wrote files that cannot be archived. Failing to restore
-a snapshot is the caller's failure.
+If a snapshot cannot be taken because of files that the agent wrote, the error's origin is the agent. If a snapshot
+cannot be restored, the error's origin is the caller.
 
 Gym detects the capability ``SupportsSandboxSnapshot`` by method names. A Gym without that capability ignores the
 methods of :class:`SnapshotSupport`.
@@ -45,20 +45,20 @@ from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-_NOT_THE_AGENTS = (*MACHINE_ERRNOS, errno.EOPNOTSUPP)
-"""Errors of taking a snapshot that are not the agent's: of the machine, and of the start method (``EOPNOTSUPP``)."""
+_NOT_AGENT_ERRNOS = (*MACHINE_ERRNOS, errno.EOPNOTSUPP)
+"""Error numbers that the agent does not cause: of the machine, and of a start method without snapshots."""
 
 MAX_HEADER_BYTES = 1 << 16
-"""Bytes of the header; it has one path, one identity and two flags."""
+"""Maximum bytes of a snapshot's header, which has one path, one identity and two flags."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBase:
-    """The image and the users that a snapshot depends on.
+    """Properties of a sandbox that a sandbox restored from its snapshot must share.
 
     Attributes:
         image: path of the image.
-        identity: identifies the image; changes when the image at the same path is replaced.
+        identity: identity of the image, which changes when the image at the same path is replaced.
         root: whether the sandbox ran as root.
         users: whether the sandbox had several user ids.
     """
@@ -77,7 +77,7 @@ class SnapshotBase:
         """Check that a sandbox of ``spec`` can be restored from a snapshot with this base.
 
         Raises:
-            CallerError: the image, root or users differ; names both.
+            CallerError: the image's identity, ``root`` or ``users`` differ.
         """
         other = SnapshotBase.of(spec.image, spec)
         if self.identity != other.identity:
@@ -95,14 +95,14 @@ _BASE = TypeAdapter(SnapshotBase)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stored snapshot."""
+    """Path of a snapshot's archive, and the base from the archive's header."""
 
     path: Path
     base: SnapshotBase
 
 
 def default_folder() -> Path:
-    """Return the default folder of snapshots, beside the sandboxes on this machine's disk."""
+    """Return the default folder of snapshots, below the folder ``PRORL_STATE`` on this machine's disk."""
     return state_root() / "snapshots"
 
 
@@ -112,8 +112,8 @@ class SnapshotInfo:
 
     Attributes:
         name: file name of the snapshot in its folder.
-        size: bytes of the file.
-        programs: programs running in the sandbox that the supervisor has not started, such as background jobs.
+        size: size of the file in bytes.
+        programs: number of running programs that the supervisor did not start, such as background jobs.
     """
 
     name: str
@@ -122,17 +122,17 @@ class SnapshotInfo:
 
 
 async def take(container: Container, folder: Path, name: str, *, quiescent: bool = False) -> SnapshotInfo:
-    """Archive the writable layer of a sandbox in ``folder``. The sandbox is paused meanwhile.
+    """Pause a sandbox, archive its writable layer in ``folder``, and resume the sandbox unless it was paused before.
 
     Args:
-        folder: folder of snapshots; made if missing.
-        name: stem of the snapshot's file name.
+        folder: folder of snapshots; created if missing.
+        name: name of the snapshot; a random suffix makes the file name unique.
         quiescent: skip the pause if only idle shells run in the sandbox, since pausing may take longer than copying.
 
     Raises:
-        CallerError: the folder cannot hold snapshots.
+        CallerError: the folder cannot be created, or no file can be created in the folder.
         AgentError: the sandbox has files that cannot be archived: too many bytes, or paths that cannot be opened.
-        SandboxRefused: the sandbox cannot be paused or read, or the machine has no room.
+        SandboxRefused: the sandbox cannot be paused or read, or the machine's disk is full.
     """
     stem = re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("-._")[:80] or "snapshot"
     snapshot = f"{stem}-{secrets.token_hex(6)}"
@@ -149,7 +149,7 @@ async def take(container: Container, folder: Path, name: str, *, quiescent: bool
                 async with _paused(container):
                     reply, _files = await container.ask(SnapshotRequest(container.name, header), [target])
         except SandboxRefused as error:
-            if error.number and error.number not in _NOT_THE_AGENTS:
+            if error.number and error.number not in _NOT_AGENT_ERRNOS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
             raise
         await asyncio.to_thread(fresh.rename, folder / snapshot)
@@ -174,12 +174,13 @@ async def _paused(container: Container) -> AsyncIterator[None]:
 
 
 def is_named(snapshot: str, stem: str) -> bool:
-    """Return whether a snapshot was taken under exactly the name ``stem``."""
+    """Return whether a snapshot's file name is exactly the name ``stem`` with a random suffix."""
     return re.fullmatch(rf"{re.escape(stem)}-[0-9a-f]{{12}}", snapshot) is not None
 
 
 def sweep(folder: Path, stem: str, age_s: float) -> None:
-    """Delete the snapshots of a name that were taken or renewed more than ``age_s`` seconds ago."""
+    """Delete snapshots taken as ``stem``, also unfinished ones, that were neither taken nor renewed in the last
+    ``age_s`` seconds."""
     horizon = time.time() - age_s
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
@@ -209,14 +210,14 @@ def find(folder: Path, snapshot: str) -> Path:
 
 
 def read(path: Path) -> Snapshot:
-    """Return the snapshot of a file, which is untrusted.
+    """Parse the header of an untrusted snapshot file.
 
     Raises:
         CallerError: the file cannot be read or is not a snapshot.
     """
     try:
         with path.open("rb") as file:
-            # Checked before tarfile opens the archive, since tarfile reads a header of any size.
+            # Checked before tarfile opens the archive, since tarfile reads a header of any size into memory.
             begin = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
             if begin.type != tarfile.XGLTYPE or begin.size > MAX_HEADER_BYTES:
                 raise ValueError("not a snapshot's header")
@@ -234,21 +235,18 @@ class SnapshotSupport:
     """Snapshot methods of :class:`.provider.SingularityProvider`."""
 
     _snapshots_setting: str | None
-    """The option ``snapshots``; ``None`` for :func:`default_folder`."""
+    """Folder from the provider's option ``snapshots``; ``None`` for :func:`default_folder`."""
 
     async def snapshot(self, handle: SandboxHandle, name: str = "snapshot") -> str:
-        """Take a snapshot and return its id, which ``create`` accepts as ``snapshot_id`` in place of an image.
-
-        The sandbox is paused meanwhile.
-        """
+        """Pause the sandbox, take a snapshot, and return its id, the option ``snapshot_id`` of ``create``."""
         return (await take(container_of(handle), self._snapshots_folder(), name)).name
 
     async def checkpoint(self, handle: SandboxHandle, name: str) -> SnapshotInfo:
-        """Take a snapshot of a sandbox with idle shells; the sandbox is paused only if other programs run."""
+        """Take a snapshot; the sandbox is paused only if programs other than idle shells run."""
         return await take(container_of(handle), self._snapshots_folder(), name, quiescent=True)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete the snapshots of a name that were taken or renewed more than ``age_s`` seconds ago."""
+        """Delete snapshots taken as ``name`` that were neither taken nor renewed in the last ``age_s`` seconds."""
         await asyncio.to_thread(sweep, self._snapshots_folder(), name, age_s)
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
@@ -265,10 +263,10 @@ class SnapshotSupport:
             await asyncio.to_thread(work, path)
 
     def snapshot_to_restore(self, snapshot_id: str | None, image: str | None) -> Snapshot | None:
-        """Return the snapshot that a specification names in place of an image.
+        """Return the snapshot that a specification names in place of an image; ``None`` without ``snapshot_id``.
 
         Raises:
-            CallerError: the snapshot does not exist, or the specification also names an image.
+            CallerError: the snapshot does not exist or is invalid, or the specification also names an image.
         """
         if snapshot_id is None:
             return None

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Specification of a sandbox: validated once by :class:`ContainerSpec`, then turned into a request to start it.
+"""Specification of a sandbox: validated once by :class:`ContainerSpec`, then converted to a :class:`.CreateRequest`.
 
-:func:`container_spec` makes a :class:`ContainerSpec` of a configuration and of NeMo Gym's ``SandboxSpec``. Gym's
-classes do not validate, so this module is the boundary: afterwards every value has its type. An error names the field
-as the author of the configuration or specification wrote it.
+:func:`container_spec` creates a :class:`ContainerSpec` from the provider's options and NeMo Gym's ``SandboxSpec``.
+Gym's classes do not validate types, so this module does. An error names the field as the author of the configuration
+or specification wrote it.
 """
 
 from __future__ import annotations
@@ -60,38 +60,38 @@ MAX_CPUS = 4096  # more than any machine has
 
 MAX_PROCESSES = 1 << 22  # the kernel's maximum of pid_max
 
-MAX_START_TIMEOUT_S = 86400.0  # a day; a start takes seconds
+MAX_START_TIMEOUT_S = 86400.0  # a day; a longer limit is a mistake
 
 # Defined once: pydantic compiles each new type, and ``checked`` caches compiled types.
 _PositiveNumber = Annotated[Number, Field(gt=0)]
 _PositiveWhole = Annotated[Whole, Field(gt=0)]
 
 SNAPSHOT = "snapshot_id"
-"""The option of a specification that names a snapshot, by Gym's name for checkpoints."""
+"""Option of a specification with the id of a snapshot to restore; Gym defines the option's name."""
 
 SNAPSHOT_PATHS = "snapshot_paths"
-"""The option of a specification that limits a restored snapshot to paths inside."""
+"""Option of a specification with the paths in the sandbox to restore from the snapshot; all by default."""
 
 
 @pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
 class SandboxOptions(Checked):
     """Options of the provider that ``provider_options`` may override per sandbox.
 
-    The watchdog enforces disk, and memory where this machine has no control groups for it. The limit of CPUs needs
-    control groups. The kernel enforces all other limits.
+    The supervisor's watchdog enforces the disk limit, and the memory limit on machines without usable control groups.
+    The CPU limit needs control groups. The kernel enforces all other limits.
 
     Attributes:
         network: ``none``, ``package-mirrors``, ``public``, ``host`` or a list of hosts.
-        package_mirrors: further hosts of ``package-mirrors``.
-        root: run as root inside. Without root, commands run as the image's published user, else under user id 1000.
-        users: map all user ids inside, not only one. Needs an unpacked image, and for an ordinary user a range of
-            subordinate ids; see :mod:`.user_ids`.
-        start: ``direct`` without Apptainer, ``runtime`` with it, ``auto``: direct where that works.
-        binds: files of the host, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
-        capabilities: further capabilities of root inside: ``SYS_PTRACE``, ``NET_ADMIN``.
-        memory_mib: memory of all processes, above which the largest is killed. 0 for no limit.
-        cpus: CPUs; needs control groups. 0 for no limit.
-        processes: processes and threads.
+        package_mirrors: hosts to add to those of ``package-mirrors``.
+        root: whether commands run as root of the sandbox, or else as the image's published user or user id 1000.
+        users: whether the sandbox has all user ids, not only one. Needs an unpacked image, and for an ordinary user a
+            range of subordinate ids; see :mod:`.user_ids`.
+        start: ``direct`` without Apptainer, ``runtime`` with Apptainer, ``auto`` for ``direct`` where that works.
+        binds: host files and folders to mount, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
+        capabilities: further capabilities of the sandbox's root: ``SYS_PTRACE``, ``NET_ADMIN``.
+        memory_mib: memory of all processes, above which the largest process is killed. 0 for no limit.
+        cpus: number of CPUs; needs control groups. 0 for no limit.
+        processes: maximum number of processes and threads.
         disk_mib: written data, above which the sandbox is ended. 0 for no limit.
         shared_memory_mib: size of ``/dev/shm``.
     """
@@ -116,12 +116,12 @@ class ContainerSpec(SandboxOptions):
 
     Attributes:
         image: path of an unpacked root folder.
-        env: variables of every command; they override those of the image.
-        workdir: working directory of commands; made if missing. The default is the image's published one, else
+        env: environment variables of every command, which override the image's variables.
+        workdir: working directory of commands; created if missing. ``None`` for the image's published one, else
             ``/root``, or ``/tmp`` without root.
-        ttl_s: seconds after which the sandbox is ended, also while commands run.
-        start_timeout_s: seconds in which the sandbox has to be up.
-        snapshot_paths: paths inside that are restored from a snapshot; all if empty.
+        ttl_s: seconds after which the sandbox is ended, also while commands run; ``None`` for no limit.
+        start_timeout_s: seconds within which the sandbox must have started.
+        snapshot_paths: paths in the sandbox that are restored from a snapshot; all paths if empty.
     """
 
     image: Annotated[Path, Strict()]
@@ -134,15 +134,14 @@ class ContainerSpec(SandboxOptions):
 
 @pydantic_dataclasses.dataclass(frozen=True, kw_only=True)
 class ProviderOptions(SandboxOptions):
-    """Options of the provider. Fields of :class:`SandboxOptions` are the defaults of its sandboxes.
+    """Options of the provider; fields of :class:`SandboxOptions` are the defaults of the provider's sandboxes.
 
     Attributes:
-        image: image of sandboxes that name none.
-        exec_timeout_s: time limit of commands without one. Gym passes 180 s
-            for most commands, and no limit for services of its Compose.
+        image: image of sandboxes that name none; ``None`` for the default image.
+        exec_timeout_s: time limit of commands for which Gym passes none; ``None`` for no limit.
         output_limit: bytes kept of each output stream of a command.
-        pull: pull missing images.
-        snapshots: folder of snapshots; ``null``: beside the sandboxes.
+        pull: whether missing images are pulled.
+        snapshots: folder of snapshots; ``None`` for :func:`.snapshots.default_folder`.
     """
 
     image: Text | None = None
@@ -166,10 +165,12 @@ def provider_options(options: Mapping[str, Any]) -> ProviderOptions:
 
 
 def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpec:
-    """Return the specification for one of Gym's, with an empty ``image``, which may have to be pulled first.
+    """Convert Gym's specification, with ``defaults`` for options that it does not set.
+
+    The result's ``image`` is empty, because the image may have to be pulled first.
 
     Raises:
-        CallerError: a field is wrong; names the field as Gym does.
+        CallerError: a field is wrong; the error has Gym's name of the field.
     """
     options, resources = spec.provider_options, spec.resources
     if not isinstance(options, Mapping):
@@ -208,20 +209,20 @@ def container_spec(spec: SandboxSpec, defaults: ProviderOptions) -> ContainerSpe
         raise CallerError(error.complaint, field=f"provider_options.{name}" if name in options else name) from error
 
 
-def _refuse_unknown(options: Mapping[str, Any], known: list[str], inside: str = "") -> None:
+def _refuse_unknown(options: Mapping[str, Any], known: list[str], prefix: str = "") -> None:
     if unknown := sorted(map(str, set(options) - {*known})):
         near = difflib.get_close_matches(unknown[0], sorted(known), 1)
         suggestion = f" (did you mean {near[0]}?)" if near else ""
         reason = f"there is no such option{suggestion}; there are {', '.join(sorted(known))}"
-        raise CallerError(reason, field=f"{inside}{unknown[0]}")
+        raise CallerError(reason, field=f"{prefix}{unknown[0]}")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """Settings of an image for its sandboxes.
+    """Variables and user that an image defines for its sandboxes.
 
     Attributes:
-        config: configuration of the registry's image that the image was made from, if there is one.
+        config: registry configuration of the image; ``None`` if the image did not come from a registry.
         uid: user id of the image's user; 0 for root.
         home: home folder of that user; empty for root, or if unknown.
     """
@@ -232,16 +233,16 @@ class ImageDefaults:
 
     @classmethod
     def of(cls, image: Path) -> ImageDefaults:
-        """Return an image's defaults. User names are resolved only in unpacked images, which have ``/etc/passwd``."""
+        """Return an image's defaults. A user's name is resolved only in an unpacked image, by its ``/etc/passwd``."""
         config = config_of(image)
         uid, home = (config and config.user and oci_config.lookup_account(config.user, image)) or (0, "")
         return cls(config, uid, home if uid else "")
 
     def environment(self, reported: Mapping[str, str], spec: ContainerSpec) -> dict[str, str]:
-        """Return the variables of commands.
+        """Return the environment variables of commands, without those of ``spec.env``.
 
         Args:
-            reported: variables that the runtime reported; empty unless scripts of the image may set variables.
+            reported: variables that the runtime reported; empty unless the image's scripts may set variables.
         """
         home = self.home or ("/root" if spec.root else "/tmp")
         usual = {"HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
@@ -259,18 +260,18 @@ def create_request(
         snapshot: archive from which the writable layer is restored.
 
     Raises:
-        CallerError: this machine cannot provide such a sandbox; names the field.
+        CallerError: the specification contradicts itself, or needs what this machine lacks; names the field.
         InfrastructureError: this user's sandboxes cannot be started with this runtime or image.
     """
-    # The sandbox's user reaches the image through a mount, but the runtime's parts only by their path.
-    if is_machine_root() and (wall := first_untraversable_parent(runtime.path)):
+    # The sandbox's user must be able to enter the parent folders of the runtime, but not of the image: it is mounted.
+    if is_machine_root() and (blocked := first_untraversable_parent(runtime.path)):
         raise InfrastructureError(
-            f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
-            "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
+            f"sandboxes of root run under unprivileged user ids, which can't enter {blocked} to run {runtime.path}; "
+            "set PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
     added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network == HOST)
-    # The runtime's first process has all capabilities inside and no seccomp filter, so a sandbox with ptrace must not
-    # have such a process. The first process of a direct start has no capabilities, and is filtered.
+    # Programs with SYS_PTRACE could control the sandbox's first process. Started by the runtime, that process has more
+    # capabilities than the programs; after a direct start it has none.
     traces = privilege.GRANTABLE_CAPABILITIES["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
     if spec.start == "runtime":
@@ -311,7 +312,7 @@ def create_request(
 
 
 def image_identity(image: Path) -> str:
-    """Return a text that identifies an unpacked image and changes when the folder at its path is replaced."""
+    """Return a text that identifies an unpacked image, and changes when the folder at the image's path is replaced."""
     parts = [image, image / ".singularity.d" / "env", *sorted((image / ".singularity.d" / "env").glob("*"))]
     found = [path.stat() for path in parts if path.exists()]
     return f"{image} {[(stat.st_dev, stat.st_ino, stat.st_mtime_ns) for stat in found]}"

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Strict types of configured values, and the error for a value that is refused.
+"""Strict Pydantic types of configured values, and their conversion of validation errors to :class:`.CallerError`.
 
 Types are not coerced: a quoted number, or ``true`` for 1, is a mistake in a configuration. Numbers have bounds,
-because the kernel would refuse some of them only after half of a sandbox is made.
+because the kernel would refuse some of them only in the middle of a sandbox's start.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MAX_VARIABLE_BYTES = (1 << 17) - 1  # the kernel's MAX_ARG_STRLEN without the fi
 
 MAX_COMMAND_CHARS = 64 << 20  # a longer text is a script, and belongs in a file
 
-MAX_OUTPUT_BYTES = 1 << 32  # kept in memory, so far beyond any use
+MAX_OUTPUT_BYTES = 1 << 32  # output is kept in memory, so a larger limit is a mistake
 
 EXCERPT_CHARS = 100
 """Characters of a wrong value in an error message; enough to recognise the value."""
 
 
 def kernel_text(text: str) -> str:
-    """Return the text if it can be passed to the kernel.
+    """Return ``text`` if it can be passed to the kernel, as an argument, variable or path.
 
     Raises:
-        ValueError: the text cannot be passed; says why.
+        ValueError: the text has a NUL, or a lone surrogate that represents no byte.
     """
     if "\0" in text:
         raise ValueError("must not hold a NUL character")
@@ -79,13 +79,12 @@ def _has_program(argv: Sequence[str]) -> Sequence[str]:
 
 
 def listed(value: object) -> object:
-    """Return a list of OmegaConf's as a list of Python's."""
-    # OmegaConf's lists are no Sequence.
+    """Convert OmegaConf's list, which is no ``Sequence``, to a Python list; return any other value unchanged."""
     return list(value) if type(value).__module__.startswith("omegaconf") else value  # type: ignore[call-overload]
 
 
 def variable_trouble(name: str, value: str) -> str:
-    """Return why a name and value are not a valid environment variable; empty if they are."""
+    """Return why a name and a value are not a valid environment variable; empty if they are valid."""
     if not name or "=" in name:
         return f"{name!r} can't be the name of a variable"
     try:
@@ -121,7 +120,7 @@ User = Annotated[Whole, Field(ge=0, lt=(1 << 32) - 1)] | Text
 
 
 class Checked:
-    """Base of dataclasses whose constructor raises a :class:`.CallerError` that names a wrong field."""
+    """Base of Pydantic dataclasses whose constructor raises a :class:`.CallerError` with the first wrong field."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -134,7 +133,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramArguments(Checked):
-    """Validated arguments of a program's start."""
+    """Validated program to start: arguments, working directory, environment variables and user."""
 
     argv: Argv
     cwd: SandboxPath | None = None
@@ -144,17 +143,17 @@ class ProgramArguments(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandBounds(Checked):
-    """Validated bounds of a command: seconds, and bytes kept of each output stream."""
+    """Validated bounds of a command: time limit in seconds, and bytes kept of each output stream."""
 
     timeout_s: Annotated[Number, Field(ge=0, le=MAX_SECONDS)] | None
     output_limit: OutputBytes
 
 
 def checked[T](value: T, kind: Any, field: str) -> T:
-    """Return a value if it is valid for a type of this module.
+    """Return a value unchanged if it is valid for the type ``kind``.
 
     Raises:
-        CallerError: the value is not valid; names the field.
+        CallerError: the value is not valid; names ``field``.
     """
     try:
         _adapter(kind).validate_python(value)
@@ -178,6 +177,6 @@ def _refusal(error: ValidationError, field: str = "") -> CallerError:
         shown = repr(value)
         reason += f", not {shown if len(shown) <= EXCERPT_CHARS else f'{shown[:EXCERPT_CHARS]}…'}"
     elif own is None:
-        # A container's contents may be secret, such as variables.
+        # Only the type is shown: a list or mapping may contain secrets, such as environment variables.
         reason += f"; this is a {type(value).__name__}"
     return CallerError(reason, field=".".join(names)[:EXCERPT_CHARS] or None)

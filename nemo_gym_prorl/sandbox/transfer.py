@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy files into and out of a sandbox: regular files only, within size limits, and atomically.
 
-Contents that come from memory, or stay in memory, are never written to the host's disk. A wrong path or file is the
-caller's error; a machine without room is the machine's.
+Uploads from memory and downloads to memory are never written to a temporary file of the host. A wrong path or file is
+a :class:`.CallerError`; a full disk of the machine is a :class:`.SandboxRefused`.
 
-``launcher/files.c`` is the other side, which resolves names inside the sandbox.
+``launcher/files.c`` opens the paths inside the sandbox.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FILE_LIMIT = 1 << 30
 """Size limit of uploads and downloads in bytes; larger data belongs in a bind or an image."""
 
 Ask = Callable[[Request, Sequence[int]], Awaitable[tuple[Message, list[int]]]]
-"""Sends a request about the sandbox, with open files, to its supervisor."""
+"""Sends a request and file descriptors to the sandbox's supervisor; returns the reply and its file descriptors."""
 
 
 class FileTransfer:
     """File copies between the host and one sandbox.
 
     Args:
-        disk_mib: disk limit of the sandbox; 0 for none.
+        disk_mib: disk limit of the sandbox in MiB; 0 for none.
     """
 
     def __init__(self, sandbox: str, disk_mib: int, ask: Ask) -> None:
@@ -45,11 +45,11 @@ class FileTransfer:
         self._ask = ask
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file of the host to the absolute path ``target`` inside; missing folders are made.
+        """Copy a file of the host to the absolute path ``target`` in the sandbox; create missing folders.
 
         Raises:
-            CallerError: ``source`` is not a regular file or is too large, or ``target`` cannot be a file.
-            SandboxRefused: the machine has no room for the file.
+            CallerError: ``source`` is not a regular file or is too large, or ``target`` cannot be written.
+            SandboxRefused: the machine's disk is full.
         """
         checked(target, SandboxPath, "target_path")
         descriptor = await asyncio.to_thread(_open_source, source, self._disk_mib)
@@ -60,11 +60,11 @@ class FileTransfer:
             os.close(descriptor)
 
     async def download(self, source: str, target: Path) -> None:
-        """Copy the regular file at the absolute path ``source`` inside to the host, atomically.
+        """Copy the regular file at the absolute path ``source`` in the sandbox to the host, atomically.
 
         Raises:
             CallerError: ``source`` is missing, not a regular file or too large, or ``target`` cannot be written.
-            SandboxRefused: the machine has no room for the file.
+            SandboxRefused, OSError: the machine's disk is full, or has no file descriptors left.
         """
         checked(source, SandboxPath, "source_path")
         descriptor, fresh = await asyncio.to_thread(_open_target, target)
@@ -78,7 +78,7 @@ class FileTransfer:
             os.close(descriptor)
 
     async def read_file(self, path: str, limit: int) -> bytes:
-        """Return the contents of a regular file of the sandbox.
+        """Return the contents of the regular file at an absolute path in the sandbox.
 
         Raises:
             OSError: the file cannot be read; ``EFBIG`` if it has more than ``limit`` bytes.
@@ -92,7 +92,7 @@ class FileTransfer:
             os.close(contents)
 
     async def write_file(self, path: str, data: bytes) -> bool:
-        """Write a file of the sandbox; return whether it existed. An existing file keeps its permissions.
+        """Write a file in the sandbox; return whether the file existed. An existing file keeps its permissions.
 
         Raises:
             OSError: the file cannot be written; ``EFBIG`` if ``data`` exceeds the sandbox's disk limit.
@@ -126,7 +126,6 @@ class FileTransfer:
 
 
 def _open_source(source: Path, disk_mib: int) -> int:
-    """Open a regular file of the host that is within :data:`FILE_LIMIT` and the sandbox's disk limit."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -148,20 +147,19 @@ def _open_source(source: Path, disk_mib: int) -> int:
 
 
 def _over_disk_limit(size: int, disk_mib: int) -> str:
-    """Return the complaint about a file that would exceed the sandbox's disk limit; empty if it fits."""
     if disk_mib and size > disk_mib << 20:
         return f"larger than the sandbox's disk limit: {size} bytes, and disk_mib is {disk_mib}; raise disk_mib"
     return ""
 
 
 def _open_target(target: Path) -> tuple[int, Path]:
-    """Open a temporary file in the folder of ``target``, to be renamed once it is complete."""
+    """Open a temporary file in the folder of ``target``, which the caller renames to ``target``."""
     try:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(target.stat().st_mode):
                 raise CallerError(f"{target} is a folder; name the file", field="target_path")
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not derived from the target's name, which may have the maximum length.
+        # The temporary name does not contain the target's name, which may have the maximum length.
         descriptor, name = tempfile.mkstemp(prefix=".download-", dir=target.parent)
     except OSError as error:
         if error.errno in MACHINE_ERRNOS:

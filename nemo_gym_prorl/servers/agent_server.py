@@ -24,7 +24,7 @@ from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
 
 
 class VerifiedRollout(BaseModel):
-    """Row from ``/run`` as Gym sends it back for metrics, with the fields that Gym's profiler requires."""
+    """Finished row of ``/run``, as Gym sends it back for metrics; declares the fields that Gym's profiler requires."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -35,7 +35,7 @@ class VerifiedRollout(BaseModel):
 
 
 class VerifiedRollouts(BaseModel):
-    """Gym's request for metrics. Stricter than Gym's own model, whose profiler fails on incomplete rows."""
+    """Body of ``/aggregate_metrics``; stricter than Gym's model, because Gym's profiler fails on incomplete rows."""
 
     verify_responses: list[VerifiedRollout]
 
@@ -101,15 +101,16 @@ class ProRLAgent(ServerBase, SimpleResponsesAPIAgent):
         await self._service.close()
 
     async def run(self, request: Request) -> Response:
-        """Run one rollout from seed to reward. A failed rollout is a masked row, or an error for a trainer."""
+        """Run one rollout from seed to reward. A failed rollout is returned as a masked row (200) to Gym's collector;
+        a trainer may get 422 or 503 instead."""
         return await self._service.run(request)
 
     async def responses(self, request: Request) -> Response:
-        """Run the tool loop alone, in a session that the caller seeded."""
+        """Run only the tool loop, in a session that the caller has seeded."""
         return await self._service.responses(request)
 
     async def aggregate_metrics(self, request: Request) -> AggregateMetrics:
-        """Return the resources servers' metrics of finished rollouts."""
+        """Return the metrics that the resources servers compute over finished rollouts."""
         try:
             rollouts = VerifiedRollouts.model_validate(read_json(await request.body()))
         except ValidationError as error:
@@ -121,7 +122,7 @@ class ProRLAgent(ServerBase, SimpleResponsesAPIAgent):
 def _remove_unserved_routes(app: FastAPI) -> None:
     """Remove Gym's routes that this agent does not implement, and hide routes that OpenAPI cannot describe."""
     for route in [route for route in app.router.routes if isinstance(route, APIRoute)]:
-        if route.path.startswith("/v1/agent_sessions"):  # multi-call episodes, which this agent does not have
+        if route.path.startswith("/v1/agent_sessions"):  # multi-call episodes, which this agent does not support
             app.router.routes.remove(route)
         elif route.path.startswith("/ng-rollout/"):  # an alias of /v1/responses with an undeclared path parameter
             route.include_in_schema = False

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bearer tokens for Gym's own HTTP client, and tasks' requests to Gym's model servers.
+"""Bearer keys for Gym's own HTTP client, and tasks' requests to Gym's model servers.
 
 Gym's client sends no keys, so a server with a key refuses Gym's collector and NeMo RL's actor. :func:`send_keys` makes
 the client of the current process send each server its key from Gym's configuration::
 
     ray.get(actor.__ray_call__.remote(send_keys))
 
-:class:`TaskModel` sends a task's own requests to a model server, such as a judge's. The requests belong to no rollout.
-Any failure is ``verifier_error``, since a failed request says nothing about the policy.
+:class:`TaskModel` sends requests that belong to no rollout, such as a judge's, to a model server. Any failure is
+``verifier_error``, since a failed request says nothing about the policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nemo_gym_prorl.http.keys import authorization
 
 
 def send_keys(caller: object = None) -> None:
-    """Make Gym's client send each server its own key, and no other server's.
+    """Make Gym's client send each server that server's own key, and no other key.
 
     Call the function after Gym has read its configuration, because the keys are read once.
 
@@ -54,17 +54,17 @@ RESPONSES_PATH = "/v1/responses"
 
 
 class TaskModel:
-    """Client of a model server of the deployment.
+    """Client of a model server of the deployment, for requests that belong to no rollout.
 
     Args:
-        config: Gym's merged configuration, which contains the servers' addresses.
+        config: Gym's merged configuration, which contains the servers' addresses and keys.
         server: instance name of the model server.
         params: parameters of each request besides ``input``, in the format of the Responses API.
-        timeout_s: seconds for one answer, waiting for a free slot included.
+        timeout_s: seconds for one request, including the wait for a free slot.
         concurrency: maximum number of concurrent requests.
 
     Raises:
-        InfrastructureError: the server does not exist; names ``judge_model_server``.
+        InfrastructureError: ``config`` has no such server; the error's field is ``judge_model_server``.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class TaskModel:
         self._server = GymServer(server, address, self._http)
 
     async def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of the model's answer.
+        """Return the text of the last message in the model's response.
 
         Raises:
-            InfrastructureError: ``verifier_error``: there is no complete answer.
+            InfrastructureError: kind ``verifier_error``; the request failed, or the response has no complete message.
         """
         request = self._params | {"input": list(messages)}
         what = f"{self.name} {RESPONSES_PATH}"
@@ -122,7 +122,7 @@ class JudgeModelConfig(BaseModel):
             global_config: Gym's merged configuration.
 
         Raises:
-            InfrastructureError: the server does not exist; names ``judge_model_server``.
+            InfrastructureError: the configuration has no such server; the error's field is ``judge_model_server``.
         """
         if self.judge_model_server is None:
             return None
@@ -141,7 +141,6 @@ def _verifier_error(reason: str) -> InfrastructureError:
 
 
 def _text(response: Any) -> str | None:
-    """Return the last message's text; ``None`` if missing or cut off."""
     if not isinstance(response, dict) or response.get("status") == "incomplete" or response.get("incomplete_details"):
         return None
     output = response.get("output")

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's model routes over the policy side of ``nemo_gym_prorl``: a drop-in replacement of ``vllm_model``.
+"""Gym model server over ``nemo_gym_prorl.policy``: a drop-in replacement of ``vllm_model``.
 
-The server converts Gym's message formats to turns of the policy service. A rollout is identified by Gym's session
-cookie, by its URL, or by the header ``X-Rollout-Id``. With ``X-Rollout-Tokens: deferred`` the answers carry no token
+The server converts Gym's message formats to turns of the policy service. Gym's session cookie, the URL or the header
+``X-Rollout-Id`` identifies a request's rollout. With ``X-Rollout-Tokens: deferred`` the responses contain no token
 ids, and the agent reads the ids once from ``GET /v1/rollouts/{id}/tokens``.
 """
 
@@ -81,7 +81,7 @@ _VLLM_MODEL_KEYS = frozenset(
 
 
 class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
-    """Configuration: the keys of ``vllm_model``, and a section ``policy`` (see ``PolicyConfig``)."""
+    """Settings of the model server: the keys of ``vllm_model``, and a section ``policy`` (see ``PolicyConfig``)."""
 
     base_url: str | list[str]
     api_key: str | list[str] = ""
@@ -95,10 +95,10 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
     policy: dict[str, Any] = Field(default_factory=dict)
 
     def checked_policy(self) -> PolicyConfig:
-        """Return the configuration of the policy side.
+        """Return the validated configuration of the policy service.
 
         Raises:
-            CallerError: the configuration is invalid, or exposes the server without a key.
+            CallerError: a setting is invalid, or the server would listen beyond loopback without a key.
         """
         policy = PolicyConfig(
             base_url=[self.base_url] if isinstance(self.base_url, str) else self.base_url,
@@ -121,19 +121,19 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
         Sampling(extra=self.extra_body or {})
         return policy
 
-    # Keys of a vllm_model block that have no meaning here.
+    # These keys of vllm_model have no effect here.
     ignored_keys: ClassVar[Iterable[str]] = frozenset({*ServerConfig.ignored_keys, *_VLLM_MODEL_KEYS})
 
 
 class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
-    """Gym's request with unknown fields kept, so that they are refused by name; some Gyms drop them."""
+    """Gym's chat request, but with unknown fields kept, so that the server can refuse them by name."""
 
     model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod
     def _with_reasoning(cls, body: Any) -> Any:
-        """Accept vLLM's name of an assistant message's reasoning besides Gym's."""
+        """Accept vLLM's field ``reasoning`` of an assistant message, as a synonym of ``reasoning_content``."""
         messages = body.get("messages") if isinstance(body, dict) else None
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and (reasoning := message.pop("reasoning", None)) is not None:
@@ -145,11 +145,11 @@ class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
 
 _CALLER = "caller"
 _MESSAGES_FIELDS = "of_messages"
-"""Attribute of a request's state: fields of the Messages API that Gym's converter drops."""
+"""Attribute of ``request.state`` that holds the fields of a Messages API request which Gym's converter drops."""
 
 
 class ProrlModel(ServerBase, SimpleResponsesAPIModel):
-    """Gym server whose turns are answered by ``nemo_gym_prorl.policy``."""
+    """Gym's model server class over :class:`~nemo_gym_prorl.policy.runtime.PolicyRuntime`."""
 
     config: ProrlModelConfig
 
@@ -185,7 +185,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             path: turn_route(ProgramCalls(self._runtime, answer), SESSION_ID_KEY) for path, answer in turns.items()
         }
         routes["/v1/messages/count_tokens"] = turn_route(self._on_count_tokens, SESSION_ID_KEY)
-        session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
+        session = self.get_session_middleware_key()  # Gym uses one text as the cookie's name and its signing key
 
         def around(route: ASGIApp) -> ASGIApp:
             return SessionMiddleware(CancelOnDisconnect(route), secret_key=session, session_cookie=session)
@@ -200,9 +200,13 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return app
 
     def _captures_calls(self) -> bool:
-        """Return whether Gym records its agents' calls, inside its application and by their whole URL."""
+        """Return whether Gym's application records model calls, for which it needs each request's whole URL.
+
+        Raises:
+            CallerError: Gym is configured to read token ids that engines stage elsewhere, which these engines do not.
+        """
         if not hasattr(base_responses_api_model, "install_model_call_capture"):
-            return False  # an older Gym
+            return False  # this version of Gym records no calls
         settings = self.server_client.global_config_dict
         capture = settings.get("token_id_capture") or {}
         if capture.get("enabled") and capture.get("external_staging"):
@@ -212,7 +216,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             )
         return bool(settings.get("observability_enabled") or capture.get("enabled"))
 
-    # Turn routes in front of the application
+    # Turn routes, called by DirectRoutes
 
     async def _on_responses(self, request: Request, caller: RolloutCaller, body: bytes) -> Response:
         answer = await self._turns.answer(caller, body)
@@ -238,7 +242,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
         if isinstance(answer, StreamingResponse):
-            # A repeated request may get the same answer.
+            # The whole response is needed: a repeated request gets the same one.
             events = [str(event) async for event in answer.body_iterator]
             answer = Response("".join(events), media_type=answer.media_type)
         if isinstance(answer, Response):
@@ -251,7 +255,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         except KNOWN_ERRORS as error:
             return program_error(error)
 
-    # The same routes inside Gym's application, for its OpenAPI document and its own calls
+    # The same routes in Gym's application, for its OpenAPI document and for calls between Gym's own handlers
 
     async def responses(
         self, request: Request, body: NeMoGymResponseCreateParamsNonStreaming = Body()
@@ -266,7 +270,6 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return NeMoGymResponse.model_validate_json(answer)
 
     def _envelope(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
-        """Return the fields of an answer that repeat its request."""
         sampling = ("temperature", "top_p", "max_output_tokens")
         echoed: tuple[str, ...] = (
             "tools",
@@ -281,7 +284,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return {name: getattr(body, name) for name in echoed} | {"model": self.config.model, "object": "response"}
 
     def _request_template(self, params: dict[str, Any], more: Mapping[str, Any]) -> RequestTemplate:
-        """Validate a request without its input by Gym's own classes."""
+        """Validate a Responses API request without its input by Gym's own classes; return its template."""
         try:
             body = NeMoGymResponseCreateParamsNonStreaming.model_validate(params | {"input": []})
         except ValidationError as error:
@@ -303,7 +306,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return await super().messages(request, body)
 
     async def count_tokens(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, int]:
-        """Count the tokens of a prompt; where engines render prompts, a token counts as 4 bytes."""
+        """Count the tokens of a prompt. If the engines render prompts, estimate one token per 4 bytes of JSON."""
         LEFT_OUT.set(set())
         adapt_messages("messages", body)
         with conversion_errors():
@@ -320,7 +323,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return {"input_tokens": len(prompt.ids)}
 
     async def models(self, model: str | None = None) -> dict[str, Any]:
-        """Describe a model, or list the one model of this server. Any name stands for that model."""
+        """Describe a model, or list this server's only model. Any name denotes that model."""
         name = model or self.config.model
         of_openai = {"object": "model", "created": 0, "owned_by": "nemo-gym-prorl"}
         card = {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", **of_openai}
@@ -339,15 +342,14 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return response
 
     async def responses_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
-        """Drop a program's hosted tools, which Gym's dispatch does not read, and call Gym's to :meth:`responses`."""
+        """Drop hosted tools of an agent program, which Gym does not support; then dispatch to :meth:`responses`."""
         if LEFT_OUT.get() is not None and isinstance(tools := body.get("tools"), list):
             body["tools"] = [tool for tool in tools if tool.get("type") in ("function", "namespace")]
         return await super().responses_dispatch(request, body)
 
     async def chat_completions_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
-        """Drop litellm's notes on answers, which agents send back, and call Gym's dispatch to
-        :meth:`chat_completions`.
-        """
+        """Drop litellm's ``provider_specific_fields``, which agents send back; then dispatch to
+        :meth:`chat_completions`."""
         if isinstance(messages := body.get("messages"), list):
             for message in messages:
                 if isinstance(message, dict):
@@ -377,7 +379,6 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         )
 
     def _chat_fields(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
-        """Convert a Responses API request, without its conversation, to fields of chat completions."""
         chat = chat_fields_of_responses(body.model_dump(exclude_unset=True, exclude={"input"}))
         with conversion_errors():
             offered = self._chat_of(body.model_construct({"input", "tools"}, input=[], tools=body.tools))
@@ -390,7 +391,6 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
 
 
 def _caller(request: Request) -> RolloutCaller:
-    """Return the caller of a request that came through Gym's application."""
     known: RolloutCaller | None = getattr(request.state, _CALLER, None)
     return known or caller_of(request, str(request.session[SESSION_ID_KEY]))
 
@@ -400,7 +400,7 @@ def _json(body: bytes, caller: RolloutCaller) -> Response:
 
 
 def _with_tokens_header(answer: Response, caller: RolloutCaller) -> Response:
-    """Inform a client that deferred tokens that this server keeps the tokens."""
+    """Confirm to a client that asked for deferred tokens that the server stores the tokens."""
     if caller.deferred:
         answer.headers[TOKENS_HEADER] = "deferred"
     return answer

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bases of our Gym servers and their configurations. A server ends with Gym's process, and has Gym's two middlewares
-without further tasks and queues.
+"""Base classes of our Gym servers and their configurations. A server exits with the Gym process that started it.
 
-Gym writes its middlewares in Starlette's decorator form, which runs the rest of the application in another task and
-streams each body through a queue. Here the same is done in place.
+Gym's two middlewares (session id and unexpected errors) use Starlette's decorator form, which runs the inner
+application in another task and streams each body through a queue. Here plain ASGI middlewares replace both.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ LOGGER = logging.getLogger(__name__)
 
 
 class ServerBase(SimpleServer):
-    """Base of our Gym servers, before Gym's own class."""
+    """Base class of our Gym servers, to be listed before Gym's class."""
 
-    ray_enabled: ClassVar[bool] = False  # else each server of Gym 0.7 connects to Ray at its start
+    ray_enabled: ClassVar[bool] = False  # otherwise each server connects to Ray at its start, from Gym 0.7 on
 
     @classmethod
     def run_webserver(cls) -> Any:
-        """Start the server, and end it with the Gym process that started it, also while Gym 0.4 waits for its Ray."""
+        """Run the server. The server exits with the Gym process that started it, even while Gym 0.4 waits for Ray."""
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         exit_with_starter()
         return super().run_webserver()
 
     def in_session(self, app: ASGIApp) -> ASGIApp:
-        """Return the application behind Gym's session cookie, from which each request has a session id."""
-        key = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
+        """Wrap an application in Gym's session cookie, from which each request gets its session id."""
+        key = self.get_session_middleware_key()  # Gym uses one text as the cookie's name and its signing key
         return SessionMiddleware(_SessionId(app), secret_key=key, session_cookie=key)
 
     def setup_session_middleware(self, app: FastAPI) -> None:
         app.add_middleware(self.in_session)
 
     def setup_exception_middleware(self, app: FastAPI) -> None:
-        app.add_middleware(_AnswerDefects)
+        app.add_middleware(_UnexpectedErrors)
 
 
 class _SessionId:
-    """Middleware that gives each session an id, in a cookie of each answer, since Gym's agents take it from there."""
+    """Middleware that puts a session id into the session cookie, which Gym's agents read from each response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -65,8 +64,8 @@ class _SessionId:
         await self._app(scope, receive, send)
 
 
-class _AnswerDefects:
-    """Middleware that answers an exception without a handler by a problem document of status 500."""
+class _UnexpectedErrors:
+    """Middleware that responds to an exception without a handler with a problem document of status 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -89,11 +88,11 @@ class _AnswerDefects:
 
 
 class ServerConfig(BaseModel):
-    """Mixin for a server's configuration, to be listed after Gym's class; refuses unknown keys, unlike Gym's."""
+    """Mixin for a server's configuration, to be listed after Gym's class. Unlike Gym's class, refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid")
 
-    # Keys for the installed version of Gym and its registry, which no server reads.
+    # Keys that Gym's command line and registry read, but no server; they differ between versions of Gym.
     ignored_keys: ClassVar[Iterable[str]] = frozenset(
         {*BaseRunServerTypeConfig.model_fields, "description", "license", "value", "verified", "verified_url"}
     )

@@ -5,12 +5,12 @@
 An unsupported requirement of a row is refused with the row's field name. Errors of the server's configuration are
 never attributed to a row.
 
-Gym's own ``AsyncSandbox`` hides provider and handle, which a shell needs, and makes a provider per sandbox. Here one
-:class:`SandboxFactory` starts all sandboxes of any provider.
+Gym's own ``AsyncSandbox`` hides the provider and the handle, which a shell needs, and creates a provider per sandbox.
+Here one :class:`SandboxFactory` starts all sandboxes of a provider.
 
-:func:`run_program` runs an agent program in a session's sandbox, in place of the policy's tool calls. The program runs
-as the policy's commands do: same user, folder and variables. It reaches only its rollout's policy. Its process group
-ends with the call, also if the call is cancelled; other processes end with the sandbox.
+:func:`run_program` runs an agent program in a session's sandbox, in place of the policy's tool calls. The program has
+the same user, folder and variables as the policy's commands, and reaches only its rollout's policy. The program's
+process group ends with the call, also if the call is cancelled; other processes end with the sandbox.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ class StartedSandbox:
         return await self._provider.status(self._handle)
 
     async def stop(self) -> None:
-        """End the sandbox and wait until it is gone. Idempotent."""
+        """End the sandbox and wait until all its processes have ended. Idempotent."""
         await self._provider.close(self._handle)
 
 
 class SandboxWithSessions(StartedSandbox):
-    """A sandbox whose provider has shells, kernels, file access and :meth:`check`, as ``singularity`` has."""
+    """A sandbox whose provider supports shells, kernels, file access and :meth:`check`, such as ``singularity``."""
 
     @property
     def published(self) -> tuple[str, str]:
-        """Working folder and user that the image was published with; empty if it has none."""
+        """Working folder and user that the image's metadata name; each is empty if the image names none."""
         published: tuple[str, str] = self._provider.published(self._handle)
         return published
 
@@ -104,7 +104,7 @@ class SandboxWithSessions(StartedSandbox):
         return kernel
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """Return the contents of a regular file of the sandbox, of at most ``limit`` bytes."""
+        """Return the contents of a regular file in the sandbox; fails if the file has more than ``limit`` bytes."""
         data: bytes = await self._provider.read_file(self._handle, path, limit=limit)
         return data
 
@@ -113,32 +113,32 @@ class SandboxWithSessions(StartedSandbox):
         return existed
 
     async def check(self) -> list[str]:
-        """Attribute the end of the sandbox, or of a process in it; return the limits that the sandbox has met.
+        """Return the resource limits that the sandbox has reached.
 
         Raises:
-            AgentError: programs in the sandbox have ended the sandbox.
-            InfrastructureError: the machine has ended the sandbox or a process in it.
+            AgentError: programs in the sandbox have ended the sandbox, for example by exceeding a limit.
+            InfrastructureError: the machine has ended the sandbox or a process in the sandbox.
         """
         limits: list[str] = await self._provider.check(self._handle)
         return limits
 
     async def has_room(self) -> bool:
-        """Return whether the disk that all sandboxes are kept on has room."""
+        """Return whether the host's disk with the files of all sandboxes has free space."""
         has_room: bool = await self._provider.has_room(self._handle)
         return has_room
 
     async def egress(self) -> list[dict[str, Any]]:
-        """Return which hosts the sandbox has asked its proxy for."""
+        """Return the hosts that programs in the sandbox have requested from the egress proxy."""
         hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
         return hosts
 
     async def open_policy(self, url: str, key: str) -> str:
-        """Serve a policy on a port inside, and return its base URL there."""
+        """Forward a port in the sandbox to a policy's ``url`` with ``key``; return the base URL in the sandbox."""
         base_url: str = await self._provider.open_policy(self._handle, url, key)
         return base_url
 
     async def close_policy(self) -> None:
-        """Take no more calls at the port of :meth:`open_policy`; calls in flight go on. Idempotent."""
+        """Refuse new calls at the port of :meth:`open_policy`; calls in flight continue. Idempotent."""
         await self._provider.close_policy(self._handle)
 
     async def checkpoint(self, name: str) -> SnapshotInfo:
@@ -151,7 +151,7 @@ class SandboxFactory:
     """Factory of sandboxes of one provider; owns the provider.
 
     Args:
-        provider: the provider as in Gym's configuration: one name with its options.
+        provider: one provider name with its options, as in Gym's configuration.
     """
 
     def __init__(self, provider: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class SandboxFactory:
         self._kind = SandboxWithSessions if has_all else StartedSandbox
 
     async def fetch_image(self, spec: SandboxSpec) -> None:
-        """Pull the image of a specification ahead of the start, if the provider can.
+        """Pull a specification's image before the sandbox starts; no-op if the provider does not support this.
 
         Raises:
             SandboxCreateError: no sandbox of the specification can start.
@@ -173,7 +173,7 @@ class SandboxFactory:
         """Start a sandbox.
 
         Raises:
-            SandboxCreateError: the sandbox did not start. Other providers may raise other errors.
+            SandboxCreateError: the sandbox did not start. Providers of other projects may raise other errors.
         """
         return self._kind(self._provider, await self._provider.create(spec))
 
@@ -184,7 +184,7 @@ class SandboxFactory:
         await self._provider.renew_snapshot(name)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete the snapshots of a name that were taken or renewed more than ``age_s`` seconds ago."""
+        """Delete snapshots taken as ``name`` that were neither taken nor renewed in the last ``age_s`` seconds."""
         if (delete := getattr(self._provider, "delete_old_snapshots", None)) is not None:
             await delete(name, age_s)
 
@@ -203,10 +203,10 @@ LOCAL_PROVIDERS = frozenset({"apptainer", OWN_PROVIDER})
 """Providers that run Apptainer locally and can use the images that set-up builds."""
 
 _OPTIONS = ("network", "processes", "binds", "snapshot_paths")
-"""Requirements without a field in Gym's specification, which this project's provider accepts as options."""
+"""Fields of :class:`.SandboxNeeds` that Gym's specification lacks; this project's provider accepts them as options."""
 
 _NEED_OF_PROVIDER_FIELD = {"cpus": "cpu", "disk_mib": "disk_gib"}
-"""Provider's field to the requirement of :class:`.SandboxNeeds`, where the names differ."""
+"""Field of :class:`.SandboxNeeds` by the provider's name of the field, where the names differ."""
 
 
 class TaskSandboxes:
@@ -214,13 +214,13 @@ class TaskSandboxes:
 
     Args:
         provider: one provider name with its options, as in Gym's configuration.
-        image: image of rows that name none; ``None`` for the image that set-up builds.
+        image: image of rows that name none; ``None`` for the shipped image ``own_image``.
         rows_name_images: whether all rows name their own image, so that no default image is built.
-        own_image: name of the default image that set-up builds.
+        own_image: name of the shipped image that is built if ``image`` is ``None``.
 
     Raises:
         CallerError: an option of the provider is unknown or invalid; names the option.
-        ValueError: no image is named, and the provider has no default.
+        ValueError: an image is required, ``image`` is ``None``, and the provider cannot use shipped images.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class TaskSandboxes:
     ) -> None:
         [self._name] = provider
         if self._name == OWN_PROVIDER:
-            specs.provider_options(provider[OWN_PROVIDER] or {})  # validates the options once, at the start
+            specs.provider_options(provider[OWN_PROVIDER] or {})  # raises now if an option is invalid
         if image is None and not rows_name_images and self._name not in LOCAL_PROVIDERS:
             raise ValueError(f"image: missing; the sandbox provider {self._name!r} has no default image")
         self._provider = provider
@@ -236,11 +236,11 @@ class TaskSandboxes:
         self._rows_name_images = rows_name_images
         # Only this project's provider supports kernels.
         self._own_image = DEFAULT if own_image == KERNEL and self._name != OWN_PROVIDER else own_image
-        self._starter: SandboxFactory | None = None
+        self._factory: SandboxFactory | None = None
 
     @property
     def is_own(self) -> bool:
-        """Return whether the provider is this project's, which has snapshots and access to a policy."""
+        """Return whether the provider is this project's, which supports snapshots and access to a policy."""
         return self._name == OWN_PROVIDER
 
     async def get_ready(self) -> None:
@@ -249,68 +249,67 @@ class TaskSandboxes:
         Raises:
             InfrastructureError: the runtime or the image is unavailable; the message contains the fix.
         """
-        if self._starter is not None:
+        if self._factory is not None:
             return
         if self._name in LOCAL_PROVIDERS:
             (await asyncio.to_thread(require_runtime)).activate()
         if self._image is None and not self._rows_name_images:
-            self._image = str(await asyncio.to_thread(ensure_image, self._own_image, self._say))
-        if self._starter is None:
-            self._starter = SandboxFactory(self._provider)
+            self._image = str(await asyncio.to_thread(ensure_image, self._own_image, self._print_progress))
+        if self._factory is None:
+            self._factory = SandboxFactory(self._provider)
 
-    def _say(self, message: str) -> None:
-        """Print progress of a slow start, for ``prorl serve``."""
+    def _print_progress(self, message: str) -> None:
         print(f"{PROGRESS}sandbox image {self._own_image}: {message}", flush=True)
 
     async def fetch_image(self, needs: SandboxNeeds) -> None:
-        """Fetch the image of a sandbox.
+        """Pull the image of a sandbox before the sandbox starts.
 
         Raises:
-            CallerError: the row's image does not exist; names the field.
-            InfrastructureError: neither row nor configuration names an image.
+            CallerError: the row's image or another requirement cannot be met; names the field.
+            InfrastructureError: the runtime is missing, or there is no image for a row without one.
             Exception: any error of the provider.
         """
-        await self._of_row(needs, lambda starter, spec: starter.fetch_image(spec))
+        await self._of_row(needs, lambda factory, spec: factory.fetch_image(spec))
 
     async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
-        """Start a sandbox, fresh or from a snapshot.
+        """Start a sandbox from an image, or from the snapshot of this name.
 
         Raises:
-            CallerError: a requirement of the row is not supported; names the field.
-            InfrastructureError: neither row nor configuration names an image.
+            CallerError: the snapshot or a requirement of the row is not supported; names the field.
+            InfrastructureError: the runtime is missing, or there is no image for a row without one.
             Exception: any error of the provider.
         """
         try:
-            return await self._of_row(needs, lambda starter, spec: starter.start(_from(spec, snapshot)))
+            return await self._of_row(needs, lambda factory, spec: factory.start(_from(spec, snapshot)))
         except Exception as error:
             if isinstance(cause := error.__cause__, CallerError) and cause.field == specs.SNAPSHOT:
                 raise CallerError(cause.complaint, field="checkpoint.snapshot") from error
             raise
 
     async def delete_snapshot(self, name: str) -> None:
-        assert self._starter is not None
-        await self._starter.delete_snapshot(name)
+        assert self._factory is not None
+        await self._factory.delete_snapshot(name)
 
     async def renew_snapshot(self, name: str) -> None:
-        assert self._starter is not None
-        await self._starter.renew_snapshot(name)
+        assert self._factory is not None
+        await self._factory.renew_snapshot(name)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete snapshots with a name prefix that were neither created nor renewed within ``age_s`` seconds."""
-        if self._starter is not None:
-            await self._starter.delete_old_snapshots(name, age_s)
+        """Delete snapshots taken as ``name`` that were neither taken nor renewed in the last ``age_s`` seconds."""
+        if self._factory is not None:
+            await self._factory.delete_old_snapshots(name, age_s)
 
     async def aclose(self) -> None:
-        """Release the provider's resources; call after its sandboxes have ended."""
-        if self._starter is not None:
-            await self._starter.aclose()
+        """Release the provider's resources; to be called after the sandboxes have ended."""
+        if self._factory is not None:
+            await self._factory.aclose()
 
     async def _of_row[T](self, needs: SandboxNeeds, ask: Callable[[SandboxFactory, SandboxSpec], Awaitable[T]]) -> T:
-        """Call the provider, and translate its refusals to the row's fields."""
+        """Call the provider, and convert its refusal of a requirement to an error with the row's field."""
         await self.get_ready()
-        assert self._starter is not None
+        assert self._factory is not None
         try:
-            return await ask(self._starter, self._spec(needs))
+            return await ask(self._factory, self._spec(needs))
         except Exception as error:
             if refusal := _refusal(error, needs):
                 raise refusal from error
@@ -328,13 +327,12 @@ class TaskSandboxes:
                 f"the sandbox provider {self._name!r} does not support it", field=needs.row_field(min(options))
             )
         resources = SandboxResources(cpu=needs.cpu, memory_mib=needs.memory_mib, disk_gib=needs.disk_gib)
-        # Shell and kernel start in "/", which no agent can remove.
+        # Shell and kernel start in "/", because an agent can remove any other folder.
         env = dict(needs.env or {})
         return SandboxSpec(image=image, workdir="/", env=env, resources=resources, provider_options=options)
 
 
 def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
-    """Return a specification that starts from a snapshot, which determines the image."""
     if snapshot is None:
         return spec
     options = {**spec.provider_options, specs.SNAPSHOT: snapshot}
@@ -342,7 +340,7 @@ def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
 
 
 def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:
-    """Return the refusal of a row's requirement behind a provider's error, if any."""
+    """Return an error with the row's field if a provider's error was caused by a requirement that the row names."""
     cause = error.__cause__
     if not isinstance(cause, CallerError) or cause.field is None:
         return None
@@ -353,34 +351,35 @@ def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:
 
 
 OUTPUT_TAIL_CHARS = 4_000
-"""Characters of a program's output that are kept, from its end: enough for an error with its traceback."""
+"""Number of characters that are kept of the end of a program's output: enough for an error with its traceback."""
 
 _PROBE = """\
 home=$HOME
 [ -d "$home" ] && [ -w "$home" ] || home=$(mktemp -d) || exit 1
 for loader in /lib64/ld-linux-* /lib/ld-linux-*; do [ -e "$loader" ] && echo glibc && break; done || echo musl
 printf %s "$home\""""
-_PROBE_TIMEOUT_S = 30.0  # a shell's start on a loaded machine
+_PROBE_TIMEOUT_S = 30.0  # enough to start a shell on a loaded machine
 
 
 class Launcher(Protocol):
-    """A policy's URL and key, a time limit, and a program that depends on its sandbox."""
+    """Agent program whose command depends on the sandbox: policy's URL and key, time limit, command."""
 
     url: str
     key: str
     timeout_s: float
 
     def launch(self, *, origin: str, home: str, libc: Any) -> Any:
-        """Return ``command``, ``env`` and ``files`` for the policy's URL inside, a HOME and the image's C library."""
+        """Return an object with ``command``, ``env`` and ``files``, for the policy's base URL ``origin`` in the
+        sandbox, a writable folder ``home``, and the image's C library ``libc`` (``glibc`` or ``musl``)."""
         ...
 
 
 async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launcher) -> dict[str, Any]:
-    """Run a program until it ends.
+    """Run an agent program until the program ends, or until its time limit.
 
     Returns:
-        ``exit_code``, ``None`` after the time limit; ``seconds``; ``output``, the end of both streams; and for an exit
-        code of a signal ``killed``, which names it and the limits that the sandbox has met.
+        ``exit_code``, ``None`` after the time limit; ``seconds``; ``output``, the end of both streams. If a signal
+        ended the program, also ``killed``: the signal's name and the limits that the sandbox has reached.
 
     Raises:
         CallerError: the session has no sandbox for programs, or the program cannot be made from the row.
@@ -412,7 +411,7 @@ async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launc
 
 
 def script_of(program: Any) -> str:
-    """Return the shell script that writes a program's files, sets its variables and becomes the program."""
+    """Return the shell script that sets a program's variables, writes its files and executes the program."""
     lines = [f"export {name}={shlex.quote(text)}" for name, text in program.env.items()]
     for path, text in program.files.items():
         folder = shlex.quote(posixpath.dirname(path))

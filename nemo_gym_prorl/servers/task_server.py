@@ -15,8 +15,8 @@ its settings and its task:
             return MyTask(self.config.my_setting)
 
 An infrastructure failure is HTTP 500 with a problem document and the failure kind in a header, so an agent server
-never treats it as an observation or reward. An invalid row is 422 with its field. A row on which no policy can be
-graded is 422 with the kind in that header.
+never treats the failure as an observation or reward. An invalid row is 422 with the wrong field. A row that cannot be
+graded for any policy is 422 with the failure kind in that header.
 """
 
 from __future__ import annotations
@@ -69,15 +69,13 @@ CHECKPOINT_PATH = "/checkpoint_session"
 PROGRAM_PATH = "/run_program"
 CLOSE_PATH = "/close_session"
 LEASE_PATH = "/renew_leases"
-SHUTDOWN_TIMEOUT_S = 30.0  # for ending all sessions, before the process exits in any case
-SNAPSHOT_SWEEP_S = 60.0  # a small fraction of ORPHAN_S
+SHUTDOWN_TIMEOUT_S = 30.0  # to end all sessions; afterwards the process exits with sessions open
+SNAPSHOT_SWEEP_S = 60.0  # interval of renewing snapshots; a small fraction of ORPHAN_S
 
 
 class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
     """Settings of every environment; ``resources_servers/prorl_code/configs/prorl_code.yaml`` explains each.
-
-    ``sandbox_provider: null`` is for environments whose rows need no sandbox.
-    """
+    ``sandbox_provider: null`` is for environments whose rows need no sandbox."""
 
     sandbox_provider: str | dict[str, Any] | None = "sandbox"
     image: str | None = None
@@ -103,7 +101,14 @@ class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
 
 
 class SessionCheckpoint(BaseModel):
-    """Reply of ``/checkpoint_session``."""
+    """Reply of ``/checkpoint_session``.
+
+    Attributes:
+        state: JSON state of the session's tools.
+        lost: parts of the session that are not saved, such as ``programs``.
+        snapshot: name of the sandbox's snapshot; ``None`` without a sandbox.
+        size: bytes of the snapshot.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -135,8 +140,8 @@ class ProgramRequest(BaseModel):
 
     def launch(self, *, origin: str, home: str, libc: Libc) -> Launch:
         find_bundles(self.harness, libc=libc)
-        told = {"prompt": self.prompt, "model": self.model}
-        return self.harness.launch(**told, context=self.context, origin=origin, home=home, libc=libc)
+        task = {"prompt": self.prompt, "model": self.model}
+        return self.harness.launch(**task, context=self.context, origin=origin, home=home, libc=libc)
 
 
 class SnapshotsRequest(BaseModel):
@@ -152,7 +157,13 @@ class TaskVerifyRequest(BaseVerifyRequest):
 
 
 class TaskVerifyResponse(BaseVerifyResponse):
-    """The row with its reward and verdict; a task may add fields."""
+    """The row with its reward and verdict; a task may add fields.
+
+    Attributes:
+        passed: whether the policy's solution is right.
+        verdict: short label of the outcome, such as ``wrong``.
+        verdict_detail: explanation of the verdict for people.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -164,17 +175,17 @@ class TaskVerifyResponse(BaseVerifyResponse):
 logger = logging.getLogger(__name__)
 
 BLOCKED_S = 5.0
-"""Seconds of a blocked event loop that are logged: leases are renewed as often, and six misses end a session."""
+"""Shortest blocking of the event loop that is logged, in seconds: the interval at which clients renew leases."""
 
 
 class TaskServer(ServerBase, SimpleResourcesServer):
-    """Resources server of a task; see the module."""
+    """Base class of the resources servers; a subclass defines :meth:`make_task`."""
 
     config: TaskServerConfig
     rows_name_images: ClassVar[bool] = False
-    """Whether all rows name an image, so that no default image is needed."""
+    """Whether all rows name an image, so that the server builds no default image."""
     own_image: ClassVar[str] = KERNEL
-    """Default image, from :data:`.builder.SHIPPED`; built when the server starts."""
+    """Default image, one of :data:`.BUILTIN_IMAGES`; built at the server's start if required and missing."""
 
     _task: Task[Any, Any] = PrivateAttr()
     _sandboxes: TaskSandboxes | None = PrivateAttr(default=None)
@@ -186,7 +197,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         """Create the environment's task from ``self.config``. Called once."""
 
     def model_post_init(self, context: Any) -> None:
-        """Validate the configuration before any rollout."""
+        """Create the task, its sandboxes and its sessions, so an invalid configuration raises before any rollout."""
         config = self.config
         if config.sandbox_provider is not None:
             everything = self.server_client.global_config_dict
@@ -204,7 +215,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         self._sessions = Sessions(self._task, self._start_sandbox, fetch_image, delete_snapshot, **limits)
 
     def setup_webserver(self) -> FastAPI:
-        """Create Gym's routes, the session routes and one route per tool."""
+        """Return the application with Gym's routes, the session routes and one route per tool."""
         raise_open_file_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()
@@ -236,7 +247,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, Any]:
-        """Start a session for the row; also accepts the envelope of Gym's environment servers."""
+        """Start a session for a row. The body is the row, or Gym's envelope with ``task_data`` and a session id."""
         named = body.get("resources_session_id")
         row = body.get("task_data") if named else body
         if named:
@@ -249,7 +260,8 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"resources_session_id": named} if named else self._offers(lease, row)
 
     async def run_program(self, request: Request, body: ProgramRequest) -> dict[str, Any]:
-        """Run a harness in the session's sandbox until the program ends or the client disconnects."""
+        """Run an agent program in the session's sandbox until the program ends or the client disconnects; return
+        ``exit_code``, ``seconds`` and ``output``."""
         lease = request.headers.get(LEASE_HEADER)
         using = self._sessions.use(_key(request), lease, lambda tools, sandbox: run_program(tools, sandbox, body))
         try:
@@ -261,7 +273,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return end
 
     async def checkpoint_session(self, request: Request) -> dict[str, Any]:
-        """Save the session between two tool calls; the reply is the checkpoint for ``/resume``."""
+        """Save the session between two tool calls; return the checkpoint, from which ``/resume`` starts a session."""
         return await self._sessions.checkpoint(_key(request), self.snapshot_prefix)
 
     async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, Any]:
@@ -289,17 +301,16 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return {"renewed": len(body.snapshots)}
 
     def _check_tools(self, row: Mapping[str, Any]) -> None:
-        """Check that a row offers only tools of this environment."""
         params = row.get("responses_create_params")
         offered = params.get("tools") if isinstance(params, dict) else None
         known = [str(schema["name"]) for schema in self._schemas]
-        for place, tool in enumerate(offered if isinstance(offered, list) else ()):
+        for index, tool in enumerate(offered if isinstance(offered, list) else ()):
             if isinstance(tool, dict) and isinstance(name := tool.get("name"), str) and name not in known:
-                field = f"responses_create_params.tools.{place}.name"
+                field = f"responses_create_params.tools.{index}.name"
                 raise CallerError(f"this environment has no tool {name}{suggest(name, known)}", field=field)
 
     def _offers(self, lease: str | None, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the paths of routes beyond Gym's, and the row's time limit."""
+        """Return the paths of the routes that Gym's servers lack, and the row's time limit."""
         offers: dict[str, Any] = {"release_path": RELEASE_PATH}
         if self._resumes:
             offers["checkpoint_path"] = CHECKPOINT_PATH
@@ -320,11 +331,11 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
     @property
     def snapshot_prefix(self) -> str:
-        """Name prefix of this server's snapshots; other snapshots are never deleted."""
+        """Name prefix of this server's snapshots; the server deletes no other snapshots."""
         return re.sub(r"[^A-Za-z0-9_.-]", "-", f"checkpoint-{self.config.name}")[:80]
 
     async def release_session(self, request: Request) -> dict[str, bool]:
-        """Extract the artefacts and destroy the agent's sandbox; the reply follows its end."""
+        """Extract the artefacts and destroy the agent's sandbox; return after the sandbox has ended."""
         await self._sessions.release(_key(request))
         return {"released": True}
 
@@ -390,12 +401,12 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         return RENEW_S
 
     async def _watch_event_loop(self) -> float:
-        """Log that the event loop was blocked: by code of the environment, or by a suspended or overloaded machine."""
+        """Log that the environment's code, or a suspended or overloaded machine, blocked the event loop."""
         begin = time.monotonic()
         await asyncio.sleep(pause_s := BLOCKED_S / 10)
         if (blocked_s := time.monotonic() - begin - pause_s) >= BLOCKED_S:
-            told = "no session or time limit went on; code that takes time must run in `await asyncio.to_thread(...)`"
-            logger.warning("the event loop of %s was blocked for %.0f s: %s", self.config.name, blocked_s, told)
+            hint = "no session or time limit went on; code that takes time must run in `await asyncio.to_thread(...)`"
+            logger.warning("the event loop of %s was blocked for %.0f s: %s", self.config.name, blocked_s, hint)
         return 0.0
 
     async def _sweep_snapshots(self) -> float:
@@ -407,10 +418,10 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
 
 def _bundle_binds(harness: str | None) -> list[str] | None:
-    """Return the binds of a harness's bundles, one per C library: that of the image is known only inside.
+    """Return the binds of a harness's bundles, one per C library: that of the image is unknown before the start.
 
     Args:
-        harness: the harness's quoted name; empty if it has no bundle, ``None`` if no program runs.
+        harness: the harness's URL-quoted name; empty if the harness has no bundle, ``None`` if no program runs.
     """
     if not harness:
         return None if harness is None else []
@@ -419,10 +430,8 @@ def _bundle_binds(harness: str | None) -> list[str] | None:
 
 
 async def _while_connected[T](request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Run ``work`` until it completes or the caller disconnects, and return its result if it completed.
-
-    ``Request.is_disconnected`` does not work behind Gym's middleware.
-    """
+    """Run ``work``; return its result, or ``None`` if the client disconnected first and ``work`` was cancelled.
+    ``Request.is_disconnected`` does not work behind Gym's middleware."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -444,7 +453,7 @@ def _key(request: Request) -> str:
 def _direct_route(
     handle: Callable[..., Awaitable[Any]], body: TypeAdapter[Any] | None = None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return the handler of a route before Gym's application, which reads a JSON body, if any, and writes JSON."""
+    """Wrap a route's function as a handler for :class:`.DirectRoutes`; ``body`` validates a JSON body, if any."""
 
     async def route(request: Request) -> Response:
         try:

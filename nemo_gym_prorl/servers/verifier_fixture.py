@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifier fixture for ``gym env test`` and ``gym env publish`` of Gym 0.7: cases with known rewards.
 
-Gym calls ``verify`` of a fresh server with a row and a response. These servers also grade files in a sandbox, so a
-case is executed like a rollout. A session is seeded, the response's tool calls run in a real sandbox, and the server's
-own routes return the reward. There are no mocks.
+Gym calls ``verify`` of a new server with a row and a response. Our servers also grade files in a sandbox, so a case is
+executed like a rollout: a session is seeded, the response's tool calls run in a real sandbox, and the server's own
+routes return the reward.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ except ModuleNotFoundError:  # before Gym 0.7
     VerifierFixture = None
 
 CASES = "tests/verifier_cases.jsonl"
-"""Path of the cases in a server's folder."""
+"""Path of the file with cases in a server's folder."""
 
 IMAGE = "tests/verifier_image.def"
-"""Path of the definition of the image ``prorl_NAME-verifier``, based on the image ``kernel``, if cases need one."""
+"""Path, in a server's folder, of the optional recipe of its cases' image ``prorl_NAME-verifier``, based on the image
+``kernel``."""
 
 
 def verifier_fixture(app: str, server: type[TaskServer]) -> Any:
     """Return the ``VERIFIER_FIXTURE`` of a server's module; ``None`` before Gym 0.7.
 
     Args:
-        app: ``__file__`` of the module, beside which :data:`CASES` and the shipped configuration are.
+        app: ``__file__`` of the module, whose folder contains :data:`CASES` and the shipped configuration.
         server: class of the server.
     """
     if VerifierFixture is None:
@@ -71,14 +72,14 @@ def as_shipped(folder: Path, server: type[TaskServer]) -> TaskServer:
 
 
 async def play(server: TaskServer, request: TaskVerifyRequest, recipe: Path) -> dict[str, Any]:
-    """Execute a case on a new server, and close the server.
+    """Execute a case on a new server, close the server, and return the graded row.
 
     Args:
         request: a row with a response, whose tool calls are executed in order.
-        recipe: recipe of the image ``prorl_NAME-verifier``, if it exists.
+        recipe: file with the recipe of the image ``prorl_NAME-verifier``; without the file no image is built.
 
     Raises:
-        ValueError: a route failed; with its path and error.
+        ValueError: a route failed; the message has the route's path and error.
         InfrastructureError: the image could not be built.
     """
     await asyncio.to_thread(_build_image, server.config.name, recipe)
@@ -100,14 +101,14 @@ async def play(server: TaskServer, request: TaskVerifyRequest, recipe: Path) -> 
 
 
 def _nothing_to_seed(server: TaskServer, request: TaskVerifyRequest) -> None:
-    """Do nothing: Gym reseeds before it compares two rewards, and these verifiers are deterministic."""
+    """Do nothing: Gym resets random seeds before it compares two rewards, and our verifiers are deterministic."""
 
 
 def _build_image(server: str, recipe: Path) -> None:
     if not recipe.exists():
         return
-    order = BuildRequest(recipe.read_text(), str(ensure_image(KERNEL, ignore_progress)), f"{server}-verifier")
-    build(order, ImageStore(), require_runtime(), ignore_progress)
+    request = BuildRequest(recipe.read_text(), str(ensure_image(KERNEL, ignore_progress)), f"{server}-verifier")
+    build(request, ImageStore(), require_runtime(), ignore_progress)
 
 
 async def _post(client: httpx.AsyncClient, path: str, body: Any) -> httpx.Response:

@@ -39,7 +39,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     provider, told = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(told))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    monkeypatch.setattr(tracing, "_on", lambda: True)
+    monkeypatch.setattr(tracing, "_has_provider", lambda: True)
     monkeypatch.setattr(tracing, "_TRACER", provider.get_tracer("nemo_gym_prorl"))
     made = ProRLAgent.setup_webserver
     monkeypatch.setattr(ProRLAgent, "setup_webserver", lambda agent: joins(made(agent)))
@@ -78,7 +78,7 @@ async def test_a_rollout_is_one_trace_whoever_had_its_slot_before(spans: InMemor
 
 
 async def test_gyms_switch_of_groups_is_ours(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_gym_wants", lambda: lambda group: group == "rollout")
+    monkeypatch.setattr(tracing, "_gym_span_filter", lambda: lambda group: group == "rollout")
     async with deployment() as at:
         await at.post("/run", COLLECTED, **caller(0))
     assert {span.name for span in of_trace(spans, 0)} == {"prorl.init", "prorl.run", "prorl.eval"}

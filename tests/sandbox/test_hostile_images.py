@@ -61,7 +61,7 @@ def make(tiny_root: Path, open_folder: Path) -> Make:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images are not checked before a start."""
-    monkeypatch.setattr(rootfs, "_check_places", lambda _root: None)
+    monkeypatch.setattr(rootfs, "_check_sandbox_paths", lambda _root: None)
 
 
 def put(root: Path, name: str, link: str) -> None:

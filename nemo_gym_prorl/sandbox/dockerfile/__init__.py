@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Images from Dockerfiles: instructions, stages, build context, and the build."""
+"""Build images from Dockerfiles: instructions, stages, build context, and the build itself."""

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dockerfiles: instructions to stages, and a stage's instructions to build steps. Pure.
+"""Group a Dockerfile's instructions into stages, and convert a stage's instructions to build steps. Pure.
 
 Variables are expanded as BuildKit does: ``$name``, ``${name}``, ``${name:-word}`` and ``${name:+word}`` in every
-instruction but ``RUN``, ``CMD`` and ``ENTRYPOINT``, whose text the image's shell expands. A flag without support
-raises an error that names its line; no instruction is skipped in a way that changes the image.
+instruction but ``RUN``, ``CMD`` and ``ENTRYPOINT``, whose text the image's shell expands. An unsupported flag raises
+an error that names the line. Only instructions and flags that do not change the image are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 DEFAULT_SHELL = ("/bin/sh", "-c")
 
 MAX_VARIABLES, MAX_CHARACTERS = 1000, 128 << 10
-"""Limits of a stage: variables, and characters of all values, since each command gets all variables."""
+"""Maximum number of a stage's variables, and of the characters of their values; each command gets all variables."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WITHOUT_FLAGS = frozenset({"ARG", "CMD", "ENTRYPOINT", "ENV", "SHELL", "USER", "WORKDIR"})
@@ -31,7 +31,8 @@ _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """A command that runs in the image, in ``workdir``, with ``env`` set, as ``user`` (``USER[:GROUP]``, or empty)."""
+    """A command that runs in the image in ``workdir``, with the variables ``env``, as ``user``: ``USER[:GROUP]``, or
+    empty for root."""
 
     line: int
     command: tuple[str, ...]
@@ -45,13 +46,13 @@ class CopyStep:
     """Files that are copied into the image.
 
     Attributes:
-        line: the instruction's.
-        sources: patterns, relative to the context or to the root of ``origin``.
-        texts: file name to contents, of here-documents.
+        line: line number of the instruction.
+        sources: patterns of paths, relative to the context or to the root of ``origin``.
+        texts: contents by file name, of here-documents.
         target: absolute path in the image; ends with ``/`` if it must be a folder.
         origin: stage name, stage number or image reference of ``--from``; ``None`` for the build context.
         owner: ``USER``, ``USER:GROUP`` or empty for root.
-        mode: permission bits of ``--chmod``; ``None`` keeps those of the source.
+        mode: permission bits of ``--chmod``; ``None`` keeps the permissions of the source.
         unpack: whether local tar archives are unpacked (``ADD``).
     """
 
@@ -67,7 +68,7 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True)
 class FolderStep:
-    """A folder that is made with the folders above it, unless it exists; ``owner`` as in :class:`CopyStep`."""
+    """A folder that is created, with missing parents, unless the folder exists; ``owner`` as in :class:`CopyStep`."""
 
     line: int
     path: str
@@ -81,13 +82,11 @@ type Step = RunStep | CopyStep | FolderStep
 class Stage:
     """One ``FROM`` and its instructions.
 
-    A stage on an earlier stage inherits its arguments, so it begins with that stage's ``ARG`` instructions.
-
     Attributes:
-        name: of ``AS``, lower case; empty without.
+        name: name after ``AS``, in lower case; empty if unnamed.
         base: image reference, or name or number of an earlier stage.
-        instructions: instructions after ``FROM``.
-        global_args: values of ``ARG`` before the first ``FROM``, which a stage sees once it declares them.
+        instructions: instructions after ``FROM``, preceded by the ``ARG`` instructions of the base if that is a stage.
+        global_args: values of ``ARG`` before the first ``FROM``, visible once the stage declares them.
     """
 
     name: str
@@ -100,12 +99,12 @@ def split_stages(instructions: Sequence[Instruction], args: Mapping[str, str], m
     """Return the stages of a Dockerfile in order.
 
     Args:
-        instructions: of :func:`parse`.
-        args: build arguments given by the user.
-        machine: the processor as ``uname -m`` names it.
+        instructions: result of :func:`.instructions.parse`.
+        args: build arguments from the user.
+        machine: processor architecture, as ``uname -m`` prints it.
 
     Raises:
-        CallerError: there is no ``FROM``, another instruction than ``ARG`` precedes it, or a base is unusable.
+        CallerError: there is no ``FROM``, an instruction other than ``ARG`` precedes it, or a base is unusable.
     """
     scope = platform_args(machine)
     global_args: dict[str, str] = {}
@@ -128,7 +127,7 @@ def split_stages(instructions: Sequence[Instruction], args: Mapping[str, str], m
 
 
 def platform_args(machine: str) -> dict[str, str]:
-    """Return BuildKit's predefined platform arguments for a processor."""
+    """Return BuildKit's predefined platform arguments, such as ``TARGETARCH``, for an architecture of ``uname -m``."""
     architecture = _MACHINES.get(machine, machine)
     return {
         f"{side}{name}": value
@@ -144,8 +143,6 @@ def platform_args(machine: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _State:
-    """Values that the instructions of a stage have set so far."""
-
     env: dict[str, str]
     workdir: str
     user: str
@@ -160,16 +157,16 @@ class _State:
 
 
 def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -> tuple[list[Step], OciConfig]:
-    """Return a stage's build steps in order, and the configuration of the image that they make.
+    """Return a stage's build steps in order, and the configuration of the resulting image.
 
     Args:
-        stage: of :func:`split_stages`.
+        stage: a stage of :func:`split_stages`.
         base: configuration of the base image.
-        args: build arguments given by the user.
-        machine: the processor as ``uname -m`` names it.
+        args: build arguments from the user.
+        machine: processor architecture, as ``uname -m`` prints it.
 
     Raises:
-        CallerError: an instruction is wrong or has no support; names its line.
+        CallerError: an instruction is wrong or not supported; names the line.
     """
     env = {"PATH": DEFAULT_PATH, **base.env}
     state = _State(env, base.workdir or "/", base.user, base.shell or DEFAULT_SHELL, base.entrypoint, base.command)
@@ -205,9 +202,9 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
             case "ENTRYPOINT":
                 state.entrypoint = _program(one, state)
                 if not state.command_is_own:
-                    state.command = ()  # a base's arguments are for the base's program
+                    state.command = ()  # the base's arguments are for the base's entrypoint
             case _:
-                pass  # of _NO_EFFECT
+                pass  # instructions without effect on the image: instructions.parse refuses unknown ones
         scope = state.scope() if one.name in ("ARG", "ENV") else {}
         if len(scope) > MAX_VARIABLES or sum(map(len, scope.values())) > MAX_CHARACTERS:
             raise one.error(f"more than {MAX_VARIABLES} variables, or {MAX_CHARACTERS >> 10} KiB of them")
@@ -221,7 +218,7 @@ def _owner_of(user: str) -> str:
 
 
 def find_stage(stages: Sequence[Stage], name: str) -> int | None:
-    """Return the number of the stage with that name or number; of several with one name the last."""
+    """Return the number of the last stage with this name or number, counted from 0; ``None`` if there is none."""
     found = [index for index, stage in enumerate(stages) if name.lower() == stage.name or name == str(index)]
     return found[-1] if found else None
 
@@ -252,7 +249,7 @@ def _open_stage(
 def _run_step(one: Instruction, state: _State) -> RunStep:
     for name, value in one.flags:
         kind = dict(part.partition("=")[::2] for part in value.split(",")).get("type", "bind")
-        # A cache or a memory file system only saves time and room: the command finds an ordinary folder instead.
+        # Cache and tmpfs mounts only save time and disk space, so a command can use the image's folder instead.
         if not (name == "mount" and kind in ("cache", "tmpfs")) and not (name == "network" and value == "default"):
             raise one.error(f"--{name}={value} has no support here")
     words = one.words()
@@ -268,7 +265,6 @@ def _run_step(one: Instruction, state: _State) -> RunStep:
 
 
 def _run_script(one: Instruction, state: _State) -> RunStep:
-    """Run a here-document that names its own interpreter, as a file."""
     run = 'f=$(mktemp) && cat > "$f" && chmod +x "$f" && { "$f"; s=$?; rm "$f"; exit $s; }'
     script = f"{{ {run}; }} <<'PRORL_SCRIPT'\n"
     text = f"{script}{one.heredocs[0].body}PRORL_SCRIPT\n"
@@ -288,7 +284,7 @@ def _copy_step(one: Instruction, state: _State) -> CopyStep:
             case "chmod" if re.fullmatch("[0-7]{3,4}", value):
                 mode = int(value, 8)
             case "link" if value in ("true", "false"):
-                pass  # says how layers are stored
+                pass  # only changes how Docker stores layers
             case _:
                 raise one.error(f"--{name}={value} has no support here")
     words = one.words() or split_words(one, one.text)
@@ -325,7 +321,7 @@ def _arg_pairs(one: Instruction, scope: Mapping[str, str]) -> Iterator[tuple[str
 def _env_pairs(one: Instruction, scope: Mapping[str, str]) -> dict[str, str]:
     words = split_words(one, one.text)
     if words and "=" not in words[0]:
-        name, *rest = one.text.split(maxsplit=1)  # ENV NAME VALUE WITH SPACES
+        name, *rest = one.text.split(maxsplit=1)  # the old form: ENV NAME VALUE, where VALUE may have blanks
         if not rest:
             raise one.error(f"{name!r}: needs NAME=VALUE")
         return {expand_word(one, name, scope): expand_word(one, rest[0], scope)}

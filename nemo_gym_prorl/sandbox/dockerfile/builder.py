@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build images from Dockerfiles, without Docker, a daemon or root.
 
-Each stage that the target depends on becomes an image of the store. The runtime builds a stage from its base's root
-folder by one shell script that holds the stage's steps in order. A base is the image that the Dockerfile names, or the
-replacement that the user names for it; no base is ever replaced unasked, since another base can change a verdict.
+Each stage on which the target depends becomes an image in the store. The runtime builds a stage from its base's root
+folder by one shell script with all steps of the stage. A base is the image that the Dockerfile names, or a replacement
+that the user names: another base can change a verdict, so the builder replaces none by itself.
 
 A stage's key is a hash of its base, its steps and the files that it copies, so an unchanged stage is built once and
-shared by all Dockerfiles that have it. A file that a stage does not change is a hard link to its base's. Differences
-from Docker:
+shared by all Dockerfiles with this stage. An unchanged file of a base is stored as a hard link. Differences from
+Docker:
 
-- Where the builder has one user id, every file belongs to that user, and ``RUN`` after ``USER`` runs as that user.
-- Elsewhere ``RUN`` after ``USER`` needs the ``chroot`` of coreutils in the image, or a ``su`` that knows the user.
-- A folder of an archive that ``ADD`` unpacks keeps a link to a folder in the image, as ``bin`` is in many.
-- ``apt`` is configured to keep its user (``APT::Sandbox::User``), which an image for sandboxes with one user needs as
-  well.
+- If the builder has one user id, every file belongs to that user, and ``RUN`` after ``USER`` runs as that user.
+- Otherwise ``RUN`` after ``USER`` needs the ``chroot`` of coreutils in the image, or a ``su`` that knows the user.
+- If ``ADD`` unpacks a folder over a symlink to a folder, such as ``/bin``, the symlink stays.
+- ``apt`` is configured to keep its user id (``APT::Sandbox::User``), since a sandbox has one user id by default.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
 _WORK = "/.prorl-build"
-"""Folder inside a build that holds the script and the archives; the script removes it at the end."""
+"""Folder in the image with the script and the archives of a build; the script removes the folder at the end."""
 
 _FOLDER_MODE = "755"
 
-_KEY_LENGTH = 12
+_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name
 
 _PRELUDE = f"""\
 set -e
@@ -148,17 +147,17 @@ unpack_one() {{
 
 @dataclass(frozen=True, slots=True)
 class DockerfileRequest:
-    """A request to build an image from a Dockerfile.
+    """Request to build an image from a Dockerfile.
 
     Attributes:
-        path: the Dockerfile, or the folder that has one; the folder is the build context.
-        name: the image's name in the store.
+        path: the Dockerfile, or the folder with the Dockerfile; the folder is the build context.
+        name: short name of the built image.
         args: build arguments (``ARG``).
-        target: stage to build; the last one if empty.
-        replaced: image reference of a ``FROM`` to the image used in its place: address, path or name of an image.
-        fresh: build again although the store has the image, and pull its bases again.
-        format: of the target; ``None`` for the format that suits the cache's disk.
-        timeout_s: time limit of a stage.
+        target: name of the stage to build; the last stage if empty.
+        replaced: image to use instead (address, path or name), by image reference of a ``FROM`` or ``--from``.
+        fresh: whether to build all stages and pull all bases again, even if the store has them.
+        format: format of the target's image; ``None`` for :meth:`.ImageStore.default_format`.
+        timeout_s: seconds for building one stage.
     """
 
     path: Path
@@ -181,19 +180,16 @@ class DockerfileRequest:
 
 
 def is_dockerfile(path: Path) -> bool:
-    """Return whether a path is a Dockerfile by its name, or a folder that has one."""
+    """Return whether a path is a folder with a ``Dockerfile``, or a file with ``dockerfile`` in its name."""
     return (path / "Dockerfile").is_file() or (path.is_file() and "dockerfile" in path.name.lower())
 
 
 def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Runtime, progress: Progress) -> Path:
-    """Build an image from a Dockerfile, or find it in the store.
-
-    Returns:
-        Path of the image's root folder or SIF.
+    """Build an image from a Dockerfile unless the store has the image; return the path of its root folder or SIF.
 
     Raises:
         CallerError: the Dockerfile or an option is wrong; names line or option.
-        InfrastructureError: a base cannot be pulled, or a step failed; with the last words of the step.
+        InfrastructureError: a base cannot be pulled, or a step failed; quotes the step's last output.
     """
     check_name(request.name)
     stages = split_stages(parse(text_of(request.dockerfile)), request.args, machine())
@@ -213,15 +209,15 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
     return image
 
 
-_UNKNOWN_FOLDER = "/.of-the-base"
+_UNKNOWN_FOLDER = "/.of-the-base"  # stands for the working folder of a base that was not read
 
 
 def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
-    """Return the images that a Dockerfile builds on or copies from, and the user and working folder that it sets
-    regardless of its bases. Nothing is pulled or built.
+    """Return the images that a Dockerfile builds on or copies from, and the user and working folder that it sets;
+    each of both is empty if a base decides it. Pulls and builds no image.
 
     Raises:
-        CallerError: the Dockerfile is wrong, or an instruction has no support; names the line.
+        CallerError: the Dockerfile is wrong, or an instruction is not supported; names the line.
     """
     stages = split_stages(parse(text_of(path)), {}, machine())
     configs: list[OciConfig] = []
@@ -244,7 +240,7 @@ def _images_named(stages: Sequence[Stage]) -> set[str]:
 
 @dataclass(slots=True)
 class _Build:
-    """One build: its stages, and those that are images already."""
+    """One build of a Dockerfile; ``made`` has the image by number of each stage that is built or found."""
 
     request: DockerfileRequest
     stages: Sequence[Stage]
@@ -254,7 +250,7 @@ class _Build:
     made: dict[int, Path] = field(default_factory=dict)
 
     def stage_image(self, index: int, kind: Format) -> Path:
-        """Return the image of a stage, built with its dependencies unless the store has it."""
+        """Return the path of a stage's image; build the image and its dependencies unless the store has them."""
         stage = self.stages[index]
         base = self._image_of(stage.base, index)
         steps, config = plan(stage, config_of(base) or OciConfig({}), self.request.args, machine())
@@ -309,7 +305,6 @@ class _Build:
     def _run(
         self, work: Path, base: Path, steps: Sequence[Step], copies: Mapping[int, CopyPlan], kind: Format
     ) -> Path:
-        """Let the runtime carry out the steps in ``work``."""
         given = work / "build"
         given.mkdir()
         script = [_PRELUDE]
@@ -335,7 +330,7 @@ class _Build:
 
 def _script_of(number: int, step: Step, copied: CopyPlan | None) -> str:
     if isinstance(step, RunStep):
-        # Not exported: a variable of the image may have the name of one of the script.
+        # Passed as arguments, since exported variables of the image could override variables of the script.
         env = [f"{name}={value}" for name, value in step.env.items() if is_settable(name)]
         command = shlex.join([step.user, *env, *step.command])
         return f"( cd {shlex.quote(step.workdir)} && as_user {command} ) || failed {step.line} $?\nend_processes\n"
@@ -351,7 +346,7 @@ def _script_of(number: int, step: Step, copied: CopyPlan | None) -> str:
 
 
 def _key(base: str, steps: Sequence[Step], copies: Mapping[int, CopyPlan], config: OciConfig, kind: Format) -> str:
-    """Return a hash of all inputs of a stage's image; line numbers are left out."""
+    """Return a hash of all inputs of a stage's image, without line numbers."""
     contents = [copies[number].digest() if number in copies else "" for number in range(len(steps))]
     parts = [[type(step).__name__, *astuple(step)[1:]] for step in steps]
     text = json.dumps([base, machine(), kind, _PRELUDE, parts, contents, config.to_json()], default=dict)

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files that ``COPY`` and ``ADD`` take from a build context or from another image, as tar archives.
+"""Pack files that ``COPY`` and ``ADD`` copy from a build context or from another image into tar archives.
 
-Contexts are untrusted: a link is followed inside its own root only, and only files, folders and links are packed.
+Contexts are untrusted: symlinks cannot lead out of the context or image, and only files, folders and symlinks are
+packed.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from nemo_gym_prorl.sandbox.images import rootfs
 
 @dataclass(frozen=True, slots=True)
 class IgnoreRules:
-    """Patterns of a ``.dockerignore``; the last one that matches decides.
+    """Rules of a ``.dockerignore``; the last rule that matches a path decides.
 
     Attributes:
-        rules: (regular expression of a path relative to the context, whether it excludes).
+        rules: regular expression for a path relative to the context, and whether the rule excludes the path.
     """
 
     rules: tuple[tuple[re.Pattern[str], bool], ...] = ()
@@ -50,7 +51,7 @@ class IgnoreRules:
         return cls(tuple(rules))
 
     def excludes(self, path: str) -> bool:
-        """Return whether a path relative to the context is left out, by itself or through a folder above it."""
+        """Return whether a path relative to the context is ignored, by its own or a parent folder's name."""
         parts = path.split("/")
         out = False
         for pattern, excludes in self.rules:
@@ -61,7 +62,7 @@ class IgnoreRules:
 
 @dataclass(frozen=True, slots=True)
 class CopySource:
-    """Origin of a step's files: a build context with its rules, or the root folder of another image."""
+    """Origin of a step's files: a build context with its ignore rules, or the root folder of another image."""
 
     root: Path
     ignore: IgnoreRules = IgnoreRules()
@@ -69,11 +70,11 @@ class CopySource:
 
 @dataclass(frozen=True, slots=True)
 class CopyEntry:
-    """One file, folder or link that a step copies.
+    """One file, folder or symlink that a step copies.
 
     Attributes:
-        path: on this machine; ``None`` for a here-document.
-        name: relative to the step's target.
+        path: path on the host; ``None`` for a here-document.
+        name: path relative to the step's target.
         text: contents of a here-document.
     """
 
@@ -87,10 +88,10 @@ class CopyPlan:
     """Files that a step copies.
 
     Attributes:
-        entries: in order; a folder precedes its contents.
+        entries: entries in order; a folder precedes its contents.
         archives: local tar archives that are unpacked into the target.
-        single: name of the only source if that is one file, which gets the target's name unless the target is a
-            folder; else empty.
+        single: name of the source if the step copies exactly one file, which then gets the target's name unless the
+            target is a folder; otherwise empty.
     """
 
     entries: tuple[CopyEntry, ...]
@@ -121,12 +122,12 @@ def plan_copy(step: CopyStep, source: CopySource) -> CopyPlan:
     folders = 0
     for pattern in step.sources:
         matches = _matches(source, pattern)
-        if not matches and not _WILDCARD.search(pattern):  # a pattern may match nothing
+        if not matches and not _WILDCARD.search(pattern):  # as in Docker, wildcards may match no file
             raise _error(step, f"{pattern}: no such file in {'the context' if step.origin is None else step.origin}")
         for name, path in matches:
             if path.is_dir():
                 folders += 1
-                # Rules apply to real places, not to a link's.
+                # Ignore rules apply to resolved paths, not to paths of symlinks.
                 entries += _tree(path, _relative(path, source.root), source.ignore)
             elif step.unpack and path.is_file() and _is_archive(step, path):
                 archives.append(path)
@@ -155,7 +156,7 @@ def write_archive(plan: CopyPlan, step: CopyStep, target: Path) -> None:
                 archive.addfile(_owned(info, step), io.BytesIO(body))
                 continue
             info = archive.gettarinfo(entry.path, entry.name)
-            if info.islnk():  # a second name of a file that is packed already: its contents once more
+            if info.islnk():  # tarfile makes a second hard link to a packed file a link; store the contents again
                 info.type, info.linkname, info.size = tarfile.REGTYPE, "", entry.path.stat().st_size
             if info.isreg():
                 with entry.path.open("rb") as file:
@@ -177,18 +178,18 @@ def _is_archive(step: CopyStep, path: Path) -> bool:
 
 
 def _repack(packed: Path, archive: tarfile.TarFile) -> None:
-    """Add the members of another archive; owners become numbers, as in Docker."""
+    """Add the members of another archive; owners are stored as numeric ids only, as in Docker."""
     with tarfile.open(packed) as inner:
         for member in inner:
             member.uname = member.gname = ""
             contents = inner.extractfile(member) if member.isreg() else None
             if contents is not None:
-                member.type, member.pax_headers = tarfile.REGTYPE, {}  # holes of a sparse file are written
+                member.type, member.pax_headers = tarfile.REGTYPE, {}  # stores a sparse file in full
             archive.addfile(member, contents)
 
 
 def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
-    """Give a member the step's owner; tar finds names in the image, and falls back to the numbers."""
+    """Set the step's owner in a member; tar looks up user names in the image, and falls back to the numeric ids."""
     user, _, group = step.owner.partition(":")
     group = group or user
     info.uid, info.uname = (int(user), "") if user.isdecimal() else (0, user or "root")
@@ -199,7 +200,7 @@ def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
 
 
 def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
-    """Return (path relative to the root, resolved path) of a pattern's matches, sorted."""
+    """Return path relative to the root and resolved host path of each match of a pattern that is not ignored."""
     pattern = os.path.normpath(f"/{pattern.lstrip('/')}").lstrip("/")
     if not pattern:
         return [("", source.root)]
@@ -217,7 +218,7 @@ def _matches(source: CopySource, pattern: str) -> list[tuple[str, Path]]:
                 names = []
             for one in names:
                 path = f"{name}/{one}" if name else one
-                with contextlib.suppress(OSError):  # a link that leads to itself
+                with contextlib.suppress(OSError):  # a symlink loop
                     step.append((path, rootfs.resolve_inside(source.root, path)))
         found = step
     return [
@@ -234,7 +235,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
-    """Yield a folder's entries by relative path; links are not followed."""
+    """Yield all entries below a folder that are not ignored; ``name`` is the folder's path relative to the context."""
     for path in sorted(folder.iterdir()):
         inner = f"{name}/{path.name}" if name else path.name
         if path.is_dir() and not path.is_symlink():
@@ -246,18 +247,16 @@ def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
             yield CopyEntry(path, path.name)
 
 
-_MAX_LOOSE = 3
+_MAX_UNANCHORED = 3  # '**' that follow no '/' in one pattern; each multiplies the time of a match
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])+\]|\*\*/?|.", re.DOTALL)
 
 
 @cache
 def _compiled(pattern: str, *, deep: bool = False) -> re.Pattern[str]:
-    """Return Go's ``filepath.Match`` pattern as a regular expression, with ``**`` for any depth if ``deep``.
-
-    Patterns are untrusted. A wildcard's match is final wherever the first match is as good as any later one,
-    so matching takes polynomial time.
-    """
-    chunks = [[""]]  # between ``**``; a chunk's parts are between ``*``
+    """Convert a pattern of Go's ``filepath.Match`` to a regular expression; with ``deep``, ``**`` matches any depth.
+    Patterns are untrusted. Wildcards become atomic groups wherever backtracking could not find another match, so
+    matching takes polynomial time."""
+    chunks = [[""]]  # the pattern split at ``**``, and each chunk split at ``*``
     for token in _TOKEN.findall(pattern):
         if deep and token.startswith("**"):
             if len(chunks) == 1 or chunks[-1] != [""]:
@@ -270,8 +269,8 @@ def _compiled(pattern: str, *, deep: bool = False) -> re.Pattern[str]:
             chunks[-1][-1] += re.escape(token[1]) if token[0] == "\\" else "[" + token[1:].replace("[", r"\[")
         else:
             chunks[-1][-1] += re.escape(token)
-    if sum(chunk != [""] and not chunk[-1].endswith("/") for chunk in chunks[:-1]) > _MAX_LOOSE:
-        raise CallerError(f"{pattern}: more than {_MAX_LOOSE} '**' stand after no '/'", field="Dockerfile")
+    if sum(chunk != [""] and not chunk[-1].endswith("/") for chunk in chunks[:-1]) > _MAX_UNANCHORED:
+        raise CallerError(f"{pattern}: more than {_MAX_UNANCHORED} '**' stand after no '/'", field="Dockerfile")
     result = ""
     for number, (first, *parts) in enumerate(chunks):
         is_final = number < len(chunks) - 1 and chunks[number][-1].endswith("/")
@@ -304,7 +303,7 @@ def _error(step: CopyStep, reason: str) -> CallerError:
 
 
 def read_ignore_rules(context: Path, dockerfile: Path) -> IgnoreRules:
-    """Return the rules of ``DOCKERFILE.dockerignore``, else of the context's ``.dockerignore``, else none."""
+    """Return the rules in ``DOCKERFILE.dockerignore``, or else in the context's ``.dockerignore``; empty without."""
     for path in (dockerfile.with_name(f"{dockerfile.name}.dockerignore"), context / ".dockerignore"):
         if path.is_file():
             return IgnoreRules.parse(text_of(path, "surrogateescape"))
@@ -312,9 +311,7 @@ def read_ignore_rules(context: Path, dockerfile: Path) -> IgnoreRules:
 
 
 def text_of(path: Path, errors: str = "strict") -> str:
-    """Return the text of a Dockerfile or a ``.dockerignore``; raise :class:`CallerError` with the reason if it cannot
-    be read.
-    """
+    """Return the text of a Dockerfile or ``.dockerignore``; raise :class:`.CallerError` if the file cannot be read."""
     try:
         return read_text(path, MAX_BYTES, errors)
     except (OSError, ValueError) as error:

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dockerfiles: text to instructions, and expansion of variables in their words. Pure.
+"""Parse a Dockerfile into instructions, and expand variables in an instruction's words. Pure.
 
 Follows the Dockerfile reference of BuildKit (docs.docker.com/reference/dockerfile). ``EXPOSE``, ``HEALTHCHECK``,
 ``LABEL``, ``MAINTAINER``, ``STOPSIGNAL`` and ``VOLUME`` change neither files, variables, user nor working folder, so
-they have no effect. An instruction without support raises an error that names its line.
+these instructions are ignored. An unsupported instruction raises an error that names its line.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NO_EFFECT = frozenset({"EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIG
 _KNOWN = _NO_EFFECT | {"ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "SHELL", "USER", "WORKDIR"}
 _DIRECTIVE = re.compile(r"#\s*(syntax|escape|check)\s*=\s*(\S+)\s*$", re.IGNORECASE)
 HEREDOC = re.compile(r"(?<!\S)\d*<<(-?)(?:\"([^\"\n]+)\"|'([^'\n]+)'|([^\s<>|&;()\"'$]+))")
-_HEREDOC_OWNERS = frozenset({"ADD", "COPY", "RUN"})
+_HEREDOC_INSTRUCTIONS = frozenset({"ADD", "COPY", "RUN"})
 
 MAX_BYTES = 1 << 20
-"""Bytes of a Dockerfile, and characters of all values that are put in for its variables: it is untrusted."""
+"""Maximum bytes of an untrusted Dockerfile, and maximum characters to which all its variables may expand."""
 
-MAX_INSTRUCTIONS = 1000
+MAX_INSTRUCTIONS = 1000  # of an untrusted Dockerfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Heredoc:
     """A here-document of an instruction.
 
     Attributes:
-        name: the delimiter; the file's name where a folder is the destination.
+        name: the delimiter, which is also the file's name if the target is a folder.
         body: text with a final newline, without leading tabs for ``<<-``.
         expand: whether variables in ``body`` are expanded (an unquoted delimiter).
-        raw: the Dockerfile's lines unchanged, delimiter included.
+        raw: the lines of the Dockerfile, unchanged, with the delimiter.
     """
 
     name: str
@@ -51,13 +51,14 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        line: first line, counted from 1.
-        name: upper case.
+        line: number of the first line, counted from 1.
+        name: name in upper case.
         flags: ``--name=value`` options in order; the value of a bare ``--name`` is ``"true"``.
         text: text after the flags, with continued lines joined.
-        heredocs: in order.
-        expanded: characters put in for variables so far; one count for all instructions of a Dockerfile.
-        escape: character that continues lines and, in words, takes the meaning of the next one (``# escape``).
+        heredocs: here-documents in order.
+        escape: character that continues lines, and in words escapes the next character (``# escape``).
+        expanded: number of characters to which variables have expanded so far, in a list of one element that all
+            instructions of a Dockerfile share.
     """
 
     line: int
@@ -73,7 +74,11 @@ class Instruction:
         return CallerError(f"line {self.line}: {self.name}: {reason:.500}", field="Dockerfile")
 
     def words(self) -> list[str] | None:
-        """Return the words of the exec form (a JSON list of texts), ``None`` for the shell form."""
+        """Return the words of the exec form (a JSON list of strings); ``None`` for the shell form.
+
+        Raises:
+            CallerError: a word has a NUL or a surrogate; names the line.
+        """
         if not self.text.startswith("["):
             return None
         try:
@@ -88,10 +93,10 @@ class Instruction:
 
 
 def parse(text: str) -> list[Instruction]:
-    """Return the instructions of a Dockerfile.
+    """Parse the text of a Dockerfile into instructions.
 
     Raises:
-        CallerError: the text is no Dockerfile, or names an instruction or a frontend without support; names the line.
+        CallerError: the text is no Dockerfile, or has an unsupported instruction or frontend; names the line.
     """
     if "\0" in text:
         raise CallerError("has a NUL character", field="Dockerfile")
@@ -113,7 +118,7 @@ def parse(text: str) -> list[Instruction]:
             raise instruction.error("has no support here" if name.isalpha() else "is no instruction")
         flags, rest = _split_flags(rest.strip())
         heredocs: list[Heredoc] = []
-        if instruction.name in _HEREDOC_OWNERS:
+        if instruction.name in _HEREDOC_INSTRUCTIONS:
             for match in HEREDOC.finditer(_unquoted(rest)):
                 heredoc, number = _read_heredoc(lines, number, match, instruction)
                 heredocs.append(heredoc)
@@ -122,7 +127,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def _escape_character(lines: Sequence[str]) -> str:
-    """Return the line continuation character, by the directives at the top."""
+    """Return the escape character, which also continues lines, by the directives at the top of a Dockerfile."""
     escape = "\\"
     for number, line in enumerate(lines, 1):
         match = _DIRECTIVE.fullmatch(line.strip())
@@ -139,7 +144,8 @@ def _escape_character(lines: Sequence[str]) -> str:
 
 
 def _logical_line(lines: Sequence[str], number: int, escape: str) -> tuple[str, int]:
-    """Return a line with those that continue it, and the number of the next; empty for a comment or nothing."""
+    """Return the line at index ``number`` joined with its continuation lines, and the index of the next line. The text
+    is empty for a comment or an empty line."""
     parts: list[str] = []
     while number < len(lines):
         line = lines[number]
@@ -148,9 +154,9 @@ def _logical_line(lines: Sequence[str], number: int, escape: str) -> tuple[str, 
         if stripped.startswith("#") or (parts and not stripped):
             if not parts:
                 return "", number
-            continue  # comments and empty lines inside an instruction do not end it
+            continue  # comments and empty lines do not end an instruction
         body = line.rstrip()
-        # Two escape characters mean the character itself.
+        # Two escape characters stand for the character itself, and do not continue the line.
         continued = body.endswith(escape) and not body[:-1].endswith(escape)
         parts.append(body[:-1] if continued else body)
         if not continued:
@@ -180,13 +186,17 @@ def _read_heredoc(lines: Sequence[str], number: int, match: re.Match[str], owner
 
 
 def _unquoted(text: str) -> str:
-    """Return the text with quoted parts replaced, except a quoted here-document delimiter."""
+    """Mask quoted parts of a text by ``_``, except quoted delimiters, so that ``<<`` in quotes is no here-document."""
     pattern = r"((?<!\S)\d*<<-?(?:\"[^\"\n]+\"|'[^'\n]+'))|\"(?:\\.|[^\"\\])*\"|'[^']*'|<<<|\\."
     return re.sub(pattern, lambda match: match[1] or "_" * len(match[0]), text)
 
 
 def split_words(one: Instruction, text: str) -> list[str]:
-    """Return the words of a text, split at blanks outside quotes; quotes and escapes stay."""
+    """Split a text into words at blanks outside of quotes; quotes and escape characters stay.
+
+    Raises:
+        CallerError: a quote has no end; names the line.
+    """
     escape = re.escape(one.escape)
     quoted = rf"\"(?:{escape}.|[^\"{escape}])*\"|'[^']*'"
     words, pattern = [], re.compile(rf"(?:{escape}.|{quoted}|[^\s\"'{escape}]|{escape}$)+")
@@ -206,22 +216,22 @@ def expand_word(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
     """Return a word with its variables expanded, its quotes removed and its escapes resolved.
 
     Raises:
-        CallerError: an expansion has no support, or ``${name:?message}`` finds no value; names the line.
+        CallerError: an expansion is not supported, or a variable with ``:?message`` has no value; names the line.
     """
     return _Expansion(one, text, scope, quotes=True).up_to("")
 
 
 def expand_text(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
-    """Return a here-document's text with its variables expanded; quotes stay, the escape character escapes any."""
+    """Return a here-document's text with its variables expanded and its escapes resolved; quotes stay."""
     return _Expansion(one, text, scope, quotes=False).up_to("")
 
 
-_MAX_DEPTH = 50
+_MAX_DEPTH = 50  # nested expansions, each of which recurses
 
 
 @dataclass(slots=True)
 class _Expansion:
-    """Reader of one text, character by character as BuildKit reads it; ``quotes`` says whether quotes are special."""
+    """Expansion of one text, read character by character as in BuildKit; ``quotes``: whether quotes are removed."""
 
     one: Instruction
     text: str
@@ -231,7 +241,7 @@ class _Expansion:
     depth: int = 0
 
     def up_to(self, end: str) -> str:
-        """Return the expanded text up to the character ``end``, or to the end of the text if it is empty."""
+        """Expand the text up to the character ``end``, or if ``end`` is empty, to the end of the text."""
         found: list[str] = []
         while self.position < len(self.text):
             character = self._next()
@@ -279,14 +289,14 @@ class _Expansion:
         raise self.one.error(f"{self.text}: a quote has no end")
 
     def _variable(self) -> str:
-        """Return the value of the variable whose ``$`` has just been read."""
+        """Return the value of the expansion of which the leading ``$`` has just been read."""
         if self._match(r"\{"):
             name = self._match(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
             operator = self._match(r":?[-+?]|\}")
             if not name or not operator:
                 raise self.one.error(f"{self.text}: the expansion has no support here")
         else:
-            # A special parameter, such as $$, has no value here.
+            # Special parameters of a shell, such as $$, expand to an empty text.
             name, operator = self._match(r"[A-Za-z_]\w*|\d+|[@*#?$!-]"), "}"
             if not name:
                 return "$"
@@ -301,9 +311,9 @@ class _Expansion:
         self.depth += 1
         word = self.up_to("}")
         self.depth -= 1
-        has = bool(found) if operator.startswith(":") else found is not None
+        is_set = bool(found) if operator.startswith(":") else found is not None
         if operator.endswith("+"):
-            return word if has else ""
-        if operator.endswith("?") and not has:
+            return word if is_set else ""
+        if operator.endswith("?") and not is_set:
             raise self.one.error(f"{name}: {word or 'has no value'}")
-        return (found or "") if has else word
+        return (found or "") if is_set else word

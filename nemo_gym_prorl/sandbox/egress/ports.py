@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ports on a sandbox's loopback device that this process on the host serves, and heads of HTTP messages.
+"""Serve ports on sandboxes' loopback devices from the host, and parse header sections of HTTP messages.
 
-A socket belongs to the network namespace in which it was created. Each port's listening socket is in the namespace of
-its sandbox, and this process accepts from it. So only programs of that sandbox can connect, the socket identifies the
-sandbox's rules, and no process runs inside.
+A socket belongs to the network namespace in which it was created. Each port's listening socket is created in its
+sandbox's namespace, and this process on the host accepts the connections. So only programs in that sandbox can
+connect, the socket identifies the sandbox's rules, and no proxy runs in the sandbox.
 
-:class:`PolicyAccess` gives programs access to the policy of their rollout, and to nothing else. A request to its port
-is sent to one origin, below ``/v1/``, with the rollout's key in place of the program's own credentials. The key never
-enters the sandbox. Each request has a connection to the policy of its own, so no byte behind its body is read as
-another request.
+:class:`PolicyAccess` gives programs access to the policy of their rollout only. A request is forwarded to one origin,
+below ``/v1/``, with the rollout's key in place of the program's own credentials. The key never enters the sandbox.
+Each request has its own connection to the policy, so bytes after the body cannot be read as another request.
 
-Bodies are passed on as they arrive. A call has no time limit, as a generation has none. A program that closes its
-connection closes the connection to the policy, which cancels the turn. Closing the port ends no call: its caller has
-outlived the program, and the end of the key decides what the call counts.
+Bodies are streamed. A call has no time limit, since a generation has none. If a program closes its connection, the
+connection to the policy is closed, which cancels the turn. Closing the port does not cancel calls in flight of
+processes that outlive the agent program; the policy decides by the expiry of the key whether such calls count.
 """
 
 from __future__ import annotations
@@ -37,29 +36,27 @@ from nemo_gym_prorl.sandbox.supervisor.connection import PAUSE_S
 
 
 MAX_CONNECTIONS = 128
-"""Connections of one port that are served at a time; package managers use up to 50. Further connections wait in the
-kernel.
-"""
+"""Concurrent connections of one port; package managers use up to 50. Further connections wait in the kernel."""
 
 CONNECT_TIMEOUT_S = 15.0
-"""Time to resolve a name, and to connect to one of its addresses."""
+"""Time limit for resolving a name, and again for connecting to each address."""
 
 IDLE_S = 600.0
-"""Time without a byte in either direction after which a connection is closed; a model's answer may take minutes."""
+"""Time without a byte in either direction after which a connection is closed; a model's response may take minutes."""
 
 CLOSE_S = 5.0
-"""Time for a program to read the end of a response."""
+"""Time for a program to read the end of a response before its connection is aborted."""
 
 MAX_HEAD_BYTES = 64 << 10
-"""Bytes of a message's head, and of the buffer of each direction of a connection."""
+"""Maximum bytes of a message's header section, and of the read buffer of each direction of a connection."""
 
 HOP_BY_HOP = frozenset(
     {"connection", "proxy-connection", "keep-alive", "proxy-authorization", "te", "upgrade", "host"}
 )
-"""Fields of one connection, which are not passed on; ``Host`` is rewritten from the URL that was checked."""
+"""Header fields that concern one connection and are not forwarded; ``Host`` is set from the checked URL."""
 
 _FRAMING = frozenset({"content-length", "transfer-encoding", "trailer", "host", "expect"})
-"""Fields that decide where a message ends and whom it is for, which ``Connection`` must not take away."""
+"""Header fields that decide a message's length and target, so ``Connection`` must not remove them."""
 
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\0]*?)[ \t]*")
 _LENGTH = re.compile(r"[0-9]{1,18}")
@@ -70,15 +67,15 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Refusal(Exception):
-    """A request that is answered with an HTTP error."""
+    """Refused request of a program; :meth:`response` is sent to the program."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
 
     def response(self) -> bytes:
-        """Return the response, whose body has the shape that clients of policies read."""
-        # Many programs show the reason of a refused tunnel, and not its body.
+        """Return an HTTP error response, whose JSON body has the form that clients of model APIs read."""
+        # Many programs show only the reason phrase of a refused tunnel, so it has the same text as the body.
         reason = str(self).encode("ascii", "replace").decode()
         text = json.dumps({"type": "error", "error": {"type": "sandbox_proxy_error", "message": reason}})
         return (
@@ -89,13 +86,13 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Head of a message.
+    """Start line and header fields of an HTTP message.
 
     Attributes:
-        first: words of the first line, three of a request.
+        first: words of the start line; a request has three.
         fields: all header fields.
-        named: names that ``Connection`` lists, in lower case.
-        size: bytes of the body; ``None`` for chunks, infinite if the head does not say.
+        named: header fields that ``Connection`` lists, in lower case.
+        size: bytes of the body; ``None`` for chunked encoding, infinite if the fields do not tell the size.
     """
 
     first: tuple[str, ...]
@@ -108,15 +105,15 @@ class Head:
 
     @property
     def passed_on(self) -> Fields:
-        """Header fields that concern more than one connection."""
+        """Header fields to forward: all but those that concern one connection."""
         return tuple(field for field in self.fields if field[0].lower() not in HOP_BY_HOP | self.named)
 
 
 def parse_head(data: bytes) -> Head:
-    """Return the head of a message.
+    """Parse a header section that ends with a blank line.
 
     Raises:
-        Refusal: the bytes are no head, or two readers may differ in where the message ends.
+        Refusal: the bytes are not a header section of HTTP/1.1, or the length of the body is ambiguous.
     """
     first, *lines = data.removesuffix(b"\r\n\r\n").decode("latin-1").split("\r\n")
     fields = tuple((found[1], found[2]) for line in lines if (found := _FIELD.fullmatch(line)))
@@ -134,10 +131,10 @@ def parse_head(data: bytes) -> Head:
 
 
 def parse_request_head(data: bytes) -> Head:
-    """Return the head of a request; it has no body if it does not say so.
+    """Parse the header section of a request; a request without a length has no body.
 
     Raises:
-        Refusal: the bytes are no such head.
+        Refusal: the bytes are not the header section of a request, or the length of the body is ambiguous.
     """
     head = parse_head(data)
     method, version, chunked = head.first[0], head.first[-1], head.size is None
@@ -147,7 +144,8 @@ def parse_request_head(data: bytes) -> Head:
 
 
 class ProgramReader(asyncio.StreamReader):
-    """Stream of a program's bytes. ``on_end`` is called when the program closes its end, also before all is read."""
+    """Stream of the bytes that a program sends. ``on_end`` is called as soon as the program closes or breaks the
+    connection, even if bytes are unread."""
 
     on_end: Callable[[], object] | None = None
 
@@ -162,28 +160,29 @@ class ProgramReader(asyncio.StreamReader):
 
 
 class SandboxPort(ABC):
-    """Server of one port of one sandbox."""
+    """Server of one port on one sandbox's loopback device; owns the listening socket."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = self._add(self._accept())
-        # Only after the event loop has forgotten the descriptor, whose socket the supervisor also holds.
+        # The supervisor has a copy of the socket, so closing would not remove the descriptor from epoll; asyncio must
+        # remove it before.
         self._accepting.add_done_callback(lambda _task: listener.close())
 
     @abstractmethod
-    async def _carry_out(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of a connection; a :class:`Refusal` is sent as the last response."""
+    async def _serve_requests(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> None:
+        """Serve the requests of a connection; the caller sends a raised :class:`Refusal` as the last response."""
 
     def stop_accepting(self) -> None:
         if self._listener.fileno() >= 0:
-            # The supervisor's shutdown of the socket would wake a cancelled accept, which asyncio reports as a defect.
+            # If the supervisor shuts the socket down, asyncio would wake the cancelled accept and log an error.
             asyncio.get_running_loop().remove_reader(self._listener)
         self._accepting.cancel()
 
     async def close(self) -> None:
-        """Stop accepting, and cut all connections."""
+        """Stop accepting connections, and abort all open ones."""
         self.stop_accepting()
         while self._tasks:
             for task in self._tasks:
@@ -202,7 +201,7 @@ class SandboxPort(ABC):
             await self._slots.acquire()
             try:
                 accepted, _address = await loop.sock_accept(self._listener)
-            except OSError:  # no descriptor is left
+            except OSError:  # this process has no file descriptor left
                 self._slots.release()
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -214,10 +213,11 @@ class SandboxPort(ABC):
         transport, _protocol = await loop.connect_accepted_socket(lambda: protocol, accepted)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            # Errors of a group, too. The connection is cut, so that no program takes part of a response for all of it.
+            # Errors in groups are suppressed too. The transport is aborted and not closed, so that a program does not
+            # mistake a truncated response for a complete one.
             with log_exceptions(), contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 try:
-                    await self._carry_out(reader, writer)
+                    await self._serve_requests(reader, writer)
                 except Refusal as refusal:
                     writer.write(refusal.response())
                 await _finish(reader, writer)
@@ -226,10 +226,12 @@ class SandboxPort(ABC):
 
 
 async def read_head(reader: ProgramReader, timeout_s: float) -> bytes:
-    """Read the head of the next request.
+    """Return the bytes of the next request's header section, with the blank line at its end.
 
     Raises:
-        Refusal: the head is too long.
+        Refusal: the header section has more than :data:`MAX_HEAD_BYTES`.
+        TimeoutError: the header section is incomplete after ``timeout_s`` seconds.
+        asyncio.IncompleteReadError: the program has closed the connection.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -239,7 +241,7 @@ async def read_head(reader: ProgramReader, timeout_s: float) -> bytes:
 
 
 async def _finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Let the program read all output: closing a socket with unread input would discard output on its way."""
+    """Wait until the program has read all output: closing a socket with unread input discards output in flight."""
     writer.transport.set_write_buffer_limits(0)
     async with asyncio.timeout(IDLE_S):
         await writer.drain()
@@ -250,31 +252,31 @@ async def _finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 KEEPALIVE_S = 60
-"""Idle time after which the kernel probes whether the policy's machine is still there."""
+"""Seconds without data from the policy's machine after which TCP keep-alive probes the machine."""
 
 MAX_BODY_BYTES = 8 << 20
-"""Bytes of a request's body, as at the model server."""
+"""Maximum bytes of a request's body; the model server has the same limit."""
 
 _HOSTS = {f"{name}{port}" for name in ("127.0.0.1", "localhost", HOST_NAME) for port in ("", f":{POLICY_PORT}")}
-_CALLER = re.compile(r"authorization|(x-)?api-key|cookie|forwarded|x-(real-ip|(forwarded|rollout|prorl)-.*)")
-"""Fields by which a server may identify the caller; ``_`` counts as ``-``."""
+_CALLER_FIELDS = re.compile(r"authorization|(x-)?api-key|cookie|forwarded|x-(real-ip|(forwarded|rollout|prorl)-.*)")
+"""Header fields by which a server may identify the caller; ``_`` in a field's name counts as ``-``."""
 
 _LENGTH_FIELDS = ("content-length", "transfer-encoding", "trailer", "expect")
 _STATUS = re.compile(r"HTTP/1\.[01] ([2-5]\d\d)( .*)?")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
-_tls = cache(ssl.create_default_context)  # reads all authorities, which takes long
+_tls = cache(ssl.create_default_context)  # loads all CA certificates, so the context is created once
 
 
 class BadBody(OSError):
-    """A body whose chunks have no clear end."""
+    """Body in chunked encoding with invalid chunks."""
 
 
 class PolicyAccess(SandboxPort):
-    """Route from a sandbox to one policy.
+    """Port through which programs in a sandbox reach one policy.
 
     Args:
-        url: origin of the policy.
-        key: bearer token of the rollout.
+        url: origin of the policy: scheme, host and port.
+        key: bearer key of the rollout.
     """
 
     def __init__(self, listener: socket.socket, url: str, key: str) -> None:
@@ -284,19 +286,19 @@ class PolicyAccess(SandboxPort):
         self._is_closed = False
 
     async def close(self) -> None:
-        """Take no more calls; return when those of ended programs are cut. Other calls end with their programs."""
+        """Refuse new calls, and wait for calls whose programs have closed the connection. Other calls continue."""
         self._is_closed = True
         self.stop_accepting()
         await asyncio.gather(*(task for task in self._tasks if task.cancelling()), return_exceptions=True)
 
-    async def _carry_out(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_requests(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         reader.on_end = task.cancel if task else None
         while await self._call(reader, writer):
             pass
 
     async def _call(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer the next request of a connection; return whether another one may follow."""
+        """Forward the next request of a connection; return whether the connection stays open for another request."""
         request = parse_request_head(await read_head(reader, IDLE_S))
         if self._is_closed:
             raise Refusal(403, "the rollout's program has ended")
@@ -305,33 +307,33 @@ class PolicyAccess(SandboxPort):
         address = self._origin.hostname, self._origin.port or (443 if tls else 80)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                far = await asyncio.open_connection(*address, ssl=_tls() if tls else None, limit=MAX_HEAD_BYTES)
+                upstream = await asyncio.open_connection(*address, ssl=_tls() if tls else None, limit=MAX_HEAD_BYTES)
         except (OSError, ValueError) as error:
             raise _unreachable(error) from error
-        far[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        far[1].get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        upstream[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        upstream[1].get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
         if modern and "100-continue" in request.values("expect"):
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        far[1].write(head)
-        sending = asyncio.create_task(_send_body(reader, request.size, far[1]))
+        upstream[1].write(head)
+        sending = asyncio.create_task(_send_body(reader, request.size, upstream[1]))
         try:
             try:
-                status, fields, size = await _read_response(far[0], request.first[0])
+                status, fields, size = await _read_response(upstream[0], request.first[0])
             except (OSError, ValueError, Refusal, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
                 raise (sending.result() if sending.done() else None) or _unreachable(error) from error
             chunked = modern and size in (None, math.inf)
             keep = modern and sending.done() and "close" not in request.named
             framing = ["Transfer-Encoding: chunked"] * chunked + ["Connection: close"] * (not keep)
             writer.write("\r\n".join([f"HTTP/1.1 {status}", *fields, *framing, "", ""]).encode("latin-1"))
-            await _copy(far[0], size, writer, chunked=chunked)
+            await _copy(upstream[0], size, writer, chunked=chunked)
             return keep
         finally:
             sending.cancel()
-            far[1].transport.abort()
+            upstream[1].transport.abort()
             await asyncio.wait({sending})
 
     def _request_head(self, request: Head) -> bytes:
-        """Return the head of a request to the policy."""
+        """Return the header section of the forwarded request; refuse paths outside of ``/v1/`` and other hosts."""
         method, target, _version = request.first
         segments = unquote(target.partition("?")[0]).replace("\\", "/").split("/")
         if not target.startswith("/v1/") or not target.isascii() or "#" in target or {".", ".."} & {*segments}:
@@ -341,7 +343,7 @@ class PolicyAccess(SandboxPort):
         fields = [
             f"{name}: {value}"
             for name, value in request.passed_on
-            if (key := name.lower().replace("_", "-")) not in _LENGTH_FIELDS and not _CALLER.fullmatch(key)
+            if (key := name.lower().replace("_", "-")) not in _LENGTH_FIELDS and not _CALLER_FIELDS.fullmatch(key)
         ]
         if (request.size or 0) > MAX_BODY_BYTES:
             raise _too_long()
@@ -360,7 +362,7 @@ def _unreachable(error: Exception) -> Refusal:
 
 
 async def _send_body(reader: asyncio.StreamReader, size: float | None, writer: asyncio.StreamWriter) -> Refusal | None:
-    """Pass a request's body on; return why it is wrong, which cuts the connection to the policy."""
+    """Forward a request's body. If the body is invalid, abort the connection to the policy and return the refusal."""
     try:
         await _copy(reader, size, writer, chunked=size is None, limit=MAX_BODY_BYTES)
     except Refusal as refusal:
@@ -370,12 +372,13 @@ async def _send_body(reader: asyncio.StreamReader, size: float | None, writer: a
         writer.transport.abort()
         return Refusal(400, f"the request's body {error}")
     except (OSError, asyncio.IncompleteReadError):
-        pass  # the policy's response or end decides; a program that has ended has cancelled the call
+        pass  # if the policy failed, _call notices a missing response; if the program ended, _call is cancelled
     return None
 
 
 async def _read_response(reader: asyncio.StreamReader, method: str) -> tuple[str, list[str], float | None]:
-    """Return status, fields to pass on, and size of the body as in :class:`.Head`."""
+    """Skip interim responses (1xx); return status, header fields to forward, and size of the body as in
+    :class:`Head`."""
     head = parse_head(await reader.readuntil(b"\r\n\r\n"))
     while "".join(head.first[1:2]).startswith("1"):
         head = parse_head(await reader.readuntil(b"\r\n\r\n"))
@@ -394,7 +397,6 @@ async def _copy(
     chunked: bool,
     limit: float = math.inf,
 ) -> None:
-    """Copy a body as it arrives, in chunks if ``chunked``."""
     async for data in _pieces(reader, size, limit):
         writer.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
         await writer.drain()
@@ -402,7 +404,8 @@ async def _copy(
 
 
 async def _pieces(reader: asyncio.StreamReader, size: float | None, limit: float = math.inf) -> AsyncIterator[bytes]:
-    """Yield a body as it arrives: ``size`` bytes, all up to the connection's end if infinite, chunks if ``None``."""
+    """Yield a body as it arrives: ``size`` bytes, or decoded chunks if ``None``, or all bytes up to the connection's
+    end if infinite. Refuses chunks of more than ``limit`` bytes together."""
     while size is None:
         try:
             found = _CHUNK.fullmatch(await reader.readuntil(b"\r\n"))

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP proxy process: connects sandboxes to the hosts that their ``network`` field allows, by this machine's network.
+"""HTTP proxy process: connects sandboxes to the hosts that their ``network`` fields allow, from this machine.
 
 The same process serves the ports of policies (:mod:`.ports`).
 
-Programs ask for a tunnel (``CONNECT``) or for one plain HTTP request. A plain request ends its connection, so no
-second request can follow to a host that was not checked. The address that is checked is the one that is connected to.
-Machines of content networks serve many hosts. So TLS in a tunnel to a listed name must ask for a listed name, too.
+Programs request a tunnel (``CONNECT``), or send one plain HTTP request, after which the connection is closed. So no
+second request can follow to an unchecked host. The proxy connects to exactly the address that was checked. A content
+delivery network serves many hosts at one address, so TLS in a tunnel to a listed name must name a listed host too.
 
-If the server's environment names a proxy (``http_proxy``, ``https_proxy``, ``no_proxy``), connections go through that
-proxy. That proxy resolves names, so only names and spelled-out addresses are checked here.
+If the server's environment names an upstream proxy (``http_proxy``, ``https_proxy``, ``no_proxy``), connections go
+through that proxy. The upstream proxy resolves names, so only names and literal addresses are checked here.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from nemo_gym_prorl.sandbox.supervisor.connection import Connection, Message, cl
 
 
 HANDSHAKE = 22
-"""First byte of a TLS connection."""
+"""Type of a TLS handshake record, the first byte of a TLS connection."""
 
 RECORD_HEAD = 5
-"""Bytes before the content of a record; the last two are the content's length."""
+"""Bytes of a TLS record's header; the last two are the length of the record's content."""
 
 UNRECOGNIZED_NAME = bytes((21, 3, 1, 0, 2, 2, 112))
-"""Record with the alert that refuses a name."""
+"""TLS record with the fatal alert ``unrecognized_name``."""
 
 _CLIENT_HELLO = 1
 _VERSION_AND_RANDOM = 34
@@ -81,15 +81,15 @@ class _Fields:
         return int.from_bytes(self.take(size))
 
     def content(self, size: int) -> bytes:
-        """Return a field that begins with its length in ``size`` bytes."""
+        """Return the content of a field that has a length prefix of ``size`` bytes."""
         return self.take(self.number(size))
 
 
 def server_name(record: bytes) -> str:
-    """Return the server name in a record with a whole ClientHello, in lower case; empty if it has none.
+    """Return the host name (SNI) in a TLS record with a complete ClientHello, in lower case; empty without SNI.
 
     Raises:
-        ValueError: the record has no ClientHello, or only a part of one.
+        ValueError: the record has no complete ClientHello.
     """
     fields = _Fields(record)
     fields.take(RECORD_HEAD - 2)
@@ -111,17 +111,17 @@ def server_name(record: bytes) -> str:
 
 
 MAX_LOOKUPS = 4
-"""Names of one sandbox that are resolved at a time, so that slow names of one sandbox do not delay others."""
+"""Concurrent name lookups of one sandbox, so that one sandbox's slow lookups do not delay other sandboxes."""
 
-LOOKUP_THREADS = 64
+LOOKUP_THREADS = 64  # for all sandboxes; each concurrent lookup blocks a thread
 
 HEAD_TIMEOUT_S = 30.0
-"""Time to send a request's head; a program sends it at once."""
+"""Time for a program to send a request's header section."""
 
 MAX_LOGGED_HOSTS = 256
-"""Hosts of one sandbox that are counted one by one; all others are counted as ``*``."""
+"""Number of hosts of one sandbox that are counted separately; further hosts are counted together as ``*``."""
 
-MAX_TRIED_ADDRESSES = 4
+MAX_TRIED_ADDRESSES = 4  # of one name, each for at most CONNECT_TIMEOUT_S
 
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@]+):(\d{1,5})")
 _URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@]+)(?::(\d{1,5}))?([/?][^#]*)?", re.IGNORECASE)
@@ -132,7 +132,10 @@ class Request:
     """A program's request to the proxy.
 
     Attributes:
+        message: start line and header fields.
+        tunnel: whether the program requests a tunnel (``CONNECT``), and not a plain HTTP request.
         host: name or address of the target, in lower case without brackets.
+        port: TCP port of the target.
         path: path and query of a plain request.
     """
 
@@ -147,7 +150,7 @@ class Request:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def head(self, *, to_proxy: bool, authorization: str = "") -> bytes:
-        """Return the head of a plain request to the target, or to a proxy."""
+        """Return the header section of a plain request to send to the target, or with ``to_proxy`` to a proxy."""
         host, (method, _target, version) = self.authority.removesuffix(":80"), self.message.first
         lines = [f"{method} {f'http://{host}' if to_proxy else ''}{self.path} {version}", f"Host: {host}"]
         lines += [f"{name}: {value}" for name, value in self.message.passed_on]
@@ -155,10 +158,10 @@ class Request:
 
 
 def parse_request(head: bytes) -> Request:
-    """Return the request of a head.
+    """Parse the header section of a request to a proxy.
 
     Raises:
-        Refusal: the head is not one of a request to a proxy.
+        Refusal: the header section is invalid, or has no target host and port.
     """
     message = parse_request_head(head)
     method, target, _version = message.first
@@ -177,12 +180,12 @@ class HostUse:
 
     Attributes:
         host: name or address as requested; ``*`` for all hosts beyond :data:`MAX_LOGGED_HOSTS`.
-        port: the port; 0 for several.
-        allowed: whether the rules allow the host.
+        port: TCP port; 0 for hosts that are counted together.
+        allowed: whether the sandbox's rules allow the host.
         connections: number of requests.
         bytes_out: bytes from the sandbox.
         bytes_in: bytes to the sandbox.
-        seconds: duration of the connections that have ended.
+        seconds: total duration of the connections that have ended.
     """
 
     host: str
@@ -195,7 +198,7 @@ class HostUse:
 
 
 class SandboxEgress(SandboxPort):
-    """The proxy of one sandbox."""
+    """Egress proxy of one sandbox: connects programs to the hosts that ``rules`` allow."""
 
     def __init__(self, listener: socket.socket, rules: EgressRules) -> None:
         super().__init__(listener)
@@ -206,27 +209,27 @@ class SandboxEgress(SandboxPort):
     def uses(self) -> list[HostUse]:
         return [*self._uses.values()]
 
-    async def _carry_out(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_requests(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> None:
         request = parse_request(await read_head(reader, HEAD_TIMEOUT_S))
         try:
             if refusal := self._rules.refusal(request.host, request.port):
                 raise Refusal(403, refusal)
-            far, head = await self._connect(request)
+            upstream, head = await self._connect(request)
         except Refusal as refused:
-            self._use(request, allowed=refused.status != 403)
+            self._count(request, allowed=refused.status != 403)
             raise
-        use, begin = self._use(request, allowed=True), asyncio.get_running_loop().time()
+        use, begin = self._count(request, allowed=True), asyncio.get_running_loop().time()
         try:
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n" if request.tunnel else b"")
-            far[1].write(head)
+            upstream[1].write(head)
             use.bytes_out += len(head)
-            await _relay((reader, writer), far, request, use, partial(self._check_first, request, writer))
+            await _relay((reader, writer), upstream, request, use, partial(self._check_first, request, writer))
         finally:
-            far[1].transport.abort()
+            upstream[1].transport.abort()
             use.seconds += asyncio.get_running_loop().time() - begin
 
     def _check_first(self, request: Request, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Check the first bytes that a program sends in a tunnel."""
+        """In a tunnel to a listed name, refuse TLS whose first record ``data`` names no allowed host."""
         named = not self._rules.public and literal_address(request.host) is None
         if not request.tunnel or data[0] != HANDSHAKE or not named:
             return
@@ -234,12 +237,11 @@ class SandboxEgress(SandboxPort):
         with contextlib.suppress(ValueError):
             name = server_name(data)
         if not name or self._rules.refusal(name, request.port):
-            self._use(replace(request, host=name or request.host), allowed=False)
+            self._count(replace(request, host=name or request.host), allowed=False)
             writer.write(UNRECOGNIZED_NAME)
             raise ConnectionAbortedError
 
-    def _use(self, request: Request, *, allowed: bool) -> HostUse:
-        """Count a request; hosts beyond the limit are counted together."""
+    def _count(self, request: Request, *, allowed: bool) -> HostUse:
         key = (request.host[:255], request.port, allowed)
         if key not in self._uses and len(self._uses) >= MAX_LOGGED_HOSTS:
             key = ("*", 0, allowed)
@@ -248,9 +250,8 @@ class SandboxEgress(SandboxPort):
         return use
 
     async def _connect(self, request: Request) -> tuple[Streams, bytes]:
-        """Return a connection to the target, and the bytes to send first."""
         try:
-            if proxy := _proxy_of_host(request):
+            if proxy := _upstream_proxy(request):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     return await self._connect_by_proxy(request, proxy)
             async with asyncio.timeout(CONNECT_TIMEOUT_S), self._lookups:
@@ -281,7 +282,7 @@ class SandboxEgress(SandboxPort):
         if (literal := literal_address(request.host)) is not None and not self._allow(request.host, literal):
             raise Refusal(403, f"{request.host} is not allowed by this sandbox's network")
         if request.message.size is None:
-            # Bytes after the body could be another request to the proxy.
+            # The upstream proxy could read bytes after a chunked body as another request.
             raise Refusal(411, "the server's own proxy needs a request whose length is given")
         if proxy.scheme not in ("http", "https") or not proxy.hostname:
             raise Refusal(502, "the server's http_proxy and https_proxy must be URLs of HTTP proxies")
@@ -291,10 +292,10 @@ class SandboxEgress(SandboxPort):
         if proxy.username:
             user = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
             authorization = f"Proxy-Authorization: Basic {base64.b64encode(user).decode()}"
-        far = await asyncio.open_connection(proxy.hostname, port, ssl=secure, limit=MAX_HEAD_BYTES)
+        upstream = await asyncio.open_connection(proxy.hostname, port, ssl=secure, limit=MAX_HEAD_BYTES)
         if not request.tunnel:
-            return far, request.head(to_proxy=True, authorization=authorization)
-        reader, writer = far
+            return upstream, request.head(to_proxy=True, authorization=authorization)
+        reader, writer = upstream
         try:
             lines = [f"CONNECT {request.authority} HTTP/1.1", f"Host: {request.authority}", authorization]
             writer.write("\r\n".join([*filter(None, lines), "", ""]).encode())
@@ -304,11 +305,11 @@ class SandboxEgress(SandboxPort):
         except BaseException:
             writer.transport.abort()
             raise
-        return far, b""
+        return upstream, b""
 
 
-def _proxy_of_host(request: Request) -> SplitResult | None:
-    """Return the proxy through which the host reaches a target, if its environment names one."""
+def _upstream_proxy(request: Request) -> SplitResult | None:
+    """Return the upstream proxy for a target by this process's environment variables; ``None`` to connect directly."""
     proxies = urllib.request.getproxies_environment()
     url = proxies.get("https" if request.tunnel else "http") or proxies.get("all")
     if not url or urllib.request.proxy_bypass(request.host, proxies):
@@ -317,10 +318,10 @@ def _proxy_of_host(request: Request) -> SplitResult | None:
 
 
 def _is_own(address: Address) -> bool:
-    """Return whether an address is one of this machine's: the kernel would connect to it from itself."""
+    """Return whether an address is one of this machine's: the kernel then uses the address itself as the source."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((str(address), 9))  # looks up the route, and sends nothing
+        probe.connect((str(address), 9))  # for UDP, connect only looks up the route and sends no packet
         return ipaddress.ip_address(probe.getsockname()[0]) == address
     return False
 
@@ -337,15 +338,16 @@ async def _first_reached(addresses: list[Address], port: int) -> Streams:
 
 
 async def _relay(
-    near: Streams, far: Streams, request: Request, use: HostUse, check_first: Callable[[bytes], None]
+    program: Streams, upstream: Streams, request: Request, use: HostUse, check_first: Callable[[bytes], None]
 ) -> None:
-    """Copy both directions until the target's end, or until no byte has moved for :data:`IDLE_S`."""
+    """Copy bytes in both directions until the target closes the connection; raise ``TimeoutError`` if no byte is
+    copied for :data:`.IDLE_S` seconds."""
     loop = asyncio.get_running_loop()
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counter: str, most: float) -> None:
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counter: str, limit: float) -> None:
         moved = 0
-        while moved < most:
-            data = await reader.read(int(min(MAX_HEAD_BYTES, most - moved)))
+        while moved < limit:
+            data = await reader.read(int(min(MAX_HEAD_BYTES, limit - moved)))
             if not data:
                 if writer.can_write_eof():
                     writer.write_eof()
@@ -361,13 +363,13 @@ async def _relay(
 
     async with asyncio.timeout(IDLE_S) as idle, asyncio.TaskGroup() as both:
         size = math.inf if request.tunnel or request.message.size is None else request.message.size
-        sending = both.create_task(copy(near[0], far[1], "bytes_out", size))
-        await copy(far[0], near[1], "bytes_in", math.inf)
+        sending = both.create_task(copy(program[0], upstream[1], "bytes_out", size))
+        await copy(upstream[0], program[1], "bytes_in", math.inf)
         sending.cancel()
 
 
 async def _whole_record(reader: asyncio.StreamReader, data: bytes) -> bytes:
-    """Return the first bytes that a program has sent, with the rest of its TLS record."""
+    """Read the rest of a program's first TLS record, and return the record; return ``data`` if it is not TLS."""
     while data[0] == HANDSHAKE:
         size = int.from_bytes(data[RECORD_HEAD - 2 : RECORD_HEAD])
         missing = RECORD_HEAD + (size if len(data) >= RECORD_HEAD else 0) - len(data)
@@ -378,7 +380,7 @@ async def _whole_record(reader: asyncio.StreamReader, data: bytes) -> bytes:
 
 
 class EgressProcess:
-    """Server of the supervisor's messages: ``serve``, ``forget`` and ``report`` with the name of a sandbox."""
+    """Handler of the supervisor's messages: ``serve`` or ``forget`` a sandbox's port, ``report`` requested hosts."""
 
     def __init__(self, channel: socket.socket, on_gone: Callable[[], None]) -> None:
         self._ports: dict[tuple[str, int], SandboxPort] = {}
@@ -408,7 +410,7 @@ class EgressProcess:
 
 
 def main() -> None:
-    """Run ``proxy PARENT CHANNEL``, the last being the descriptor of the supervisor's socket."""
+    """Run the proxy process; arguments: pid of the supervisor, and descriptor of the socket to the supervisor."""
     parent, channel = map(int, sys.argv[1:])
     syscalls.die_with_parent(parent)
 
@@ -418,7 +420,7 @@ def main() -> None:
         process = EgressProcess(socket.socket(fileno=channel), gone.set)
         await gone.wait()
         del process
-        # Threads may still resolve names.
+        # Exit without waiting for threads that still resolve names.
         os._exit(0)
 
     asyncio.run(serve())

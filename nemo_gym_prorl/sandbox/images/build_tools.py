@@ -1,21 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Run the programs that build images and the private runtime.
+"""Run the programs that build images and the private Apptainer.
 
-These programs start helpers and containers of their own, and a builder may be killed. So the programs run under a
+These programs start helpers and containers of their own, and this process may be killed. So the programs run under a
 reaper (:mod:`nemo_gym_prorl.processes`), which ends all descendants when the programs or this process end.
 
 The programs run untrusted commands (``%post`` and ``%setup`` of a definition file) and read untrusted files (layers of
 a registry, a squashfs). For machine root the programs therefore run in a user namespace whose root has no rights on
-the host. The namespace has a block of host ids without users: its root may install packages and give files to other
-ids. Invariants:
+the host. The namespace maps a block of unassigned host ids, so its root may install packages and set the owners of
+files. Invariants:
 
-- the programs may write below their working folder, which is given to them, and where every user may write (``/tmp``);
-- of folders closed to other users they see only the files that they need: root's home folder, for example, stays
-  hidden;
-- no process outlives the build: the programs have a PID namespace, which ends with its first process.
+- The programs may write only below their working folder, which they own, and in folders such as ``/tmp``.
+- In folders closed to other users, such as root's home folder, the programs see only the files that they need.
+- No process outlives the build: the programs have a PID namespace, which ends with its first process.
 
-The network is the machine's, since packages are downloaded. An ordinary user's programs run as that user.
+The programs use the machine's network, to download packages. An ordinary user's programs run as that user.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from nemo_gym_prorl.sandbox.supervisor.state_dir import remove_tree
 
 
 MAX_ERROR_CHARS = 800
-"""Characters of a failed program's last output that the error quotes: enough for the cause."""
+"""Number of characters at the end of a failed program's output that the error quotes: enough for the cause."""
 
 _live: set[subprocess.Popen[str]] = set()
 
 
 def stop_all() -> None:
-    """End all programs that :func:`run` has started, in any thread; those calls raise."""
+    """End all programs that calls of :func:`run`, in any thread, have started; these calls raise."""
     for reaper in list(_live):
         reaper.terminate()
 
@@ -66,34 +65,35 @@ def run(
     *,
     reads: Sequence[Path] | None = None,
 ) -> str:
-    """Run a program; return its output.
+    """Run a program; return its standard output, stripped.
 
     Args:
-        environ: environment of the program; this process's if not given.
-        cwd: working folder, which also holds temporary files.
-        reads: for programs that handle untrusted input: files needed besides ``cwd`` and world-readable ones. For
-            machine root the program then runs without root's rights, and its results need :func:`.rootfs.sanitize`.
+        environ: environment variables of the program; ``None`` for those of this process.
+        timeout_s: seconds until the program is ended.
+        cwd: working folder, also for temporary files; ``None`` for this process's, with the system's temporary folder.
+        reads: ``None`` for trusted input. Otherwise the files that the program needs besides ``cwd`` and
+            world-readable files: machine root confines the program, whose results need :func:`.rootfs.sanitize`.
 
     Raises:
-        InfrastructureError: the program failed or timed out; quotes its last output.
+        InfrastructureError: the program failed (the error quotes its last output) or timed out.
     """
     what = " ".join([Path(command[0]).name, *(word for word in command[1:2] if not word.startswith("-"))])
     environ = os.environ if environ is None else environ
     mark = ProcessMark("PRORL_IMAGE_TOOL", secrets.token_hex(8))
-    # After a change of user the interpreter may not be accessible; then there is no reaper.
-    kept = os.access(sys.executable, os.X_OK)
+    # After a change of user id the interpreter may be inaccessible; the program then runs without a reaper.
+    has_reaper = os.access(sys.executable, os.X_OK)
     scratch = Path(tempfile.mkdtemp(prefix="tool-", dir=cwd))
-    # The runtime passes variables with these prefixes into containers.
+    # Apptainer passes variables with the prefix APPTAINERENV_ into containers, whose processes also need the mark.
     marked = {f"{prefix}{mark.name}": mark.value for prefix in ("", "APPTAINERENV_")}
     temporary = {f"{prefix}TMPDIR": str(scratch) for prefix in ("", "APPTAINER_")}
     given = cwd if reads is not None and is_machine_root() else None
     if given and reads is not None:
         command = confined_command(command, given, reads)
-        # The namespace has no home folder, and its root has all capabilities.
+        # Root's home folder is hidden in the namespace, whose root has all capabilities and needs no USERNS option.
         environ = {name: value for name, value in environ.items() if not name.endswith("_USERNS")} | {"HOME": "/"}
     try:
         with subprocess.Popen(
-            reaper_command(mark, list(command), sys.executable, scratch) if kept else command,
+            reaper_command(mark, list(command), sys.executable, scratch) if has_reaper else command,
             env={**environ, **temporary, **marked},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -118,12 +118,12 @@ def run(
             take_back(given)
         remove_tree(scratch)
     if reaper.returncode:
-        said = " / ".join(line.strip() for line in (errors or output).splitlines() if _is_news(line))
-        raise InfrastructureError(f"{what} failed: {said[-MAX_ERROR_CHARS:] or f'exit code {reaper.returncode}'}")
+        lines = " / ".join(line.strip() for line in (errors or output).splitlines() if _is_relevant(line))
+        raise InfrastructureError(f"{what} failed: {lines[-MAX_ERROR_CHARS:] or f'exit code {reaper.returncode}'}")
     return output.strip()
 
 
-def _is_news(line: str) -> bool:
+def _is_relevant(line: str) -> bool:
     return bool(line.strip()) and not line.startswith(("INFO:", "WARNING:", "+ "))
 
 
@@ -140,23 +140,22 @@ def confined_command(command: Sequence[str], work: Path, seen: Sequence[Path]) -
     """Return the command line that runs ``command`` in a user namespace without rights on the host.
 
     Args:
-        command: command to run; its program is an absolute path.
-        work: working folder, which is given to the namespace's root with its contents.
-        seen: files and folders to read; files of root belong to the namespace's root there.
+        command: program, as an absolute path, and its arguments.
+        work: working folder; the namespace's root becomes the owner of the folder and its contents.
+        seen: files and folders to read; in the namespace, files of machine root belong to the namespace's root.
     """
     paths = [str(path) for path in (work, *seen)]
     return [sys.executable, "-ISc", _PROGRAM, _PACKAGES, *paths, "--", *command]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the arguments of :func:`confined_command`; return the exit code."""
+    """Confine this process, started by :func:`confined_command`, and run the command; return the exit code."""
     split = arguments.index("--")
     work, *seen = map(Path, arguments[:split])
-    # Use a block of host ids, like a sandbox with several users.
     first = user_ids.draw_host_id(several=True)
     ids = [(0, first, user_ids.IDS_PER_BLOCK)]
     owner = user_ids.create_user_namespace(lambda pid: user_ids.write_id_maps(pid, ids, ids))
-    _give(work, first)
+    _change_owner(work, first)
     syscalls.unshare_mounts()
     _mount_visible(work, seen, owner)
     os.setns(owner)
@@ -167,14 +166,14 @@ def main(arguments: Sequence[str]) -> int:
     os.unshare(os.CLONE_NEWPID)
     pid = os.fork()
     if pid == 0:
-        _become(arguments[split + 1 :])
+        _exec_as_init(arguments[split + 1 :])
     with contextlib.suppress(KeyboardInterrupt):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF
     return 130
 
 
-def _become(command: Sequence[str]) -> NoReturn:
-    """Become the first process of the PID namespace, with which the namespace ends."""
+def _exec_as_init(command: Sequence[str]) -> NoReturn:
+    """Execute ``command`` as the first process of the PID namespace; the kernel ends the namespace with it."""
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.unshare(os.CLONE_NEWNS)
@@ -186,20 +185,21 @@ def _become(command: Sequence[str]) -> NoReturn:
         os._exit(127)
 
 
-def _give(work: Path, owner: int) -> None:
+def _change_owner(work: Path, owner: int) -> None:
     for _path, name, folder in walk(work):
         os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
 
 
 def take_back(work: Path) -> None:
-    """Take back, as machine root, a folder with other owners, and close it to other users."""
+    """As machine root, take ownership of the folder ``work`` without its contents, and close it to other users."""
     os.chown(work, os.geteuid(), os.getegid())
     work.chmod(0o700)
 
 
 def _mount_visible(work: Path, seen: Sequence[Path], owner: int) -> None:
-    """Mount the files that ``owner``'s root needs, and hide the folders that other users may not enter."""
-    # Open the paths first: hiding the folders hides the paths as well.
+    """Hide folders that are closed to other users, except for ``work`` and ``seen``. Files of machine root in ``seen``
+    belong to root of the user namespace with the descriptor ``owner``."""
+    # Open the paths first: a tmpfs over a folder also hides the paths in the folder.
     held = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in dict.fromkeys((work, *seen))}
     hidden = {folder for path in held if (folder := syscalls.first_untraversable_parent(path))}
     for folder in hidden:
@@ -215,13 +215,13 @@ def _mount_visible(work: Path, seen: Sequence[Path], owner: int) -> None:
         try:
             syscalls.mount_as_owner(source, str(path), None if path == work else owner)
         except OSError:
-            # Without idmapped mounts world-readable files are still readable.
+            # The kernel or file system lacks idmapped mounts; world-readable files are still readable.
             syscalls.bind(source, str(path))
         os.close(descriptor)
 
 
 DOWNLOADS_FOLDER = "downloads"
-"""Folder of the runtime's download cache, below the folder of a build."""
+"""Name of the folder with Apptainer's download cache, in the working folder of a build."""
 
 _LOGIN = re.compile(r"(APPTAINER|SINGULARITY)_(DOCKER_(USERNAME|PASSWORD|LOGIN)|AUTHFILE)")
 _PASSED = re.compile(
@@ -261,17 +261,18 @@ def build(
     credentials: bool = False,
     base: Path | None = None,
 ) -> Path:
-    """Have the runtime build an image in ``work``; return the root folder or SIF, which belongs to the caller.
+    """Build an image in ``work`` with Apptainer; return the path of the root folder or SIF, which the caller owns.
 
     Args:
         work: private folder of the build.
-        source: root folder, definition file in ``work``, or address.
-        unpacked: whether to make a root folder instead of a SIF.
-        credentials: whether to send the user's stored registry logins.
-        base: root folder on which the definition file builds; ``%post`` finds its ``/tmp``, not the machine's.
+        source: path of a root folder or SIF, of a definition file in ``work``, or a registry address.
+        timeout_s: seconds until the build fails.
+        unpacked: whether to build a root folder instead of a SIF.
+        credentials: whether to send the user's stored registry logins; only for pulls, which are not confined then.
+        base: root folder on which the definition file builds; ``%post`` uses its ``/tmp`` and not the machine's.
 
     Raises:
-        InfrastructureError: the build failed; quotes the runtime.
+        InfrastructureError: the build failed; quotes Apptainer.
     """
     target = work / "made"
     _clear(target)
@@ -279,24 +280,24 @@ def build(
     options = ["--sandbox"] if unpacked else []
     if base:
         with Path(source).open("a") as definition:
-            definition.write(_SETUP.format(work=shlex.quote(str(work))))  # the runtime joins sections of one name
-        for name, inside in _TEMPORARY.items():
-            options += ["--bind", f"{work / name}:{inside}"]
+            definition.write(_SETUP.format(work=shlex.quote(str(work))))  # Apptainer joins sections of one name
+        for name, mount_point in _TEMPORARY.items():
+            options += ["--bind", f"{work / name}:{mount_point}"]
     if not credentials:
-        # Apptainer looks below the home folder for its own logins, Docker's and Podman's.
+        # By default Apptainer reads its own, Docker's and Podman's logins below the home folder.
         (work / "no-logins.json").write_text('{"auths": {}}')
         options += ["--authfile", str(work / "no-logins.json")]
     command = [str(runtime.path), "build", *options]
     what = [str(target), source]
     if credentials:
-        # Logins are below the home folder. A pull runs no untrusted commands, so it needs no confinement.
+        # A confined program could not read the logins in the home folder. A pull runs no untrusted commands.
         run([*command, *what], environ, timeout_s, work)
     elif is_machine_root() or not source.endswith(".def"):
         reads = [path for path in (base, Path(source)) if path and path.exists() and not path.is_relative_to(work)]
         run([*command, *what], environ, timeout_s, work, reads=[*runtime_reads(runtime), *reads])
     else:
         if not all(map(shutil.which, user_ids.MAP_HELPERS)):
-            # Apptainer needs these helpers for users with subordinate ids, unless an option disables the ids.
+            # With subordinate ids Apptainer fails without newuidmap and newgidmap, unless it ignores the ids.
             command.append("--ignore-subuid")
         _build_as_user(command, what, environ, timeout_s, work)
     kind = target.lstat().st_mode if os.path.lexists(target) else 0
@@ -318,8 +319,8 @@ def _build_as_user(
     try:
         run([*command, "--fakeroot", *what], environ, timeout_s, work)
     except InfrastructureError as error:
-        # Without subordinate ids Apptainer runs the host's fakeroot command inside, so that packages can set owners.
-        # Not every image can run that command, or needs it.
+        # Without subordinate ids Apptainer runs the host's fakeroot command in the image, so that packages can set
+        # owners. The command fails in some images; not all definitions need it.
         if "libs/fakeroot" not in error.reason:
             raise
         _clear(Path(what[0]))
@@ -327,16 +328,14 @@ def _build_as_user(
 
 
 def build_environ(runtime: Runtime, work: Path, credentials: bool) -> dict[str, str]:
-    """Return the environment of a build: downloads go to ``work``.
-
-    Untrusted commands can read the environment. So logins are left out unless wanted, and so are all other secrets.
-    """
+    """Return the environment variables of a build, whose downloads are stored in ``work``. Untrusted commands can read
+    the variables. So without ``credentials`` only variables without secrets are passed."""
     environ = runtime.environ()
-    # A retry reuses the first attempt's downloads.
+    # A retry in the same folder reuses the downloads.
     environ["APPTAINER_CACHEDIR"] = str(work / DOWNLOADS_FOLDER)
     settings = "APPTAINER_CONFIGDIR"
     if not credentials or (settings not in environ and not Path("~/.apptainer").expanduser().exists()):
-        # Without this variable the runtime makes a settings folder in the user's home.
+        # Without this variable Apptainer would create a settings folder in the user's home folder.
         environ[settings] = str(work / "settings")
     if credentials:
         return environ
@@ -344,14 +343,13 @@ def build_environ(runtime: Runtime, work: Path, credentials: bool) -> dict[str, 
 
 
 def runtime_reads(runtime: Runtime) -> list[Path]:
-    """Return the folder of a runtime that other users can't enter; for the ``reads`` of :func:`run`."""
+    """Return the ``reads`` of :func:`run` for a runtime: its folder, or none if all users can reach the runtime."""
     if not first_untraversable_parent(runtime.path):
         return []
     return [private_prefix() if runtime.origin == "cache" else runtime.path.resolve().parents[1]]
 
 
 def _clear(target: Path) -> None:
-    """Remove the result of an earlier attempt."""
     if target.is_dir():
         remove_tree(target)
     else:

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Build the images that ship with this package, from definition files; Dockerfiles are built by :mod:`..dockerfile`.
+"""Build images from definition files, among them the images that ship with this package.
 
-A build works in a folder beside the image's place, so a build that fails or is killed leaves no image. The runtime
-builds from a root folder.
+A build works in a temporary folder that is renamed at the end, so a build that fails or is killed leaves no image.
+:mod:`..dockerfile` builds Dockerfiles.
 
-The package's own images are *default*, for tasks without an image of their own; *kernel*, which adds IPython and
-numpy; and *math*, which adds scipy and sympy to *kernel*. The default image is made of packages of the machine's own
-distribution where apt exists, and of a public image elsewhere. All are root folders. A changed definition has another
-key, and so makes another image. Where several versions of this package share a cache, the version that was set up last
-owns the names.
+The shipped images are *default*, for tasks without an image of their own; *kernel*, which adds IPython and numpy; and
+*math*, which adds scipy and sympy to *kernel*. The default image consists of packages of the machine's own
+distribution where apt exists, and is based on a public image elsewhere. All are root folders. A changed definition
+changes the hash in the name of the image's entry, so another image is built. If several versions of this package share
+a cache, the version that was set up last determines which images the short names denote.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 
 
 APT_BASE = "apt:"
-"""Base made of packages of the machine's own distribution, without a registry."""
+"""Base that consists of packages of the machine's own distribution, without a registry."""
 
 BUILD_TIMEOUT_S = 3600.0
 
 WHEELS_TIMEOUT_S = 600.0
 
 MIN_FREE_BYTES = 1 << 30
-"""Free bytes needed before a build begins; no build takes less."""
+"""Free bytes that a build's disk must have at the start; a build on less would fail later."""
 
 COMPILE_PYTHON = (
     "python3 -c 'import compileall, os, sys; "
@@ -56,22 +56,23 @@ COMPILE_PYTHON = (
 )
 """Shell command that replaces ``COMPILE_PYTHON`` in definitions: compiles all importable Python files of an image.
 
-The compiled files are validated by modification time, not by hash: an agent that edits a library must see the edit.
-Errors are ignored, since some packages contain invalid Python on purpose.
+Python checks the compiled files by modification time, so an agent's edit of a library takes effect. Errors are
+ignored, since some packages contain invalid Python on purpose.
 """
 
-_KEY_LENGTH = 12
+_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name
 
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """A request to build a root folder from a definition file.
+    """Request to build a root folder from a definition file.
 
     Attributes:
         definition: sections of the definition file, without its header.
-        base: ``docker://`` address, path, or :data:`APT_BASE`.
+        base: ``docker://`` address, path or name of an image, or :data:`APT_BASE`.
+        name: short name of the built image.
         apt: packages of the distribution besides :data:`.debian.PACKAGES`, for :data:`APT_BASE`.
-        wheels: Python packages for an image whose Python has no pip; the definition finds them in ``wheels``.
+        wheels: Python packages for an image whose Python has no pip; ``%files`` finds them in the folder ``wheels``.
     """
 
     definition: str
@@ -81,16 +82,16 @@ class BuildRequest:
     wheels: Sequence[str] = ()
 
     def entry(self, store: ImageStore) -> str:
-        """Return the entry of the image, whose name is a hash of all inputs of the build."""
+        """Return the name of the image's entry in the store, with a hash of all inputs of the build."""
         parts = [_identity(self.base, store), machine(), self.definition, COMPILE_PYTHON, self.apt, self.wheels]
         return f"{self.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:_KEY_LENGTH]}"
 
 
 def build(request: BuildRequest, store: ImageStore, runtime: Runtime, progress: Progress) -> Path:
-    """Build an image unless it exists; return its path.
+    """Build an image unless the store has it; return its path.
 
     Raises:
-        CallerError: the base does not exist.
+        CallerError: the base does not exist or cannot be used.
         InfrastructureError: the image can't be built here; quotes the failed program.
     """
     entry = request.entry(store)
@@ -120,24 +121,23 @@ def build(request: BuildRequest, store: ImageStore, runtime: Runtime, progress: 
 def _base_root(
     request: BuildRequest, store: ImageStore, runtime: Runtime, work: Path, held: ExitStack, progress: Progress
 ) -> tuple[Path, OciConfig | None]:
-    """Return the base's root folder, and the configuration of the registry's image that it comes from."""
     if request.base == APT_BASE:
         return debian.make_root(sorted(request.apt), work, progress), None
     reference = parse(request.base, "base")
     base = store.locate(reference)
     if base is None:
         assert isinstance(reference, RegistryImage)
-        pulled, its_config = Puller(store, runtime).fetch(reference, work, "folder", progress)
-        return pulled.rename(work / "base"), replace(its_config, extended=True)
+        pulled, pulled_config = Puller(store, runtime).fetch(reference, work, "folder", progress)
+        return pulled.rename(work / "base"), replace(pulled_config, extended=True)
     config = config_of(base)
     return open_base_root(base, store, runtime, held, progress), config and replace(config, extended=True)
 
 
 def open_base_root(base: Path, store: ImageStore, runtime: Runtime, held: ExitStack, progress: Progress) -> Path:
-    """Return a root folder of an image to build on, which stays usable until ``held`` ends.
+    """Return the root folder of an image to build on, which is locked against removal until ``held`` closes.
 
     Raises:
-        CallerError: the image is another user's, or has device nodes, which the runtime cannot copy; names one.
+        CallerError: the image belongs to another user, or has device nodes, which cannot be copied; names one.
         InfrastructureError: the image cannot be unpacked here.
     """
     for path in base.glob("dev/*"):
@@ -149,7 +149,7 @@ def open_base_root(base: Path, store: ImageStore, runtime: Runtime, held: ExitSt
 
 
 def _identity(base: str, store: ImageStore) -> str:
-    """Return a text that identifies the content of a base, as exactly as is known without reading it."""
+    """Return a text that identifies the content of a base, as far as possible without reading the content."""
     if base == APT_BASE:
         return debian.base_identity()
     reference = parse(base, "base")
@@ -161,14 +161,14 @@ def _identity(base: str, store: ImageStore) -> str:
 
 
 def unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
-    """Unpack Python packages and their dependencies into the new folder ``target``, for the Python of the image
-    ``root``.
+    """Download wheels of Python packages and their dependencies, for the Python of the image ``root``, and unpack
+    them into the new folder ``target``.
 
-    The host's pip or uv chooses wheels with the host's settings (mirrors, proxies, certificates), which an image does
-    not have. No code of the wheels runs on the host.
+    The host's pip or uv selects wheels with the host's settings (mirrors, proxies, certificates), which an image does
+    not have. No package code runs on the host.
 
     Raises:
-        InfrastructureError: the image has no Python, or no wheels match; quotes pip.
+        InfrastructureError: the image has no Python, or no wheels match; quotes pip or uv.
     """
     libraries = [*root.glob("usr/local/lib/python3.*/os.py"), *root.glob("usr/lib/python3.*/os.py")]
     if not libraries:
@@ -184,16 +184,11 @@ def unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
         build_tools.run(command, None, WHEELS_TIMEOUT_S)
     except InfrastructureError as error:
         raise InfrastructureError(f"the wheels can't be downloaded: {error.reason}") from error
-    # uv leaves a lock file behind.
     (target / ".lock").unlink(missing_ok=True)
 
 
 def check_space(work: Path) -> None:
-    """Refuse a build in a folder whose disk is nearly full.
-
-    Raises:
-        InfrastructureError: too few bytes are free.
-    """
+    """Raise :class:`.InfrastructureError` if the disk of ``work`` has less than :data:`MIN_FREE_BYTES` free."""
     free = free_bytes(work)
     if free < MIN_FREE_BYTES:
         raise InfrastructureError(
@@ -211,20 +206,20 @@ DERIVED_IMAGES = {
     KERNEL: (DEFAULT, ("ipython>=8.18,<10", "numpy>=2,<3")),
     MATH: (KERNEL, ("numpy>=2,<3", "scipy>=1.14,<2", "sympy>=1.13,<2")),
 }
-"""Images made from another shipped image, and the wheels that are added."""
+"""Base, another shipped image, and additional wheels, by name of a shipped image."""
 
 SELF_TEST_TIMEOUT_S = 120.0
 
 
 def default_image_path() -> Path:
     store = ImageStore()
-    # The image may come from another machine, which had other tools.
-    places = [_path(_default_request(base), store) for base in (APT_BASE, REGISTRY_BASE)]
-    return next((path for path in places if path.is_dir()), places[0])
+    # The image may have been built on another machine, with or without apt.
+    candidates = [_path(_default_request(base), store) for base in (APT_BASE, REGISTRY_BASE)]
+    return next((path for path in candidates if path.is_dir()), candidates[0])
 
 
 def image_path(name: str) -> Path | None:
-    """Return the path of the shipped image with that name; ``None`` if it is not built."""
+    """Return the path of the shipped image ``name``; ``None`` if the image is not built."""
     if name == DEFAULT:
         path = default_image_path()
     elif base := image_path(DERIVED_IMAGES[name][0]):
@@ -235,12 +230,10 @@ def image_path(name: str) -> Path | None:
 
 
 def ensure_image(name: str, progress: Progress) -> Path:
-    """Build the shipped image with that name unless it exists, and the images that it derives from.
-
-    Takes about 10 s with apt, and 10 s for each derived image.
+    """Build the shipped image ``name``, and the images on which it is based, unless they exist; return its path.
 
     Raises:
-        InfrastructureError: no runtime, no wheels, or no base worked; quotes the reason for each base.
+        InfrastructureError: there is no runtime, or the build fails with every base; quotes the reason for each base.
     """
     if path := image_path(name):
         return _named(name, path)
@@ -260,10 +253,10 @@ def ensure_image(name: str, progress: Progress) -> Path:
 
 
 def run_self_test(image: Path, runtime: Runtime) -> str:
-    """Start a container of an image, run the image's own test, and return its output.
+    """Run the ``%test`` section of an image in a container, and return its output.
 
     Raises:
-        InfrastructureError: the container does not start, or its test fails.
+        InfrastructureError: the container does not start, or the test fails.
     """
     return build_tools.run(
         [str(runtime.path), "test", "--containall", str(image)], runtime.environ(), SELF_TEST_TIMEOUT_S
@@ -275,9 +268,9 @@ def _path(request: BuildRequest, store: ImageStore) -> Path:
 
 
 def _named(name: str, image: Path) -> Path:
-    """Return the image after giving it its name, which another version of this package may have taken."""
+    """Make ``name`` denote an image again, if another version of this package has changed that; return the image."""
     store = ImageStore()
-    # A cache maintained by another user is not writable.
+    # A cache that another user maintains is not writable.
     if store.entry_named(name) != image.parent.name and os.access(store.images.folder, os.W_OK):
         store.name(name, image.parent.name)
     return image

@@ -1,21 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The cache folder, and the entries that several processes and machines create, use and remove there concurrently.
+"""The cache folder, and its entries, which several processes and machines create, use and remove concurrently.
 
-The cache holds the results of set-up, which can be built again. Two folders of entries follow the same rules:
-images, on a file system that may be shared, and their unpacked copies on each machine's own disk. Invariants:
+The cache contains only what can be built again. Two folders of entries follow the same rules: images, on a file system
+that may be shared, and their unpacked copies on each machine's own disk. Invariants:
 
-- An entry becomes visible only after it is complete: it is made in a folder beside its place, which is then renamed. A
-  folder can't be renamed over a non-empty one, so the first entry stays. Both rules hold on any file system, even
-  if locks fail or makers die.
-- Each entry has two lock files, which the kernel releases when their holder dies. The maker holds a lock, so that an
-  entry is made once. Users share the other, and removal needs it exclusively; its modification time is the last use of
-  the entry.
-- Folders that a killed maker or remover left are not visible, and are swept once their lock is free.
-- Folders that are not visible are closed to other users, who must not run programs of an incomplete image.
+- An entry becomes visible only when complete, by the rename of a staging folder. A folder can't be renamed over a
+  non-empty folder, so the first entry stays. Both rules hold on any file system, even if locks fail or processes die.
+- Each entry has two lock files. A process that creates the entry holds the first exclusively, so an entry is created
+  once. Processes that use the entry share the second, and a process that removes the entry holds it exclusively. The
+  modification time of the second file is the entry's last use. The kernel releases the locks of a dead process.
+- Staging folders of killed processes are not visible as entries, and are removed once their lock is free.
+- Staging folders are closed to other users, who must not run programs of an incomplete image.
 
-Some file systems have no locks, and on shared ones locks may not reach other machines. There the locks only avoid
-duplicate work, and entries touched within :data:`UNSEEN_USE_S` count as used.
+Some file systems have no locks, and on a shared file system locks may be invisible to other machines. There the locks
+only avoid duplicate work, and entries used within the last :data:`UNSEEN_USE_S` count as in use.
 """
 
 from __future__ import annotations
@@ -52,11 +51,8 @@ def ignore_progress(_message: str) -> None:
 
 
 def cache_dir() -> Path:
-    """Return the cache folder: ``$PRORL_CACHE``, else ``$XDG_CACHE_HOME/nemo-gym-prorl``, else
-    ``~/.cache/nemo-gym-prorl``.
-
-    A relative ``XDG_CACHE_HOME`` is ignored, as its specification demands. The folder need not exist.
-    """
+    """Return the cache folder, which need not exist: ``$PRORL_CACHE``, else ``$XDG_CACHE_HOME/nemo-gym-prorl``, else
+    ``~/.cache/nemo-gym-prorl``. A relative ``XDG_CACHE_HOME`` is ignored, as its specification demands."""
     if own := os.environ.get("PRORL_CACHE"):
         return Path(own).expanduser().absolute()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
@@ -65,13 +61,12 @@ def cache_dir() -> Path:
 
 
 def machine() -> str:
-    """Return the processor architecture, e.g. ``x86_64``; part of entry names, since different nodes may share a home
-    folder."""
+    """Return the processor architecture, e.g. ``x86_64``; part of entry names, since machines may share a cache."""
     return platform.machine()
 
 
 UNSEEN_USE_S = 24 * 3600.0
-"""Longest assumed use or build on a machine whose locks are invisible here."""
+"""Seconds for which an entry counts as in use after its last use, if another machine's locks may be invisible."""
 
 _LOCKS = ".locks"
 
@@ -80,10 +75,10 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One complete entry.
+    """One complete image or unpacked copy in a folder of :class:`Entries`.
 
     Attributes:
-        last_use: time of the last use, or else of the creation; seconds since 1970.
+        last_use: time of the last use, or of the creation if never used; seconds since 1970.
         used: whether the entry is or may be in use.
     """
 
@@ -95,40 +90,46 @@ class Entry:
 
 @dataclass(slots=True)
 class Lock:
-    """A lock that is held. ``certain`` is false on file systems without locks, where others may hold it as well."""
+    """A lock that this process holds.
+
+    Attributes:
+        descriptor: descriptor of the lock file.
+        certain: ``False`` if other processes may hold the lock too, for example because the file system has no locks.
+    """
 
     descriptor: int
     certain: bool
 
     def release(self) -> None:
-        """Release the lock; a copy of its descriptor in another process keeps it."""
+        """Close the descriptor. The lock remains while another process has a copy of the descriptor open."""
         os.close(self.descriptor)
 
 
 class Entries:
-    """The entries of one folder, which is created on demand."""
+    """The entries in one folder, which is created on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, name: str) -> Path:
-        """Return the folder of an entry, whether or not it exists."""
+        """Return the path of an entry's folder, whether or not the entry exists."""
         return self.folder / name
 
     @contextmanager
     def making(
         self, name: str, progress: Progress = ignore_progress, is_valid: Callable[[], bool] = lambda: True
     ) -> Iterator[Path | None]:
-        """Lock an entry for creation; yields an empty folder to build in, or ``None`` if the entry exists by then.
+        """Lock an entry for creation; yield an empty staging folder, or ``None`` if the entry exists once locked.
 
-        :meth:`publish` makes the entry visible; all other files in the folder are removed at the end.
+        The caller makes a folder in the staging folder visible by :meth:`publish`. At the end of the block the staging
+        folder is removed with its contents.
 
         Args:
-            progress: receives a line if another maker is waited for.
-            is_valid: whether an existing entry is usable; an unusable one is removed first.
+            progress: receives a line before a wait for another process that creates the entry.
+            is_valid: whether an existing entry is usable; an unusable entry is removed first.
 
         Raises:
-            InfrastructureError: the folder can't be written.
+            InfrastructureError: the folder of entries can't be written.
         """
         try:
             (self.folder / _LOCKS).mkdir(parents=True, exist_ok=True)
@@ -154,8 +155,8 @@ class Entries:
             hold.release()
 
     def publish(self, made: Path, name: str) -> Path:
-        """Make an entry visible by renaming ``made``; an existing entry stays."""
-        os.utime(made)  # an archive may set an old modification time
+        """Make an entry visible by renaming the folder ``made``; an existing entry stays. Return the entry's path."""
+        os.utime(made)  # an old modification time, set by an archive, would count as the time of the last use
         try:
             made.rename(self.path(name))
         except OSError as error:
@@ -164,10 +165,8 @@ class Entries:
         return self.path(name)
 
     def use(self, name: str) -> Lock | None:
-        """Keep an entry from removal until the returned lock is released; ``None`` if the entry does not exist.
-
-        May block while the entry is made or removed.
-        """
+        """Lock an entry against removal, and record the use; return ``None`` if the entry does not exist. May block
+        while another process removes the entry."""
         if not self.path(name).is_dir():
             return None
         hold = self._lock(self._use_lock(name), fcntl.LOCK_SH)
@@ -175,7 +174,7 @@ class Entries:
         if not self.path(name).is_dir():
             hold.release()
             return None
-        # Another user's folder can be used, but not written.
+        # In another user's folder the last use cannot be recorded.
         with contextlib.suppress(PermissionError):
             os.utime(hold.descriptor)
         return hold
@@ -198,7 +197,7 @@ class Entries:
         if hold is None:
             return False
         try:
-            # Hide the entry in one step, so that no process sees a part of it.
+            # Rename the entry first: other processes must not see an entry with a part of its files removed.
             with _staging(self.path(name)) as work, contextlib.suppress(FileNotFoundError):
                 self.path(name).rename(work / "removed")
             return True
@@ -206,7 +205,7 @@ class Entries:
             hold.release()
 
     def sweep(self, *, dry_run: bool = False) -> list[Path]:
-        """Remove folders that killed makers and removers left, and return their paths."""
+        """Remove staging folders of killed processes, and return their paths; with ``dry_run`` only return them."""
         if not self.folder.is_dir():
             return []
         unseen = is_shared(self.folder)
@@ -229,7 +228,7 @@ class Entries:
 
     def _in_use(self, name: str, last_use: float, now: float, unseen: bool) -> bool:
         if not self._use_lock(name).exists():
-            # Locking would create the lock file, whose modification time would look like a use.
+            # A lock would create the file, whose modification time would count as a use.
             return unseen and now - last_use < UNSEEN_USE_S
         hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
@@ -244,7 +243,7 @@ class Entries:
         return self.folder / _LOCKS / f"{name}.make"
 
     def _lock(self, path: Path, how: int) -> Lock | None:
-        """Lock a file; ``None`` if ``how`` does not wait and another process holds the lock."""
+        """Lock a file; return ``None`` if another process holds the lock and ``how`` includes ``LOCK_NB``."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -265,7 +264,7 @@ class Entries:
         return Lock(descriptor, certain=True)
 
     def _lock_of_others(self, path: Path, how: int) -> Lock | None:
-        """Share a lock in another user's folder, if it can be read; exclusive locks are refused there."""
+        """Lock a file in a folder that this user cannot write; return ``None`` for exclusive locks."""
         if not how & fcntl.LOCK_SH:
             return None
         try:
@@ -279,7 +278,6 @@ class Entries:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """Yield an empty private folder beside ``target``, which is removed with its contents at the end."""
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield folder
@@ -288,9 +286,9 @@ def _staging(target: Path) -> Iterator[Path]:
 
 
 def flush(folder: Path) -> None:
-    """Write the data of the folder's file system to its disk.
+    """Write unwritten data of the folder's whole file system to disk (``syncfs``); raise ``OSError`` if that fails.
 
-    Does nothing on a shared file system: it writes closed files by itself, and a sync would delay all its users.
+    Does nothing on a shared file system, which writes files when they are closed; a sync would delay all its users.
     """
     if is_shared(folder):
         return
@@ -303,7 +301,7 @@ def flush(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return free bytes on the file system where ``folder`` is or would be created."""
+    """Return the free bytes on the file system of ``folder``; the folder need not exist."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

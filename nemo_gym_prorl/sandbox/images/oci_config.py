@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration that a registry's image was published with: variables, working folder, user, entrypoint.
+"""Registry configuration of an image: environment variables, working folder, user, entrypoint.
 
-Apptainer turns the variables into a shell script and loses the rest. The script is not faithful: values are escaped
-twice, commands in values run, and names that a shell refuses are dropped. So this module reads the configuration from
-the blobs that a pull leaves behind. The configuration is stored beside the image (:mod:`.store`) and applied without a
-shell.
+Apptainer converts the variables to a shell script and drops all other settings. The script is not faithful: values are
+escaped twice, commands in values run, and names that a shell refuses are dropped. So this module reads the
+configuration from the blobs in a pull's download cache. The store keeps the configuration beside the image
+(:mod:`.store`), and sandboxes apply the configuration without a shell.
 
 Contents are untrusted: the publisher of the image controls them.
 """
@@ -29,11 +29,11 @@ from nemo_gym_prorl.sandbox.strict_types import variable_trouble
 
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""``PATH`` of images that set none, as in container engines."""
+"""``PATH`` of images that set none, the same as Docker's default."""
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_LARGEST_BLOB = 8 << 20  # bytes; registries refuse manifests above 4 MiB
-_DEEPEST_INDEX = 3
+_MAX_BLOB_BYTES = 8 << 20  # registries refuse manifests above 4 MiB
+_MAX_INDEX_DEPTH = 3  # bounds the recursion through untrusted indexes of multi-platform images
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _READ_ONLY = ("UID", "EUID", "GID", "PPID")
 """Variables that shells refuse to set."""
@@ -43,15 +43,16 @@ _SCRIPT = ".singularity.d/env/10-docker2singularity.sh"
 
 @dataclass(frozen=True, slots=True)
 class OciConfig:
-    """An image's configuration.
+    """Registry configuration of an image.
 
     Attributes:
-        workdir: absolute working folder of commands; empty if not set.
-        user: name or number of the image's user, without the group; empty for root.
+        env: environment variables (``ENV``).
+        workdir: absolute working folder of commands (``WORKDIR``); empty if not set.
+        user: name or number of the image's user, without the group (``USER``); empty for root.
         entrypoint: program of the image (``ENTRYPOINT``); started only on request.
-        command: the program's default arguments, or the program where ``entrypoint`` is empty (``CMD``).
-        shell: shell of a Dockerfile's commands in images built on this one (``SHELL``); empty if not set.
-        extended: whether the image was built on the published one, so that its own scripts may set more variables.
+        command: default arguments of ``entrypoint``, or the program itself if ``entrypoint`` is empty (``CMD``).
+        extended: whether the image was built on the registry's image, so that scripts may set further variables.
+        shell: shell for the commands of Dockerfiles based on this image (``SHELL``); empty if not set.
     """
 
     env: dict[str, str]
@@ -64,7 +65,7 @@ class OciConfig:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> OciConfig:
-        """Parse the ``config`` object of an image's configuration.
+        """Parse the ``config`` object of an OCI image configuration, or the result of :meth:`to_json`.
 
         Raises:
             ValueError: a field has the wrong type, or a variable can't be set; names the field.
@@ -73,7 +74,7 @@ class OciConfig:
         for entry in _texts(config, "Env"):
             name, equals, value = entry.partition("=")
             if not equals or not name:
-                continue  # ignored by container engines, too
+                continue  # container engines ignore such entries too
             if trouble := variable_trouble(name, value):
                 raise ValueError(f"Env: {trouble}")
             env[name] = value
@@ -91,7 +92,7 @@ class OciConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object that :meth:`parse` accepts."""
+        """Return a JSON object that :meth:`parse` accepts."""
         return {
             "Env": [f"{name}={value}" for name, value in self.env.items()],
             "WorkingDir": self.workdir,
@@ -103,12 +104,15 @@ class OciConfig:
         }
 
     def environment(self, reported: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of commands; the ``reported`` ones of the runtime only count where the image's scripts
-        add some."""
+        """Return the environment variables of commands.
+
+        Args:
+            reported: variables that the runtime found in the image; used only if the image is ``extended``.
+        """
         return {"PATH": DEFAULT_PATH, **self.env, **(reported if self.extended else {})}
 
     def rewrite_script(self, root: Path) -> None:
-        """Replace Apptainer's variables script in a root folder by exact values, for images that are built on it."""
+        """Replace Apptainer's script of variables in a root folder by a faithful script, for builds on this image."""
         script = rootfs.resolve_inside(root, _SCRIPT)
         if not script.parent.is_dir():
             return
@@ -124,14 +128,14 @@ def is_settable(name: str) -> bool:
 
 
 def read_pulled_config(downloads: Path) -> OciConfig:
-    """Return the configuration of the image that was pulled into a cache folder of the runtime.
+    """Return the configuration of a pulled image from Apptainer's download cache.
 
     Args:
-        downloads: the runtime's cache folder, used for this image only.
+        downloads: folder of the download cache, used for this image only.
 
     Raises:
         CallerError: the configuration can't be applied; for the field ``image``.
-        InfrastructureError: the runtime left no configuration there.
+        InfrastructureError: the download cache has no readable configuration.
     """
     layout = downloads / "cache" / "blob"
     try:
@@ -150,10 +154,8 @@ def read_pulled_config(downloads: Path) -> OciConfig:
 
 
 def lookup_account(user: str, root: Path) -> tuple[int, str] | None:
-    """Return id and home folder of a user by the image's ``/etc/passwd``; ``None`` if there is no such user.
-
-    A number needs no entry.
-    """
+    """Return a user's id and home folder by the image's ``/etc/passwd``, or ``None`` if a name has no entry. A number
+    without an entry has the home folder ``/``."""
     number = int(user) if re.fullmatch(r"[0-9]{1,9}", user) else None
     for line in _passwd(root):
         fields = line.split(":")
@@ -164,21 +166,20 @@ def lookup_account(user: str, root: Path) -> tuple[int, str] | None:
 
 def _passwd(root: Path) -> list[str]:
     try:
-        # O_NONBLOCK: the image may have a pipe there.
+        # O_NONBLOCK: opening would block if the untrusted image has a named pipe at this path.
         opened = os.open(rootfs.resolve_inside(root, "/etc/passwd"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(opened, "rb") as file:
-            return (file.read(_LARGEST_BLOB) or b"").decode("utf-8", "replace").splitlines()
+            return (file.read(_MAX_BLOB_BYTES) or b"").decode("utf-8", "replace").splitlines()
     except OSError:
         return []
 
 
 def _configurations(layout: Path, index: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
-    """Yield the configurations in a layout; of a multi-platform image only one was downloaded."""
     for entry in index.get("manifests", ()):
         manifest = _blob(layout, entry)
         if manifest is None:
             continue
-        if "manifests" in manifest and depth < _DEEPEST_INDEX:
+        if "manifests" in manifest and depth < _MAX_INDEX_DEPTH:
             yield from _configurations(layout, manifest, depth + 1)
         elif (config := _blob(layout, manifest.get("config"))) is not None:
             yield config
@@ -192,7 +193,7 @@ def _blob(layout: Path, descriptor: Any) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        value = json.loads(file.read(_LARGEST_BLOB))
+        value = json.loads(file.read(_MAX_BLOB_BYTES))
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} is not a JSON object")
     return value

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pull an image from a registry.
+"""Pull images from registries.
 
-Pulls are anonymous unless asked otherwise: no stored login is sent. Existing images are not pulled again, so an
-interrupted run continues image by image. Network and registry errors are retried after a growing pause; refusals of a
-registry are not.
+By default pulls are anonymous: no stored login is sent. An image in the store is not pulled again. Network and
+registry errors are retried with exponential backoff and jitter; a denied access or an unknown image is not retried.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 PULL_TIMEOUT_S = 3600.0
 
 FIRST_PAUSE_S = 1.0
-"""Before the second attempt; doubled for each further one, with jitter."""
-MAX_PAUSE_S = 60.0
+"""Backoff before the second attempt, in seconds; doubled for each further one, with jitter."""
+MAX_PAUSE_S = 60.0  # maximum backoff, without jitter
 
 _DENIED = ("UNAUTHORIZED", "DENIED", "unauthorized", "denied: ")
 _UNKNOWN = ("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "manifest unknown", "no child with platform")
@@ -36,13 +35,13 @@ _UNKNOWN = ("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "manifest unknown", "no child wi
 
 @dataclass(frozen=True, slots=True)
 class Puller:
-    """Settings of pulls.
+    """Registry client that pulls images into a store.
 
     Attributes:
-        format: format to store; chosen by the cache's disk if not given.
+        format: format to store; ``None`` for :meth:`.ImageStore.default_format`.
         credentials: whether to send the user's stored registry logins.
         tries: attempts for each image.
-        pause_s: pause before the second attempt; doubled for each further one.
+        pause_s: backoff before the second attempt, in seconds; doubled for each further one.
     """
 
     store: ImageStore
@@ -53,11 +52,11 @@ class Puller:
     pause_s: float = FIRST_PAUSE_S
 
     def pull(self, wanted: RegistryImage, progress: Progress = ignore_progress) -> Path:
-        """Pull an image unless it exists; return its path.
+        """Pull an image unless the store has it; return its path.
 
         Raises:
-            CallerError: the image does not exist, or not for this machine.
-            InfrastructureError: the image can't be pulled; quotes the runtime.
+            CallerError: the registry has no such image for this machine or denies access, or the image is unusable.
+            InfrastructureError: the image can't be pulled; quotes Apptainer.
         """
         entry = wanted.entry(machine())
         with self.store.images.making(entry, progress) as work:
@@ -72,7 +71,7 @@ class Puller:
         return path
 
     def fetch(self, wanted: RegistryImage, work: Path, kind: Format, progress: Progress) -> tuple[Path, OciConfig]:
-        """Pull an image into the folder ``work``; return its path and its configuration.
+        """Pull an image into the folder ``work``; return the image's path and registry configuration.
 
         Raises:
             CallerError, InfrastructureError: as :meth:`pull`.

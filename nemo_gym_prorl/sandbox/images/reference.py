@@ -4,7 +4,7 @@
 
 | text                                | meaning                                                    |
 |-------------------------------------|------------------------------------------------------------|
-| ``docker://python:3.12``            | an image of a registry, Docker Hub if none is named        |
+| ``docker://python:3.12``            | an image in a registry; Docker Hub by default              |
 | ``/images/x.sif``, ``./folder``     | a path: a SIF or an unpacked root folder                   |
 | ``cache:tasks/x.sif``               | a path below the cache folder                              |
 | ``swe-base``                        | an image named by ``prorl image build`` or ``pull``        |
@@ -23,7 +23,7 @@ from nemo_gym_prorl.sandbox.images.entries import cache_dir
 
 
 CACHE_PREFIX = "cache:"
-"""Prefix of paths below the cache folder. Rows that use such a name work on every machine with those images."""
+"""Prefix of paths below the cache folder, so that rows work on machines with different cache folders."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -39,27 +39,27 @@ class RegistryImage:
     """An image in a registry.
 
     Attributes:
-        uri: complete address: registry, repository, and tag or digest.
+        uri: complete address, ``docker://`` with registry, repository, and tag or digest.
     """
 
     uri: str
 
     def entry(self, machine: str) -> str:
-        """Return the name of the reference's store entry: readable, unique, and a valid file name."""
+        """Return the name of the store entry for an architecture (:func:`.entries.machine`), a valid file name."""
         readable = re.sub(r"[^A-Za-z0-9._]+", "-", self.uri.partition("://")[2].partition("/")[2])[-60:].strip("-.")
         return f"{readable}-{hashlib.sha256(f'{self.uri} {machine}'.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
 class LocalImage:
-    """A path on this machine."""
+    """An image at a path on this machine."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """The name of an image in the store."""
+    """An image in the store, by its short name."""
 
     name: str
 
@@ -68,10 +68,10 @@ Reference = RegistryImage | LocalImage | NamedImage
 
 
 def parse(text: str, field: str = "image") -> Reference:
-    """Parse a reference.
+    """Parse a reference to an image.
 
     Raises:
-        CallerError: the text is no reference; for ``field``.
+        CallerError: the text is not a valid reference; for ``field``.
     """
     if "://" in text:
         return parse_registry(text, field)
@@ -83,23 +83,23 @@ def parse(text: str, field: str = "image") -> Reference:
             raise CallerError(f"{text!r} must be a path below the cache folder, without '..'", field=field)
         return LocalImage(cache_dir() / below)
     if "/" in text or text.endswith(".sif") or text.startswith(("~", ".")):
-        # expanduser leaves unknown users unchanged.
+        # os.path.expanduser leaves unknown users unchanged; Path.expanduser raises.
         return LocalImage(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
     return NamedImage(check_name(text, field))
 
 
 def parse_registry(text: str, field: str = "image") -> RegistryImage:
-    """Parse an image of a registry; ``docker://`` is optional.
+    """Parse the address of an image in a registry; ``docker://`` is optional.
 
     Raises:
-        CallerError: the text is no such address; for ``field``.
+        CallerError: the text is not a valid address; for ``field``.
     """
     scheme, separator, rest = text.strip().rpartition("://")
     if separator and scheme != "docker":
         raise CallerError(f"{text!r} is not supported: use a docker:// address, a path or a name", field=field)
     rest, _, digest = rest.partition("@")
     host, slash, path = rest.partition("/")
-    # As in Docker, the first part is a host if it looks like one.
+    # As in Docker, the first part is a host if it has a dot or a port, or is localhost.
     if not slash or not (set(".:") & set(host) or host == "localhost"):
         host, path = _HUB, rest
     path, colon, tag = path.partition(":")
@@ -115,7 +115,7 @@ def parse_registry(text: str, field: str = "image") -> RegistryImage:
 
 
 def check_name(text: str, field: str = "name") -> str:
-    """Return ``text`` if it is a valid name of an image.
+    """Return ``text`` if it is a valid short name of an image.
 
     Raises:
         CallerError: the name is invalid; for ``field``.

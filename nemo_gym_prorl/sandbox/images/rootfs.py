@@ -1,17 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Root folders of images: validate and sanitize them.
+"""Validate and sanitize root folders of images.
 
-An unpacked image lies on the host as files of its user, and its contents are untrusted. Invariants of
-:func:`sanitize`:
+An unpacked image is a folder of a user's files on the host, and its contents are untrusted. After :func:`sanitize`:
 
-- everything belongs to the caller: a sandbox has one user by default, which could not change files of others;
-- nothing is setuid, setgid or a device: a program with root's rights, or a disk as a file, would give intruders
-  access;
-- the caller can read all files and enter all folders, so the image can be used, copied and removed.
+- The caller owns all files. A sandbox has one user by default, who could not change files of other users.
+- No file is setuid, setgid or a device, which would give other users of the host rights of root or access to a disk.
+- The caller can read all files and enter all folders, so the image can be used, copied and removed.
 
-Other users may still hold one of its folders open and replace entries by links. So each name is looked up in an open
-folder that was reached without links (:func:`walk`).
+Other users may have a folder of the image open and replace entries by symlinks. So each name is resolved relative to
+an open folder that was reached without symlinks (:func:`walk`).
 """
 
 from __future__ import annotations
@@ -32,38 +30,38 @@ from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_b
 from nemo_gym_prorl.sandbox.limits.usage import OPEN_FOLDER_FLAGS
 
 
-_MAX_LINKS = 40
+_MAX_LINKS = 40  # symlinks followed for one path, as in the kernel
 
 _BLOCK_BYTES = 1 << 20
 
 _SIF_MAGIC_END = 42
-"""Bytes at the beginning of a SIF that end with its magic text."""
+"""Offset in bytes of the end of a SIF's magic text."""
 
 
 def sanitize(root: Path) -> int:
-    """Make an unpacked image safe as the module describes; return its size on disk in bytes.
+    """Establish the module's invariants in an unpacked image; return its size on disk in bytes.
 
     Raises:
-        OSError: a file belongs to a user for whom the caller may not act.
+        OSError: a file belongs to a user id that is neither the caller's nor subordinate to the caller.
     """
     try:
         return _sanitize(root, os.geteuid(), os.getegid())
     except PermissionError:
         if is_machine_root():
             raise
-    # A build can give files to the caller's subordinate ids.
+    # A build may have set the caller's subordinate ids as owners, which only a user namespace can change back.
     child = user_ids.fork_as_all_users(lambda: _sanitize(root, 0, 0))
     user_ids.raise_child_error(os.waitpid(child, 0)[1], root)
     return _sanitize(root, os.geteuid(), os.getegid())
 
 
 def walk(root: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield the folder itself and all entries below: relative path, name, and the open folder that contains the name.
+    """Yield the folder itself and all entries below: relative path, name, and the descriptor of the parent folder.
 
-    A folder is yielded before its entries, and is read only when the next entry is asked for.
+    A folder is yielded before its entries; it is opened only after the caller has processed the folder's own entry.
 
     Raises:
-        NotADirectoryError: another process replaces a folder by a link.
+        NotADirectoryError: another process has replaced a folder by a symlink.
         OSError: an entry can't be read.
     """
     top = os.open(root, OPEN_FOLDER_FLAGS)
@@ -105,11 +103,9 @@ def _sanitize_entry(name: str, folder: int, uid: int, gid: int) -> int:
 
 
 def link_unchanged(root: Path, base: Path) -> int:
-    """Replace the files of a root folder that are the same in another one by hard links; return the bytes saved.
-
-    Both folders must be sanitized and never written again. A file is the same if path, contents, permissions and
-    modification time are. Links of ``base`` are not followed, and a file that cannot be linked stays.
-    """
+    """Replace files of ``root`` that ``base`` has too by hard links to the files of ``base``; return the bytes saved.
+    Both folders must be sanitized and never written again. Files are equal if path, contents, owner, permissions and
+    modification time are equal. Symlinks in ``base`` are not followed. A file that cannot be linked stays."""
     saved, fresh = 0, root.with_name("fresh-link")
     top = os.open(base, OPEN_FOLDER_FLAGS)
     try:
@@ -131,9 +127,9 @@ def link_unchanged(root: Path, base: Path) -> int:
 
 
 def _is_same(name: str, found: os.stat_result, folder: int, other_folder: int) -> bool:
-    """Return whether two files are the same, and not links to one file already."""
+    """Return whether two regular files are equal, and the first has no further hard links."""
     other = os.stat(name, dir_fd=other_folder, follow_symlinks=False)
-    # The runtime copies whole seconds of the times of a base's files.
+    # Apptainer truncates modification times to whole seconds when it copies a base.
     facts = [
         (one.st_mode, one.st_uid, one.st_gid, one.st_size, int(one.st_mtime), one.st_dev) for one in (found, other)
     ]
@@ -151,10 +147,12 @@ def _is_same(name: str, found: os.stat_result, folder: int, other_folder: int) -
 
 
 def resolve_inside(root: Path, path: str) -> Path:
-    """Return the path that ``path`` leads to in an image whose root is ``root``.
+    """Return the host path of ``path`` in an image, with symlinks resolved as if ``root`` were the root folder.
+
+    The last parts of the path need not exist.
 
     Raises:
-        OSError: the links form a circle, or the path is too long.
+        OSError: the path has more than 40 symlinks, or is too long, or a folder cannot be entered.
     """
     pending = [part for part in reversed(path.split("/")) if part]
     done: list[str] = []
@@ -179,18 +177,18 @@ def resolve_inside(root: Path, path: str) -> Path:
 
 
 _ELF_MACHINES = {3: "i686", 21: "ppc64le", 22: "s390x", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
-"""Numbers in the header of ELF programs."""
+"""Processor architecture by the machine number in the header of an ELF program."""
 
 SANDBOX_FOLDERS = ("/etc", "/tmp", "/root", "/var", "/var/tmp")
-"""Further folders of every sandbox; their links must stay within the image."""
+"""Folders that every sandbox has besides the kernel's; in an image none of them may lead into a kernel file system."""
 
 
 def check_usable(image: Path) -> None:
-    """Refuse a root folder that is damaged or can't be used here, or a file that is no SIF; takes about 50 µs.
+    """Refuse a root folder without a usable ``/bin/sh``, or a file that is not a SIF.
 
     Raises:
-        CallerError: the file is no image, not readable, another user's, or for another processor; for the field
-            ``image``.
+        CallerError: the path is not an image, is not readable, or is a root folder that belongs to another user or is
+            for another processor architecture; for the field ``image``.
     """
     if image.is_dir():
         _check_root(image)
@@ -207,11 +205,11 @@ def check_usable(image: Path) -> None:
 
 
 def check_image(image: Path) -> None:
-    """Refuse an image that no sandbox can start from.
+    """Refuse an image from which no sandbox can start.
 
     Raises:
-        CallerError: the path is no root folder, :func:`check_usable` refuses it, or it has other files where every
-            sandbox has its own.
+        CallerError: the path is not a root folder, :func:`check_usable` refuses the folder, or the folder has files of
+            another type at the paths that every sandbox mounts or writes.
     """
     try:
         if not image.exists():
@@ -222,7 +220,7 @@ def check_image(image: Path) -> None:
                 f"{image} is a SIF: unpack it with 'apptainer build --sandbox FOLDER {image}' and name FOLDER",
                 field="image",
             )
-        _check_places(image)
+        _check_sandbox_paths(image)
     except PermissionError as error:
         raise CallerError(
             f"{image} is not readable: run 'chmod a+rX' on it and the folders above as their owner", field="image"
@@ -231,7 +229,7 @@ def check_image(image: Path) -> None:
 
 def _check_root(root: Path) -> None:
     owner = root.stat().st_uid
-    # For machine root the owner's files are mapped to the sandbox's user.
+    # Machine root can mount any owner's files as files of the sandbox's user.
     if os.geteuid() != owner and not is_machine_root():
         raise CallerError(
             f"{root} belongs to user {owner}, not to you ({os.geteuid()}), so a sandbox could not change its files: "
@@ -239,7 +237,7 @@ def _check_root(root: Path) -> None:
             field="image",
         )
     try:
-        # Without O_NONBLOCK opening a named pipe would block.
+        # O_NONBLOCK: opening a named pipe would otherwise block.
         with os.fdopen(
             os.open(resolve_inside(root, "/bin/sh"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
         ) as file:
@@ -257,28 +255,26 @@ def _check_root(root: Path) -> None:
         raise CallerError(f"{root} is for {found}, but this machine is {machine()}", field="image")
 
 
-def _check_places(root: Path) -> None:
-    """Refuse an image that blocks the folders and files of a sandbox, or leads them elsewhere.
-
-    The check gives early errors only: the launcher does not rely on it.
-    """
+def _check_sandbox_paths(root: Path) -> None:
+    """Refuse an image with files of the wrong type, or with misleading symlinks, at the paths that a sandbox needs.
+    Only for early errors: the launcher does not rely on this check."""
     for path in KERNEL_FILESYSTEMS:
-        if _kind(root, f"{root}{path}", path) not in (0, stat.S_IFDIR):
+        if _file_type(root, f"{root}{path}", path) not in (0, stat.S_IFDIR):
             raise _unfit(root, path, "is no folder: make it an empty one")
     for path in SANDBOX_FOLDERS:
-        if _kind(root, _resolve_checked(root, path), path) not in (0, stat.S_IFDIR):
+        if _file_type(root, _resolve_checked(root, path), path) not in (0, stat.S_IFDIR):
             raise _unfit(root, path, "is no folder: make it one")
     for path, _text in mounts.etc_files(""):
         folder, name = os.path.split(path)
-        if _kind(root, f"{_resolve_checked(root, folder)}/{name}", path) == stat.S_IFDIR:
+        if _file_type(root, f"{_resolve_checked(root, folder)}/{name}", path) == stat.S_IFDIR:
             raise _unfit(root, path, "is a folder where each sandbox has a file: remove it")
     for path in mounts.ACCOUNT_FILES:
-        if _kind(root, _resolve_checked(root, path), path) not in (0, stat.S_IFREG):
+        if _file_type(root, _resolve_checked(root, path), path) not in (0, stat.S_IFREG):
             raise _unfit(root, path, "is no regular file: make it one, or remove it")
 
 
 def _resolve_checked(root: Path, path: str) -> str:
-    """Return the path that ``path`` leads to, which must not be in a kernel file system."""
+    """Return the host path of ``path`` with symlinks resolved; refuse a path in a kernel file system."""
     parts = path.split("/")
     if not any(Path(str(root) + "/".join(parts[:count])).is_symlink() for count in range(2, len(parts) + 1)):
         return f"{root}{path}"
@@ -288,16 +284,15 @@ def _resolve_checked(root: Path, path: str) -> str:
         raise
     except OSError as error:
         raise _unfit(root, path, f"leads nowhere ({error.strerror}): remove the link") from error
-    place = f"/{found.relative_to(root)}"
-    if any(place == own or place.startswith(f"{own}/") for own in KERNEL_FILESYSTEMS):
-        raise _unfit(root, path, f"is a link to {place}, where each sandbox has its own files: remove the link")
+    inside = f"/{found.relative_to(root)}"
+    if any(inside == own or inside.startswith(f"{own}/") for own in KERNEL_FILESYSTEMS):
+        raise _unfit(root, path, f"is a link to {inside}, where each sandbox has its own files: remove the link")
     return str(found)
 
 
-def _kind(root: Path, place: str, path: str) -> int:
-    """Return the type of a path without links, as ``stat.S_IF*``; 0 if nothing is there."""
+def _file_type(root: Path, found: str, path: str) -> int:
     try:
-        return stat.S_IFMT(os.lstat(place).st_mode)
+        return stat.S_IFMT(os.lstat(found).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return 0
     except PermissionError:

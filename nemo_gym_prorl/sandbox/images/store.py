@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The image store: a user's images, and the root folders that sandboxes on this machine start from.
+"""The image store: a user's images, and the root folders from which sandboxes on this machine start.
 
 The store has two folders of entries (:mod:`.entries`): *images*, in the cache folder, which machines may share, and
-*copies*, unpacked images on this machine's own disk. Sandboxes start from root folders, but many small files strain a
-shared file system. So on a shared cache an image is stored as one file (SIF), and is unpacked once per machine.
+*copies*, unpacked images on this machine's own disk. Sandboxes start from root folders, but many small files overload
+a shared file system. So in a shared cache an image is stored as one file (SIF), and is unpacked once per machine.
 
-An entry is a folder with the image (``root`` or ``image.sif``) and ``image.json``, which describes it.
+An entry is a folder with the image (``root`` or ``image.sif``) and its description (``image.json``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIF = "image.sif"
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """Description of an image, written when it is made.
+    """Description of an image, stored beside the image.
 
     Attributes:
         kind: ``image`` (built), ``pulled`` or ``copy`` (unpacked).
@@ -57,7 +57,7 @@ class ImageInfo:
         format: format of the image.
         bytes: size on disk.
         made: creation time; seconds since 1970.
-        config: configuration of the registry's image that it comes from, if any.
+        config: registry configuration; ``None`` if the image does not come from a registry.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Image:
     """One image in the store.
 
     Attributes:
-        unpacked: whether the image is a folder or has an unpacked copy on this machine.
+        unpacked: whether the image is a root folder or has an unpacked copy on this machine.
     """
 
     entry: Entry
@@ -88,10 +88,8 @@ def write_info(folder: Path, info: ImageInfo) -> None:
 
 
 def read_info(folder: Path) -> ImageInfo | None:
-    """Return the description of an entry; ``None`` if it has none, or one without the required fields.
-
-    Unknown fields, which a later version of this package may write, are ignored.
-    """
+    """Return the description in an entry's folder; ``None`` if it is missing, invalid or lacks a required field.
+    Unknown fields, which a later version of this package may have written, are ignored."""
     try:
         noted = json.loads((folder / INFO_FILE).read_text())
     except (FileNotFoundError, ValueError):
@@ -104,13 +102,13 @@ def read_info(folder: Path) -> ImageInfo | None:
 
 
 def config_of(image: Path) -> OciConfig | None:
-    """Return the configuration stored beside a root folder or SIF; ``None`` outside of a store."""
+    """Return the registry configuration stored beside a root folder or SIF; ``None`` if there is none."""
     info = read_info(image.parent) if image.name in (ROOT, SIF) else None
     return info.config if info else None
 
 
 UNPACKED_SIZE_FACTOR = 4
-"""Room reserved for an unpacked copy, in sizes of the SIF; the usual factor is three."""
+"""Disk space reserved for an unpacked copy, as a multiple of the SIF's size; three is usual."""
 
 UNPACK_TIMEOUT_S = 1800.0
 
@@ -119,24 +117,29 @@ _NAMES = ".names"
 
 @dataclass(frozen=True, slots=True)
 class OpenImage:
-    """The image or unpacked copy that a sandbox starts from. The lock, if any, keeps it from being removed."""
+    """Root folder from which a sandbox starts: an image or an unpacked copy.
+
+    Attributes:
+        path: the root folder.
+        lock: lock that prevents the folder's removal; ``None`` for a root folder outside of the store.
+    """
 
     path: Path
     lock: Lock | None
 
     def release(self) -> None:
-        """Release the lock; a copy of the lock in another process keeps it."""
+        """Release the lock, if any; a copy of the lock's descriptor in another process keeps the folder."""
         if self.lock:
             self.lock.release()
 
 
 class ImageStore:
-    """Images and their unpacked copies. All methods block; locks make them safe for concurrent threads and processes.
+    """Images and their unpacked copies. All methods block; threads and processes may use a store concurrently.
 
     Args:
-        images: folder of the images; in the cache folder if not given.
-        copies: folder of the unpacked copies; :func:`unpacked_dir` if not given.
-        room: bytes that the copies may take; half of the space available for them if not given.
+        images: folder of the images; ``None`` for ``images`` in the cache folder.
+        copies: folder of the unpacked copies; ``None`` for :func:`unpacked_dir`.
+        room: maximum bytes of all copies; ``None`` for half of the sum of free bytes and bytes of copies.
     """
 
     def __init__(self, images: Path | None = None, copies: Path | None = None, room: int | None = None) -> None:
@@ -146,22 +149,18 @@ class ImageStore:
 
     @property
     def copies(self) -> Entries:
-        """The unpacked copies.
-
-        Raises:
-            InfrastructureError: the folder belongs to another user.
-        """
+        """The unpacked copies. Raises :class:`.InfrastructureError` if their folder belongs to another user."""
         return Entries(self._copies_folder or unpacked_dir())
 
     def default_format(self) -> Format:
-        """Return the default format of images: one file on a disk that machines may share, else a folder."""
+        """Return the default format of images: a SIF if machines may share the file system, else a root folder."""
         return "sif" if is_shared(self.images.folder) else "folder"
 
     def locate(self, reference: Reference) -> Path | None:
-        """Return the path of an image; ``None`` for an image of a registry that is not pulled.
+        """Return the path of an image; ``None`` for a registry's image that is not pulled.
 
         Raises:
-            CallerError: the path does not exist, or no image has that name.
+            CallerError: the path does not exist or is not accessible, or no image has that name.
         """
         match reference:
             case RegistryImage():
@@ -190,7 +189,7 @@ class ImageStore:
                 return found
 
     def find(self, text: str) -> Path | None:
-        """Return :meth:`locate` of a reference in a user's notation."""
+        """Parse a reference to an image, and return :meth:`locate` of it."""
         return self.locate(parse(text))
 
     def payload(self, entry: str) -> Path | None:
@@ -201,12 +200,12 @@ class ImageStore:
         return folder / ROOT if (folder / ROOT).is_dir() else folder / SIF
 
     def open(self, image: Path, runtime: Runtime, *, progress: Progress = ignore_progress) -> OpenImage:
-        """Return the folder that a sandbox of ``image`` starts from on this machine: a root folder, or the unpacked
-        copy of a SIF, made if missing.
+        """Lock and return the root folder for sandboxes of ``image``: the image itself, or the unpacked copy of a SIF,
+        which is created if missing.
 
         Raises:
-            CallerError: the image is no image, another user's, or for another processor.
-            InfrastructureError: a SIF can't be unpacked here; names the reason.
+            CallerError: :func:`.check_usable` refuses the image.
+            InfrastructureError: another process is removing the image, or a SIF can't be unpacked here.
         """
         check_usable(image)
         if image.is_dir():
@@ -215,23 +214,26 @@ class ImageStore:
         return self._copy(entry) or self._unpack(image, entry, runtime, progress)
 
     def identity(self, image: Path) -> str:
-        """Return a text that identifies the image at a path, as exactly as is known without reading all of it.
-
-        The text is the image's entry, or the path, size and modification time.
-        """
+        """Return a text that identifies the image at a path, without reading the image: the name of its entry, or
+        for an image outside of the store path, size and modification time."""
         if image.is_relative_to(self.images.folder):
             return f"entry:{image.relative_to(self.images.folder).parts[0]}"
         found = image.stat()
         return f"path:{image.resolve()} {found.st_size} {found.st_mtime_ns}"
 
     def is_ready(self, image: Path) -> bool:
-        """Return whether :meth:`open` would unpack nothing."""
+        """Return whether :meth:`open` would return without unpacking."""
         return not image.is_file() or self.copies.path(unpacked_entry(image)).is_dir()
 
     def publish(self, work: Path, made: Path, entry: str, info: ImageInfo, base: Path | None = None) -> Path:
-        """Sanitize the image made in ``work`` and publish it; return its path.
+        """Sanitize an image and make it visible as an entry; return the image's new path.
 
-        A root folder shares the files that it has in common with ``base``, a root folder of this store.
+        Args:
+            work: staging folder, of :meth:`.Entries.making`.
+            made: root folder or SIF, on the file system of ``work``.
+            entry: name of the entry.
+            info: description of the image, whose ``bytes`` are set here.
+            base: root folder of this store; equal files of a root folder are replaced by hard links to its files.
         """
         folder = work / "entry"
         folder.mkdir()
@@ -241,10 +243,9 @@ class ImageStore:
         if base is not None and info.format == "folder" and base.is_relative_to(self.images.folder):
             size -= rootfs.link_unchanged(target, base)
         write_info(folder, replace(info, bytes=size))
-        # After a power cut unwritten files would be empty in an entry that counts as complete.
+        # Without this, files of a visible entry could be empty after a power failure.
         flush(folder)
-        place = self.images.publish(folder, entry)
-        return place / target.name
+        return self.images.publish(folder, entry) / target.name
 
     def name(self, name: str, entry: str) -> None:
         folder = self.images.folder / _NAMES
@@ -283,13 +284,13 @@ class ImageStore:
         older_than_s: float | None = None,
         dry_run: bool = False,
     ) -> tuple[list[Image], list[Path]]:
-        """Remove unused images and copies, the least recently used first, and remains of killed makers.
+        """Evict images and copies that are not in use, in LRU order, and remove staging folders of killed processes.
 
         Args:
-            protected: entries to keep in any case.
-            max_bytes: limit for images, and for copies; each may be on a disk of its own.
-            older_than_s: also remove entries that were not used for so long.
-            dry_run: only report the entries to remove.
+            protected: names of entries to keep in any case.
+            max_bytes: maximum bytes of all images, and again of all copies; ``None`` for no limit.
+            older_than_s: also remove entries that were not used for this number of seconds; ``None`` for no limit.
+            dry_run: only return the entries to remove.
 
         Returns:
             Removed entries, and other removed folders, including entries without a valid description.
@@ -310,7 +311,7 @@ class ImageStore:
         return removed, swept
 
     def _lock(self, image: Path) -> Lock | None:
-        """Keep an image of this store from removal; others are not locked."""
+        """Lock an image of this store against removal; return ``None`` for an image outside of the store."""
         if not image.is_relative_to(self.images.folder):
             return None
         hold = self.images.use(image.relative_to(self.images.folder).parts[0])
@@ -348,7 +349,7 @@ class ImageStore:
         return start
 
     def _make_room(self, wanted: int) -> bool:
-        """Remove unused copies until ``wanted`` bytes fit; return whether they do."""
+        """Evict copies that are not in use until ``wanted`` more bytes fit; return whether they fit."""
         copies = self.all_copies()
         taken = sum(image.info.bytes for image in copies)
         free = free_bytes(self.copies.folder)
@@ -373,9 +374,8 @@ class ImageStore:
 
 
 def unpacked_dir() -> Path:
-    """Return the folder of unpacked copies, which must be on a large local disk.
-
-    That is ``$PRORL_UNPACKED``, else a folder in the cache if it is not shared, else one in ``$TMPDIR``.
+    """Return the folder of unpacked copies, which should be on a large local disk: ``$PRORL_UNPACKED``, else a folder
+    in the cache folder unless that is shared, else a folder in ``$TMPDIR``.
 
     Raises:
         InfrastructureError: the folder belongs to another user.
@@ -392,11 +392,8 @@ def unpacked_dir() -> Path:
 
 
 def unpacked_entry(image: Path) -> str:
-    """Return the entry name of a SIF's unpacked copy.
-
-    The name changes with the file's size and time, and with each boot: a copy written just before a power cut may be
-    incomplete.
-    """
+    """Return the name of the entry with a SIF's unpacked copy. The name changes with the file's size and modification
+    time, and with each boot: a copy that was written just before a power failure may be incomplete."""
     found = image.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     what = f"{image.resolve()} {found.st_size} {found.st_mtime_ns} {boot}"
@@ -411,11 +408,9 @@ def eviction_candidates(
     max_bytes: int | None = None,
     before: float | None = None,
 ) -> list[Image]:
-    """Return the entries to remove, the least recently used first.
-
-    Victims are all entries that were last used before ``before``, and more until the others fit into ``max_bytes``.
-    Entries that are used or ``protected`` (by name) stay, and count.
-    """
+    """Return the entries to evict, in LRU order. These are all entries that were last used before the time ``before``,
+    and further entries until the remaining ones have at most ``max_bytes``. Entries that are in use, or whose names
+    are ``protected``, stay and count towards the bytes."""
     everything = sorted(images, key=lambda image: (image.entry.last_use, image.entry.name))
     total = sum(image.info.bytes for image in everything)
     doomed = []

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the container runtime, Apptainer.
 
-``apptainer`` on PATH comes first, then the private copy that ``prorl setup`` installed into the cache.
+``apptainer`` on PATH is preferred to the private copy that ``prorl setup`` installs into the cache.
 
-In a container, root often lacks some capabilities. Apptainer's path for root then fails ("Requesting capability set
-..."), while its rootless path works. An environment variable makes Apptainer use the rootless path.
+In a container, root often lacks some capabilities. Apptainer's mode for root then fails ("Requesting capability set
+..."), but its rootless mode works. ``APPTAINER_USERNS`` makes Apptainer use the rootless mode.
 
 :mod:`.launch` starts containers.
 """
@@ -26,12 +26,12 @@ from nemo_gym_prorl.sandbox.images.entries import cache_dir, machine
 
 
 PREFIX_RECIPE = 2
-"""Version of the steps by which :mod:`.install` builds the private copy; another version gets another folder."""
+"""Version of the steps by which :mod:`.install` builds the private copy; part of the copy's folder name."""
 
 ROOT_CACHE = Path("/var/cache/nemo-gym-prorl")
 
 MARKER = "prorl-runtime.json"
-"""File in a complete private prefix: version, packages, and the path that it was built for."""
+"""Name of the file in a complete private copy, with version, packages, and the path for which the copy was built."""
 
 INSTALL_HINT = (
     "install it with the machine's package manager (package 'apptainer'), or without root with "
@@ -43,13 +43,13 @@ _VERSION = re.compile(r"apptainer version (\d+(?:\.\d+)*)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A container runtime that works.
+    """A working Apptainer.
 
     Attributes:
         path: absolute path of the program.
         version: e.g. ``(1, 4, 5)``.
-        origin: ``path`` for an installed one, ``cache`` for the private copy.
-        env: variables that the runtime needs on this machine; usually none.
+        origin: ``path`` if found on PATH, ``cache`` for the private copy.
+        env: environment variables that Apptainer needs for this user; usually none.
     """
 
     path: Path
@@ -66,11 +66,9 @@ class Runtime:
         return {**os.environ, **self.env}
 
     def activate(self) -> None:
-        """Put this runtime on PATH as ``apptainer``, for every program that this process starts.
-
-        NeMo Gym's own provider finds it there. PATH is not changed where it already leads to this runtime, since
-        moving a system folder to the front would hide the tools of a virtual environment.
-        """
+        """Put this runtime on PATH as ``apptainer``, for NeMo Gym's own provider and all programs that it starts. PATH
+        stays unchanged if it already leads to this runtime, since a system folder at the front would hide the programs
+        of a virtual environment."""
         os.environ.update(self.env)
         if shutil.which("apptainer") == str(self.path):
             return
@@ -78,7 +76,7 @@ class Runtime:
 
 
 def find_runtime() -> Runtime | None:
-    """Return the runtime by the order of the module's documentation, or ``None``. Takes about 30 ms."""
+    """Return the Apptainer on PATH, else the private copy; ``None`` if neither exists and works."""
     found = shutil.which("apptainer")
     return (_probe(Path(found)) if found else None) or _private_copy()
 
@@ -98,18 +96,15 @@ def require_runtime() -> Runtime:
 
 
 def private_prefix() -> Path:
-    """Return the folder of the private copy, whether or not it exists. The copy's programs contain the path, so the
-    copy can't be moved.
-
-    For root the folder is in :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` is set: root's sandboxes run under ids without
-    a user, which can't enter root's home folder.
-    """
+    """Return the folder of the private copy of Apptainer, whether or not the folder exists. For root the folder is in
+    :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` is set: sandboxes of root run under unassigned user ids, which can't
+    enter root's home folder."""
     folder = ROOT_CACHE if os.geteuid() == 0 and "PRORL_CACHE" not in os.environ else cache_dir()
     return folder / f"apptainer-{machine()}-{PREFIX_RECIPE}"
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
-    """Parse the output of ``--version``, ``apptainer version 1.4.5``; ``None`` for another program's."""
+    """Parse the output of ``--version``, such as ``apptainer version 1.4.5``; return ``None`` for other text."""
     match = _VERSION.search(text)
     return tuple(int(part) for part in match[1].split(".")) if match else None
 
@@ -127,7 +122,7 @@ def lacks_capabilities(status: str, last_capability: int) -> bool:
 
 
 def runtime_env() -> dict[str, str]:
-    """Return the variables that the runtime needs in this process's environment."""
+    """Return the environment variables that Apptainer needs for this process's user and capabilities; usually none."""
     if os.geteuid() != 0:
         return {}
     last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
@@ -137,7 +132,7 @@ def runtime_env() -> dict[str, str]:
 
 
 def _probe(path: Path) -> Runtime | None:
-    """Return the runtime at a path; ``None`` if its ``--version`` is not understood."""
+    """Return the runtime at a path; ``None`` if the program fails or prints no version of Apptainer."""
     path = path.absolute()
     try:
         answer = subprocess.run(

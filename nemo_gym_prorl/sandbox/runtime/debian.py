@@ -4,16 +4,15 @@
 
 The private Apptainer and the base ``apt:`` of images are folders of unpacked packages. Invariants:
 
-- apt uses a state of its own (sources, lists, archives, and an *empty* status file, so that it resolves all
-  dependencies). apt writes nothing outside of the caller's folder.
+- apt uses a state of its own in the caller's folder, and writes no other files: sources, lists, archives, and an
+  *empty* status file, so that apt downloads all dependencies.
 - apt checks signatures with the machine's archive keyring, and uses the machine's proxy settings.
 - Unpacked files belong to the caller, are readable by all, and have no setuid or setgid bit. No maintainer script
-  runs. A privileged program in a cache folder would let any user gain its rights.
+  runs. A setuid program in a cache folder would give its owner's rights to every user.
 
 The base ``apt:`` is a small Linux made of packages of the machine's own distribution, without a container registry.
 Unpacking runs no program of a package, so it needs neither root nor a container. This module creates the accounts
-that maintainer scripts would create. The image has no package database: ``dpkg`` and ``apt`` need an image of a
-registry.
+that maintainer scripts would create. The image has no package database, so ``dpkg`` and ``apt`` do not work in it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from nemo_gym_prorl.sandbox.images.entries import Progress
 
 
 APT_TIMEOUT_S = 600.0
-"""For one apt call, which takes seconds with a working mirror."""
+"""Time limit of one apt call, for slow mirrors."""
 
 _ARCHIVE = re.compile(r"/(debian|ubuntu)(-security|-ports)?/?$")
 _TOOLS = ("apt-get", "dpkg-deb", "tar")
@@ -65,16 +64,17 @@ def missing_tools() -> list[str]:
 
 
 def host_sources() -> list[AptSource]:
-    """Return the archives of the distribution among the machine's apt sources, without third parties.
+    """Return the machine's apt sources, chosen as by :func:`parse_sources`.
 
     Raises:
-        InfrastructureError: apt is missing, fails, or has no usable source.
+        InfrastructureError: apt is missing, fails, or has no source with the component ``main``.
     """
     return parse_sources(_apt("indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages"))
 
 
 def parse_sources(listing: str) -> list[AptSource]:
-    """Choose sources from lines of ``SITE SUITE COMPONENT``.
+    """Return the sources with the component ``main`` among lines ``SITE SUITE COMPONENT``, without duplicates: the
+    distribution's own archives, or if there are none, those of third parties.
 
     Raises:
         InfrastructureError: no line has the component ``main``.
@@ -87,7 +87,6 @@ def parse_sources(listing: str) -> list[AptSource]:
     if not sources:
         raise InfrastructureError("apt has no package source with a 'main' component: see /etc/apt/sources.list.d")
     unique = list(dict.fromkeys(sources))
-    # Without a known mirror take all sources, third parties included.
     return [source for source in unique if _ARCHIVE.search(source.uri)] or unique
 
 
@@ -122,7 +121,11 @@ def fetch(packages: Sequence[str], sources: Iterable[AptSource], work: Path, pro
 
 
 def unpack(archives: Iterable[Path], root: Path) -> None:
-    """Unpack packages into ``root`` in the merged-/usr layout: ``root/bin`` is a link to ``usr/bin``, and so on."""
+    """Unpack packages into ``root`` in the merged-/usr layout, in which ``bin`` is a symlink to ``usr/bin``.
+
+    Raises:
+        InfrastructureError: a package can't be unpacked.
+    """
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / "usr" / name).mkdir(parents=True, exist_ok=True)
         if not (root / name).is_symlink():
@@ -139,7 +142,6 @@ def unpack(archives: Iterable[Path], root: Path) -> None:
 
 
 def _normalize_modes(root: Path) -> None:
-    """Make all entries readable by all and writable by their owner, without setuid or setgid bits."""
     for path in (root, *root.rglob("*")):
         if path.is_symlink():
             continue
@@ -152,7 +154,6 @@ def _normalize_modes(root: Path) -> None:
 
 
 def _private_apt(sources: Iterable[AptSource], work: Path) -> Path:
-    """Write apt's private state into ``work``; return the configuration file."""
     for folder in ("lists/partial", "cache/archives/partial", "dpkg"):
         (work / folder).mkdir(parents=True)
     status = work / "dpkg" / "status"
@@ -187,7 +188,6 @@ def _private_apt(sources: Iterable[AptSource], work: Path) -> Path:
 
 
 def _apt(do: str, *arguments: str | Path) -> str:
-    """Run ``apt-get``; return its output."""
     if missing := missing_tools():
         raise InfrastructureError(f"{', '.join(missing)} not found: this needs a Debian-like machine")
     # Errors quote apt's output, which must be in English.
@@ -199,7 +199,7 @@ PACKAGES = (
     *("base-files", "base-passwd", "ncurses-base", "ncurses-bin"),
     *("bash", "dash", "coreutils", "util-linux", "bsdutils", "debianutils", "hostname", "login", "procps"),
     *("findutils", "grep", "sed", "mawk", "diffutils", "patch", "less", "gzip", "tar"),
-    # Wheels link to the C++ library.
+    # Compiled Python packages link to the C++ library.
     *("python3", "git", "ca-certificates", "libstdc++6"),
     *("passwd", "adduser", "libpam-runtime", "libc-bin", "perl-base", "sysvinit-utils"),
 )
@@ -210,7 +210,7 @@ PACKAGE_LINKS = {
     "usr/bin/pager": "less",
     "usr/bin/python": "python3",
 }
-"""Links that maintainer scripts would make, and ``python``, which models often call."""
+"""Target by path of symlinks that maintainer scripts would create, and of ``python``, which models often call."""
 
 PACKAGE_COPIES = {
     "usr/share/base-passwd/passwd.master": "etc/passwd",
@@ -219,17 +219,17 @@ PACKAGE_COPIES = {
     "usr/share/base-files/dot.profile": "root/.profile",
     "usr/share/libc-bin/nsswitch.conf": "etc/nsswitch.conf",
 }
-"""Files that maintainer scripts would copy."""
+"""Target by source of the files that maintainer scripts would copy."""
 
 PACKAGE_FOLDERS = {
     **dict.fromkeys(("mnt", "srv", "opt", "media", "var/opt", "run/lock"), 0o755),
     **{f"usr/local/{name}": 0o755 for name in ("bin", "etc", "include", "lib", "sbin", "share", "src")},
     "var/mail": 0o775,
 }
-"""Folders that maintainer scripts would make."""
+"""Permissions by path of the folders that maintainer scripts would create."""
 
 RUNTIME_FOLDERS = {"var/run": "/run", "var/lock": "/run/lock"}
-"""Folders that maintainer scripts would replace by links."""
+"""Symlink target by path of the folders that maintainer scripts would replace by symlinks."""
 
 PAM_RULES = {
     "auth": "[success=1 default=ignore] pam_unix.so nullok",
@@ -238,25 +238,25 @@ PAM_RULES = {
     "session": "[default=1] pam_permit.so",
     "session-noninteractive": "[default=1] pam_permit.so",
 }
-"""PAM rule of each service, as ``pam-auth-update`` writes it with the usual module only."""
+"""First PAM rule of each file ``common-*``, as ``pam-auth-update`` writes the rule if only ``pam_unix`` is enabled."""
 
 REMOVED_FOLDERS = ("boot", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 
-_STEPS = 7
-"""Version of this module's changes to the packages; part of the base's identity."""
+_RECIPE_VERSION = 7
+"""Version of this module's changes to unpacked packages; part of the identity of the base ``apt:``."""
 
 
 def base_identity() -> str:
-    """Return a text that changes with the distribution and with the version of this package's steps."""
-    made_of = [_STEPS, distribution(), PACKAGES, sorted(PACKAGE_LINKS.items()), REMOVED_FOLDERS]
+    """Return a text that identifies the base ``apt:``; changes with the distribution and with this module's recipe."""
+    made_of = [_RECIPE_VERSION, distribution(), PACKAGES, sorted(PACKAGE_LINKS.items()), REMOVED_FOLDERS]
     return f"apt:{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()}"
 
 
 def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
-    """Return a new root folder in ``work``, made of :data:`PACKAGES` and ``more`` of the machine's distribution.
+    """Build a root folder in ``work`` from :data:`PACKAGES` and the packages ``more`` of the machine's distribution.
 
     Raises:
-        InfrastructureError: the packages can't be downloaded; quotes apt.
+        InfrastructureError: the packages can't be downloaded (quotes apt) or unpacked.
     """
     (work / "apt").mkdir()
     archives = fetch([*PACKAGES, *more], host_sources(), work / "apt", progress)
@@ -268,7 +268,7 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
 
 
 def _finish(root: Path) -> None:
-    """Do the steps of the packages' maintainer scripts that matter."""
+    """Make the changes of the packages' maintainer scripts on which programs in the image rely."""
     for name, mode in PACKAGE_FOLDERS.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name).chmod(mode)
@@ -292,7 +292,7 @@ def _finish(root: Path) -> None:
 
 
 def _trust(shipped: Path, etc: Path) -> None:
-    """Trust all shipped certificate authorities, and list them for ``update-ca-certificates``."""
+    """Write all shipped CA certificates into the trusted bundle, and list them for ``update-ca-certificates``."""
     certificates = sorted(shipped.rglob("*.crt"))
     bundle = etc / "ssl/certs/ca-certificates.crt"
     bundle.parent.mkdir(parents=True, exist_ok=True)
@@ -302,7 +302,6 @@ def _trust(shipped: Path, etc: Path) -> None:
 
 
 def _prepare_logins(etc: Path) -> None:
-    """Move passwords to shadow files, and write the PAM rules."""
     for name, shadow, rest in (("passwd", "shadow", ":19000:0:99999:7:::"), ("group", "gshadow", "::")):
         lines = (etc / name).read_text().splitlines()
         accounts = [line.split(":", 2) for line in lines]

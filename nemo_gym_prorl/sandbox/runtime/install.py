@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Install a private, rootless Apptainer on machines without one.
 
-Debian's ``apptainer`` package is unpacked into the cache, with its dependencies. The package's programs need a newer C
-library than the machine may have, so they are patched to load the one that was unpacked with them. The patched
-programs contain the path of the prefix. After a move of the cache folder the copy does not count as installed, and is
-built again.
+Debian's ``apptainer`` package is unpacked into the cache, with its dependencies. The package's programs may need a
+newer C library than the machine's, so the programs are patched to load the C library that was unpacked with them. The
+patched programs contain its path, so after a move of the cache folder the private copy is built again.
 
-``pinned.json`` lists one version of each package by its SHA-256. Debian's mirrors have these versions while they are
+``pinned.json`` lists one version of each package with its SHA-256. Debian's mirrors have these versions while they are
 current, and Debian's snapshot archive keeps them. A package with another checksum is refused. So neither mirror nor
 network is trusted, and neither apt nor its keys are needed.
 
-Invariants: a folder with the final name is complete, and its program has answered. The folder's marker lists the
-packages and their SHA-256. The folder of ``apptainer`` holds nothing else, so that putting it on PATH hides no other
-program.
+Invariants: a folder with the final name is complete, and its ``apptainer`` has run once. The folder's marker lists the
+packages and their SHA-256. The folder with ``apptainer`` contains no other program, so this folder on PATH hides none.
 """
 
 from __future__ import annotations
@@ -50,20 +48,20 @@ ARCHIVE = "http://deb.debian.org/debian"
 SNAPSHOT = "https://snapshot.debian.org/archive/debian"
 
 DOWNLOAD_TIMEOUT_S = 30.0
-"""Longest pause in the data from a mirror."""
+"""Seconds without data from a mirror after which a download fails."""
 
-PARALLEL_DOWNLOADS = 6  # latency dominates, not bandwidth
+PARALLEL_DOWNLOADS = 6  # the packages are small, so latency would dominate a sequential download
 
 
 STEP_TIMEOUT_S = 60.0
-"""For a program that works on local files only."""
+"""Time limit of a program that only uses local files."""
 
 RUNTIME_PROGRAMS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
-"""Programs that Apptainer starts, for image files and overlays."""
+"""Programs that Apptainer starts for image files and overlays."""
 
 
 def ensure_runtime(progress: Progress) -> Runtime:
-    """Return the machine's runtime, or the private one, which is installed if missing (about 10 s).
+    """Return the machine's Apptainer; install a private copy in the cache if there is none.
 
     Raises:
         InfrastructureError: this machine has no runtime and can't install one; the message names other ways.
@@ -72,7 +70,7 @@ def ensure_runtime(progress: Progress) -> Runtime:
         return runtime
     prefix = private_prefix()
     entries = Entries(prefix.parent)
-    # An existing entry that does not work comes from a cache folder that was moved.
+    # An entry that does not work was built for another path, before its cache folder was moved.
     with entries.making(prefix.name, progress, is_valid=lambda: find_runtime() is not None) as work:
         if work is not None:
             entries.publish(_install(prefix, work, progress), prefix.name)
@@ -80,7 +78,6 @@ def ensure_runtime(progress: Progress) -> Runtime:
 
 
 def _install(prefix: Path, work: Path, progress: Progress) -> Path:
-    """Build the prefix in ``work``; return its folder there."""
     archives = _packages(work, progress)
     progress(f"unpacking {len(archives)} packages")
     built = work / "prefix"
@@ -95,7 +92,6 @@ def _install(prefix: Path, work: Path, progress: Progress) -> Path:
 
 
 def _packages(work: Path, progress: Progress) -> list[Path]:
-    """Download the pinned packages."""
     if missing := [tool for tool in debian.missing_tools() if tool != "apt-get"]:
         raise InfrastructureError(f"the private Apptainer needs {', '.join(missing)} on PATH; or {INSTALL_HINT}")
     (work / "apt").mkdir()
@@ -107,7 +103,7 @@ def _packages(work: Path, progress: Progress) -> list[Path]:
 
 
 def _arrange(built: Path) -> None:
-    """Keep the programs that Apptainer runs, in the folder where it looks for them, and remove the rest."""
+    """Move the programs that Apptainer runs to the folder where Apptainer searches; remove all other programs."""
     starter = _one(built, "usr/lib/*/apptainer/bin/starter")
     binaries = built / "usr" / "bin"
     # Apptainer searches the folder of its starter before PATH.
@@ -116,11 +112,11 @@ def _arrange(built: Path) -> None:
     for entry in binaries.iterdir():
         if entry.name != "apptainer":
             entry.unlink()
-    # Without setuid newuidmap and newgidmap fail. Where these programs are missing, Apptainer maps root alone, which
-    # is enough.
+    # newuidmap and newgidmap were unpacked without setuid and would fail. Without these programs Apptainer maps only
+    # root, which is enough.
     for name in ("usr/sbin", "usr/libexec", "usr/share"):
         shutil.rmtree(built / name, ignore_errors=True)
-    # The starter uses usr/lib as its prefix, the front end usr.
+    # Apptainer's starter looks for its files below usr/lib, and its command line looks below usr.
     for name, target in {
         "usr/lib/etc": "../../etc",
         "usr/lib/var": "../../var",
@@ -133,7 +129,7 @@ def _arrange(built: Path) -> None:
 
 
 def _patch(built: Path, prefix: Path) -> None:
-    """Make the programs in ``built`` load the C library in ``prefix``, the final path of ``built``."""
+    """Make the programs in ``built`` load the C library in ``prefix``, to which ``built`` will be renamed."""
     starter = _one(built, "usr/lib/*/apptainer/bin/starter")
     libraries = starter.parent.parent.parent
     loader = _one(built, f"usr/lib/{libraries.name}/ld-linux-*.so.*")
@@ -152,8 +148,8 @@ def _patchelf() -> Path:
 
 
 def _finish(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
-    """Check that the program runs, then write the marker, which completes the prefix."""
-    # The patched programs look for their C library in the final path.
+    """Check that the Apptainer in ``built`` runs, then write the marker of a complete private copy."""
+    # Started by its loader, since the patched program looks for the loader in the final path.
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
     command = [loader, "--library-path", loader.parent, built / "usr" / "bin" / "apptainer", "--version"]
     try:
@@ -168,7 +164,7 @@ def _finish(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
 
 
 def _one(root: Path, pattern: str) -> Path:
-    """Return the single file that matches; Debian's layout differs by the architecture's name only."""
+    """Return the only match of ``pattern``, whose wildcards stand for names of the architecture in Debian's layout."""
     found = sorted(root.glob(pattern))
     if not found:
         raise InfrastructureError(f"the unpacked apptainer package lacks {pattern}: {INSTALL_HINT}")
@@ -180,15 +176,15 @@ class PinnedPackages:
     """Pinned packages of one architecture.
 
     Attributes:
-        snapshot: time at which the archive had all packages, as in the names of Debian's snapshots.
-        packages: path in the archive to SHA-256.
+        snapshot: time of a snapshot of Debian's archive that has all packages, as in the snapshot's URL.
+        packages: SHA-256 by path in the archive.
     """
 
     snapshot: str
     packages: Mapping[str, str]
 
     def mirrors(self) -> list[str]:
-        """Return the mirrors in the order of use: the archive, its snapshot."""
+        """Return the URLs of the mirrors in the order of use: Debian's archive, then its snapshot."""
         return [ARCHIVE, f"{SNAPSHOT}/{self.snapshot}"]
 
 
@@ -196,7 +192,7 @@ def pinned_packages() -> PinnedPackages:
     """Return the pinned packages of this machine's architecture.
 
     Raises:
-        InfrastructureError: no packages are pinned for it.
+        InfrastructureError: no packages are pinned for this architecture.
     """
     listed = json.loads((resources.files("nemo_gym_prorl.sandbox.runtime") / "pinned.json").read_text())
     if machine() not in listed["packages"]:
@@ -205,7 +201,7 @@ def pinned_packages() -> PinnedPackages:
 
 
 def fetch_pinned(wanted: PinnedPackages, mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
-    """Download the pinned packages into ``work``.
+    """Download the pinned packages into ``work``; return the paths of the files.
 
     Raises:
         InfrastructureError: no mirror has a package with the pinned checksum; quotes the error of each mirror.
@@ -230,9 +226,9 @@ def _fetch(path: str, checksum: str, mirrors: Sequence[str], work: Path) -> Path
     for mirror in mirrors:
         url = f"{mirror.rstrip('/')}/{path}"
         try:
-            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # the checksum is verified below
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # unauthenticated: see checksum
                 data = answer.read()
-        # An interrupted download raises OSError, too.
+        # URLError covers errors before the response; an interrupted download raises another OSError.
         except (OSError, urllib.error.URLError) as error:
             reasons.append(f"{url}: {error}")
             continue

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a sandbox through the container runtime: command line, environment, log, first process.
 
-The supervisor builds command line and environment from the plain values of a request, so no request can execute
-another program. The log is a memory file of fixed size, because the image's own ``sh`` writes to it as well.
+The supervisor builds the command line and the environment from the values of a :class:`.CreateRequest`, so no request
+can execute another program. The log is a memory file of fixed size, because the image's untrusted ``sh`` can write to
+the log.
 """
 
 from __future__ import annotations
@@ -37,58 +38,58 @@ if TYPE_CHECKING:
 IDLE_SCRIPT = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
 """The container's PID 1, in POSIX ``sh``: reaps orphans, and exits when its input ends.
 
-A child does the reading because ``wait`` reaps and ``read`` does not. Sandboxed processes may kill that child; the
-loop replaces it. The process's open descriptors from the host are sockets, which can't be reopened through ``/proc``
-as files could.
+A child reads the input because ``wait`` reaps orphans and ``read`` does not. Sandboxed processes may kill the child;
+the loop starts another. PID 1 has only sockets of the host open, which sandboxed processes can't reopen through
+``/proc``, unlike files.
 """
 
 
 DROPPED_CAPABILITIES = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH", "CAP_SYS_CHROOT")
-"""Capabilities that the container's PID 1 loses; all versions of the runtime know their names. PID 1 keeps SYS_ADMIN,
-which it needs to install the filter."""
+"""Capabilities that the container's PID 1 drops; all versions of Apptainer know their names. PID 1 keeps SYS_ADMIN,
+which is needed to install the seccomp filter."""
 
 
 def become_runtime(
-    order: CreateRequest,
+    request: CreateRequest,
     command: Sequence[str],
     folder: Path,
     channel: socket.socket,
     log: int,
     mount_namespace: Sequence[int],
 ) -> NoReturn:
-    """Execute the runtime as the only user of a new user namespace; errors are written to ``log``.
+    """Replace this process by the runtime, in a new user namespace with one user; never returns.
 
     Args:
-        order: settings of the sandbox.
+        request: settings of the sandbox.
         command: command line of :func:`runtime_command`.
         folder: the sandbox's folder on the host.
-        channel: input and output of the container's first process.
-        log: receives the runtime's errors.
+        channel: standard input and output of the container's first process.
+        log: descriptor for the errors of this function and of the runtime.
         mount_namespace: descriptors of :func:`.mounts.namespace_without_overmounts`.
     """
     try:
         parent = os.getppid()
         syscalls.die_with_parent(parent)
         os.setsid()
-        image, inside, binds = order.image, order.uid, list[str]()
-        host = order.host_uid, order.host_gid
-        owner = create_single_user_namespace(inside, *host)
+        image, sandbox_uid, binds = request.image, request.uid, list[str]()
+        host = request.host_uid, request.host_gid
+        owner = create_single_user_namespace(sandbox_uid, *host)
         if is_machine_root():
             image = _mount_image(image, folder, *host)
-            binds = _mount_binds(order, folder)
-        options = _first_process_options(folder, root=inside == 0)
+            binds = _mount_binds(request, folder)
+        options = _first_process_options(folder, root=sandbox_uid == 0)
         for descriptor in mount_namespace:
             os.setns(descriptor, os.CLONE_NEWNS)
         os.setns(owner)
         with contextlib.suppress(PermissionError):
             os.setgroups([])
-        os.setresgid(inside, inside, inside)
-        os.setresuid(inside, inside, inside)
+        os.setresgid(sandbox_uid, sandbox_uid, sandbox_uid)
+        os.setresuid(sandbox_uid, sandbox_uid, sandbox_uid)
         # Changing user ids clears PDEATHSIG; set it again.
         syscalls.die_with_parent(parent)
         for number, descriptor in enumerate((channel.fileno(), channel.fileno(), log)):
             os.dup2(descriptor, number)
-        # The runtime inherits open descriptors. With an open folder of the host the image could leave its root.
+        # The image's programs would inherit open descriptors, and could leave their root by a folder of the host.
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         log = 2
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -103,12 +104,10 @@ def become_runtime(
 
 
 def _first_process_options(folder: Path, *, root: bool) -> list[str]:
-    """Return the runtime's options that confine the first process, the image's untrusted ``sh``.
-
-    That process gets the system call filter, and as root loses capabilities that the filter does not neutralise. As
-    root the first process has more rights than commands, so they can't trace it. Where commands are not root they have
-    the same rights and can trace it; then only the filter protects.
-    """
+    """Return the runtime's options that confine the container's first process, the image's untrusted ``sh``. The first
+    process gets the seccomp filter, and as root drops the capabilities that the filter does not restrict. As root the
+    first process has more capabilities than commands, so commands can't trace it. If commands are not root, they have
+    the same rights and can trace the first process; then only the filter protects."""
     path = folder / "calls.json"
     path.write_text(seccomp.oci_profile())
     path.chmod(0o644)
@@ -116,10 +115,8 @@ def _first_process_options(folder: Path, *, root: bool) -> list[str]:
 
 
 def _mount_image(image: str, folder: Path, uid: int, gid: int) -> str:
-    """As machine root, mount the image below the sandbox's folder, with its owner's files shown as the sandbox user's.
-
-    That user can't enter root's folders, and could not change other users' files in the overlay.
-    """
+    """Mount the image below the sandbox's folder, with the image owner's files shown as the sandbox user's. For
+    machine root only: its sandboxes' user can't enter root's folders or change other users' files in the overlay."""
     found = os.stat(image)
     shown = folder / "image"
     syscalls.unshare_mounts()
@@ -129,41 +126,40 @@ def _mount_image(image: str, folder: Path, uid: int, gid: int) -> str:
     return str(shown)
 
 
-def _mount_binds(order: CreateRequest, folder: Path) -> list[str]:
-    """Mount the binds below the sandbox's folder, as machine root; return the runtime's bind options."""
+def _mount_binds(request: CreateRequest, folder: Path) -> list[str]:
+    """Mount the binds below the sandbox's folder; return them as values of the runtime's option ``--bind``."""
     shown = []
-    for number, (bind, tree) in enumerate(zip(order.binds, clone_binds(order), strict=True)):
+    for number, (bind, tree) in enumerate(zip(request.binds, clone_binds(request), strict=True)):
         host, _, rest = bind.partition(":")
-        place = folder / f"mount-{number}"
+        target = folder / f"mount-{number}"
         if Path(host).is_dir():
-            place.mkdir()
+            target.mkdir()
         else:
-            place.touch()
-        syscalls.move_mount(tree, str(place))
-        shown.append(f"{place}:{rest}")
+            target.touch()
+        syscalls.move_mount(tree, str(target))
+        shown.append(f"{target}:{rest}")
     return shown
 
 
 _RUNTIME_VARIABLES = re.compile(r"(APPTAINER|SINGULARITY)_.*|PS1|PROMPT_COMMAND|PWD|OLDPWD|SHLVL|HOME|_", re.DOTALL)
-"""Variables that describe the runtime or the host, and do not come from the image."""
+"""Environment variables of the container's first process that do not come from the image."""
 
 READ_ONLY_PATHS = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
-"""Paths through which the machine's root user could change the kernel. The paths are read-only until the sandbox has
-its own filter, since the image's first process is untrusted.
-"""
+"""Paths through which machine root could change the kernel. They are mounted read-only, since the container's first
+process is the image's untrusted ``sh``, and runs before the sandbox has its seccomp filter."""
 
 _EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp,bind-paths")
 
 
-def runtime_command(order: CreateRequest, folder: Path) -> list[str]:
-    """Return the command that starts a sandbox, without the image and its program.
+def runtime_command(request: CreateRequest, folder: Path) -> list[str]:
+    """Return the runtime's command line for a sandbox, without the image and the program in the image.
 
     Args:
-        order: settings of the sandbox, with validated binds.
+        request: settings of the sandbox, with validated binds.
         folder: the sandbox's folder on the host.
     """
-    command = [order.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
-    if order.network != HOST:
+    command = [request.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
+    if request.network != HOST:
         command += mounts.RUNTIME_NO_NETWORK_OPTIONS
     locked = (
         [f"{path}:{path}:ro" for path in READ_ONLY_PATHS if Path(path).exists()]
@@ -171,25 +167,25 @@ def runtime_command(order: CreateRequest, folder: Path) -> list[str]:
         else []
     )
     # Machine root mounts the binds itself, with mapped owners.
-    for bind in (*([] if is_machine_root() else order.binds), *locked):
+    for bind in (*([] if is_machine_root() else request.binds), *locked):
         command += ["--bind", bind]
     return command
 
 
 def runtime_environment(folder: Path) -> dict[str, str]:
-    """Return the runtime's environment; ``folder`` identifies the owner of its helper processes."""
+    """Return the runtime's environment variables; one names ``folder``, so that a sweep can find orphaned helpers."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", OWNER_VARIABLE: str(folder)}
 
 
 def image_variables(reported: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a waiting shell that come from the image; the runtime sets ``LANG=C`` where the image
-    does not."""
+    """Return the image's own variables among the ``reported`` ones of the container's first process, without
+    ``LANG=C``, which the runtime sets if the image has no ``LANG``."""
     found = {name: value for name, value in reported.items() if not _RUNTIME_VARIABLES.fullmatch(name)}
     return {name: value for name, value in found.items() if (name, value) != ("LANG", "C")}
 
 
 def read_environment(path: str) -> dict[str, str]:
-    """Return the variables in a file with the format of ``/proc/PID/environ``.
+    """Return the environment variables in a file with the format of ``/proc/PID/environ``.
 
     Raises:
         OSError: the variables have more than :data:`MAX_ENVIRONMENT_BYTES`.
@@ -202,10 +198,10 @@ def read_environment(path: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
-LOG_BYTES = 64 << 10
+LOG_BYTES = 64 << 10  # fixed size of a log; later output is lost
 
 EXCERPT_CHARS = 4000
-"""Characters of a log's end that errors quote: enough for the cause."""
+"""Number of characters at the end of a log that errors quote: enough for the cause."""
 
 
 def create_log() -> int:
