@@ -31,9 +31,9 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
 SECCOMP_MODE_FILTER = 2
 MAX_FILES = 4096
-"""Upper bound of this program's file descriptors."""
+"""Number above all file descriptors that this program opens."""
 
-# System calls and access rights of Landlock.
+# Landlock: system call numbers, and bits of access rights (linux/landlock.h).
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 WRITE_FILE, TRUNCATE, REFER = 1 << 1, 1 << 14, 1 << 13
 MAKE_AND_REMOVE = 0b1_1111_1111 << 4
@@ -43,7 +43,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def hide() -> None:
-    """Make this process and its descendants uninspectable for unprivileged processes of the same user.
+    """Make this process and its forks uninspectable (not dumpable) for unprivileged processes of the same user.
 
     Raises:
         OSError: the kernel refuses.
@@ -53,7 +53,7 @@ def hide() -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities irreversibly: a sandbox may run as root of its own user namespace.
+    """Drop all capabilities irreversibly, since a sandbox may run as root of its own user namespace.
 
     Raises:
         OSError: the kernel refuses.
@@ -69,12 +69,12 @@ def drop_privileges() -> None:
 
 
 def end_with_parent() -> None:
-    """Request SIGKILL when the parent process ends."""
+    """Ask the kernel to kill this process when its parent ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def limit(what: int, value: int, *, for_good: bool = True) -> None:
-    """Lower a resource limit of this process and its descendants; with ``for_good`` the hard limit too."""
+    """Set the soft limit of an ``RLIMIT_*`` resource, at most the hard limit; with ``for_good`` the hard limit too."""
     hard = resource.getrlimit(what)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -82,7 +82,7 @@ def limit(what: int, value: int, *, for_good: bool = True) -> None:
 
 
 def limit_thread_stacks(size: int) -> None:
-    """Set the stack size of threads, independent of the main thread's limit."""
+    """Set the stack bytes of new threads, independent of the main thread's; no-op without support in the C library."""
     attributes = (ctypes.c_char * 256)()
     if hasattr(LIBC, "pthread_setattr_default_np") and LIBC.pthread_attr_init(attributes) == 0:
         LIBC.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size))
@@ -96,7 +96,7 @@ class FilterProgram(ctypes.Structure):
 
 
 def filter_calls(program: bytes) -> None:
-    """Install a seccomp filter.
+    """Install a seccomp filter, given as BPF instructions of 8 bytes each.
 
     Raises:
         OSError: the kernel refuses.
@@ -112,7 +112,7 @@ def landlock_version() -> int:
 
 
 def write_only_in(folder: str, version: int) -> None:
-    """Restrict writing, creating and removing files to ``folder`` and a few devices.
+    """Restrict writing, creating and removing files to ``folder`` and :data:`DEVICES`, by Landlock ``version``.
 
     Raises:
         OSError: the kernel refuses.
@@ -124,12 +124,12 @@ def write_only_in(folder: str, version: int) -> None:
         raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
     for path, allowed in ((folder, rights), *((device, rights & (WRITE_FILE | TRUNCATE)) for device in DEVICES)):
         try:
-            place = os.open(path, os.O_PATH)
+            parent = os.open(path, os.O_PATH)
         except FileNotFoundError:
             continue
-        rule = struct.pack("=Qi", allowed, place)
+        rule = struct.pack("=Qi", allowed, parent)
         failed = LIBC.syscall(ADD_RULE, ruleset, 1, rule, 0) != 0
-        os.close(place)
+        os.close(parent)
         if failed:
             raise OSError(ctypes.get_errno(), "landlock_add_rule")
     if LIBC.syscall(RESTRICT_SELF, ruleset, 0) != 0:
