@@ -396,7 +396,6 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
 
     @property
     def over(self) -> bool:
-        """Return whether the policy has submitted through either set."""
         return self.first.over or self.second.over
 
     async def call(self, tool: str, arguments: object) -> str:
@@ -410,7 +409,6 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
         return await runner.run_script(script, timeout_s=timeout_s)
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the call counts by tool, from the tool sets that count their calls."""
         counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
         return {tool: counts for used in counting for tool, counts in used.items()}
 
@@ -454,12 +452,7 @@ class CombinedToolSet[First: OpenTools, Second: OpenTools]:
             raise ValueError(f"both tool sets have a tool named {min(both)!r}; rename one")
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> CombinedTools[First, Second]:
-        """Open both tool sets; if opening the second one fails, close the first one.
-
-        Raises:
-            CallerError: the row's image lacks a program that a tool needs; names the row's field.
-            InfrastructureError: the tools could not be started.
-        """
+        """Open both tool sets (:meth:`ToolSet.open`); if opening the second one fails, close the first one."""
         first = await self._first.open(sandbox, needs)
         try:
             second = await self._second.open(sandbox, needs)

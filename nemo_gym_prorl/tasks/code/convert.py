@@ -132,7 +132,6 @@ def _function_of(case: Mapping[str, Any]) -> str | None:
 
 Record = Mapping[str, Any]
 
-
 TIME_FACTOR = 5.0
 """Multiplier of time limits that were set for compiled programs, to leave room for an interpreter."""
 

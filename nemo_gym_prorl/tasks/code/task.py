@@ -41,7 +41,6 @@ _CODE = re.compile(
 )
 _READS_INPUT = re.compile(r"\binput\s*\(|\bstdin\b|\bfileinput\b|\b(?:open|read|fdopen)\(\s*(?:0|['\"]/dev/stdin)")
 
-
 Block = tuple[str, str]
 """Label of a fenced block and its lines without the fence's indentation."""
 

@@ -117,11 +117,7 @@ class ChildRunner:
         self.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def ready(self, patience_s: float) -> dict[str, Any]:
-        """Wait until the zygote has compiled the source, at most ``patience_s`` for each of its two messages.
-
-        Returns:
-            ``ready`` with the Landlock version; or ``refused`` with a reason, and ``killed`` if the zygote crashed.
-        """
+        """Wait until the source is compiled. Return ``ready`` (Landlock's version) or ``refused`` (a reason)."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         if not poll.poll(patience_s * 1000):

@@ -10,6 +10,7 @@ or leave data for the next test. Three irreversible restrictions prevent this:
 - Landlock: writes are limited to one folder. Without Landlock (before Linux 5.13) other files stay writable.
 
 The zygote applies all of them once for all tests, except for the filter that forbids children to fork.
+Functions that install a restriction raise :class:`OSError` if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -43,21 +44,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def hide() -> None:
-    """Make this process and its forks uninspectable (not dumpable) for unprivileged processes of the same user.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Make this process and its forks uninspectable (not dumpable) for unprivileged processes of the same user."""
     if LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities irreversibly, since a sandbox may run as root of its own user namespace.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Drop all capabilities irreversibly, since a sandbox may run as root of its own user namespace."""
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for capability in range(64):
@@ -96,11 +89,7 @@ class FilterProgram(ctypes.Structure):
 
 
 def filter_calls(program: bytes) -> None:
-    """Install a seccomp filter, given as BPF instructions of 8 bytes each.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Install a seccomp filter, given as BPF instructions of 8 bytes each."""
     given = FilterProgram(len(program) // 8, program)
     if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "seccomp")
@@ -112,11 +101,7 @@ def landlock_version() -> int:
 
 
 def write_only_in(folder: str, version: int) -> None:
-    """Restrict writing, creating and removing files to ``folder`` and :data:`DEVICES`, by Landlock ``version``.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Restrict writing, creating and removing files to ``folder`` and :data:`DEVICES`, by Landlock ``version``."""
     rights = WRITE_FILE | MAKE_AND_REMOVE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
     handled = ctypes.c_uint64(rights)
     ruleset = LIBC.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(8), 0)
