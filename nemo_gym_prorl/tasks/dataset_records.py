@@ -217,7 +217,7 @@ def no_answer(record: Mapping[str, Any], given: Mapping[str, Any]) -> CallerErro
 
 
 def gold(value: Any, field: str) -> str:
-    """Return a reference answer as text: list items joined by commas, or the last ``####`` line of GSM8K.
+    """Return a reference answer as text: list items joined by commas, or the ``####`` line of a GSM8K solution.
 
     Raises:
         CallerError: the value is neither text nor a number; names the field.

@@ -58,7 +58,7 @@ class WorkerPool:
     """Pool of worker processes that run the jobs of one module. Workers start on demand, also after a loss.
 
     Args:
-        module: the module's full name.
+        module: full name of a module with ``warm_up`` and ``answer``.
         count: number of concurrent jobs.
     """
 

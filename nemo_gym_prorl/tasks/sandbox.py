@@ -219,7 +219,7 @@ class HasFiles(Protocol):
     """
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """Return a file's bytes; ``EFBIG`` for more than ``limit`` bytes, ``EINVAL`` for no regular file."""
+        """Return a regular file's bytes; the error is ``EFBIG`` above ``limit`` bytes, ``EINVAL`` for other files."""
         ...
 
     async def write_file(self, path: str, data: bytes) -> bool:

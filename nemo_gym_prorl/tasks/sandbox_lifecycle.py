@@ -53,7 +53,7 @@ class ShieldedTasks:
 
 
 async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
-    """Return the requests of a sandbox by host (:class:`HasEgress`); empty without a proxy or after its end."""
+    """Return the requests of a sandbox by host (:class:`HasEgress`); empty without a proxy or a live sandbox."""
     with suppress(RolloutError):
         return await sandbox.egress() if isinstance(sandbox, HasEgress) else []
     return []

@@ -58,7 +58,7 @@ MAX_CLOSED_KEYS = 100_000
 """Number of closed caller-chosen keys that are remembered, so that a delayed seed cannot reopen a session."""
 
 LEASE_SWEEPS = 6
-"""Sweeps without renewal until a lease expires. A suspended server does not sweep, so leases do not expire."""
+"""Sweeps without renewal until a lease expires. A suspended server does not sweep, so its leases stay valid."""
 
 EXHAUSTED_OBSERVATION = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
 
@@ -371,7 +371,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         session = self._sessions.get(key)
         if session is None:
             return
-        # Also aborts a verification that waits for the release, before its work can be cancelled.
+        # A verification that still waits for the release has no task to cancel, but fails because of ``lost``.
         session.lost = session.lost or InfrastructureError("the session was closed", kind=FailureKind.SESSION_LOST)
         if session.work is not None:
             session.work.cancel()

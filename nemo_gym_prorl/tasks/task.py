@@ -135,7 +135,7 @@ class Grade:
 
     Attributes:
         reward: a finite number.
-        verdict: machine-readable reason, one of a fixed number in each task family; safe as a metric label.
+        verdict: machine-readable reason, one of the task family's fixed set; safe as a metric label.
         detail: human-readable reason. The detail may quote hidden tests, so the policy must not see it.
         fields: extra JSON fields of the rollout's row, such as a patch or a test report. Fields that Gym or this class
             writes are refused. Integers beyond 64 bits become floats.
@@ -266,12 +266,12 @@ class ToolSet[Opened: OpenTools](Protocol):
 
 
 class OpenSandbox(Protocol):
-    """Context manager of a fresh sandbox, which is stopped at the end of the block."""
+    """Factory of context managers, which start a fresh sandbox and stop it at the end of the block."""
 
     def __call__(
         self, needs: SandboxNeeds | None = None, snapshot: str | None = None
     ) -> AbstractAsyncContextManager[Sandbox]:
-        """Return the context manager, whose entry may raise the errors below.
+        """Return a context manager, whose entry may raise the errors below.
 
         Args:
             needs: requirements of the sandbox; ``None`` for the row's. A snapshot's image replaces ``needs.image``.
@@ -472,7 +472,7 @@ def offered_tools(row: Mapping[str, Any]) -> frozenset[str]:
 def task_errors(trouble: str, kind: FailureKind) -> Iterator[None]:
     """Convert unexpected exceptions of a task to an :class:`InfrastructureError` of ``kind``.
 
-    The message consists of ``trouble``, the exception, and the last line of the environment's own code.
+    The message contains the exception, and the last traceback line in the environment's own code.
     """
     try:
         yield

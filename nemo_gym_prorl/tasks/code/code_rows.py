@@ -33,7 +33,7 @@ from nemo_gym_prorl.tasks.dataset_records import create_params
 from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
-MAX_TESTS = 100_000  # bounds memory and grading time of a row
+MAX_TESTS = 100_000  # per problem, to bound memory and grading time
 MAX_TEST_BYTES = 64 << 20
 """Maximum characters of all inputs and outputs of a problem, to bound memory."""
 
@@ -93,7 +93,7 @@ class UnitTests(BaseModel):
 
 
 class NamedChecker(BaseModel):
-    """Built-in comparison. Tolerances apply to functions and to ``float``; ``wrapped`` applies to functions."""
+    """Built-in comparison. Tolerances apply to ``float`` and to results of functions, ``wrapped`` only to results."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -324,7 +324,7 @@ _KINDS: Mapping[str, Callable[[Record], dict[str, Any]]] = {
     "input_output": _apps,
     "public_tests": _code_contests,
 }
-"""Converters by a field that identifies the set; the first match counts."""
+"""Converters by a field that identifies the data set; the first match counts."""
 
 
 def _set(record: Record) -> str:
@@ -346,7 +346,7 @@ def _row(
 
 
 def _tests(text: Any, field: str, function: str | None = None) -> dict[str, Any]:
-    """Return tests in the format of :class:`.code_rows.UnitTests`, from one of the data sets' formats or its JSON."""
+    """Return tests in the format of :class:`.code_rows.UnitTests`, from a data set's format or its JSON text."""
     tests = _json(text, field) if isinstance(text, str) else text
     if isinstance(tests, list):
         return of_cases(tests, field, function)

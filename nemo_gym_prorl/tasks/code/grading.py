@@ -64,11 +64,11 @@ def load(name, source):
 
 @cache
 def program(main: str, *modules: str) -> str:
-    """Return the source of a program that contains its modules, since sandboxes lack this package.
+    """Return the source of a program that needs no other files, since sandboxes lack this package.
 
     Args:
         main: full name of the module to run.
-        modules: full names of the modules that it imports, each after its own dependencies.
+        modules: full names of the modules that ``main`` imports, each after its own dependencies.
     """
     loads = [f"load({name!r}, {_read(name)!r})\n" for name in modules]
     return "".join([_LOADER, *loads, f"exec(compile({_read(main)!r}, 'grader', 'exec'))\n"])
@@ -80,7 +80,7 @@ def _read(name: str) -> str:
 
 
 TRIES = 2
-"""Maximum runs without a verdict, counted separately for the two culprits (candidate and machine)."""
+"""Maximum runs without a verdict, counted separately for the two possible causes (candidate and machine)."""
 
 ANSWER_MARGIN_S = 20.0
 """Seconds that a run may take beyond its own time limit, for starting and reporting."""
@@ -182,7 +182,7 @@ async def attempt(
     if len(messages) > 1:
         return messages[1]
     why = f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
-    # Complete output without a message proves that the candidate's source never ran.
+    # If the output is complete and has no message, the candidate's source never ran.
     complete = result.error_type is None or (knows and result.error_type == "sandbox")
     return NoVerdict(why, by_machine=complete and not messages)
 
@@ -409,10 +409,10 @@ _SYSCALL_RULES: dict[str, CallVerdict] = {
     "setpriority": ArgumentRule(0, frozenset({0}), ArgumentRule(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
     # F_SETOWN, F_SETSIG, F_SETOWN_EX make the kernel send signals to another process.
     "fcntl": ArgumentRule(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
-    # FIOSETOWN and SIOCSPGRP direct signals to another process, and TIOCSTI types into a terminal.
+    # FIOSETOWN and SIOCSPGRP direct signals to another process, and TIOCSTI injects terminal input.
     "ioctl": ArgumentRule(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
     "socketpair": ArgumentRule(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
-    "clone3": UNKNOWN,  # its flags are in memory; ENOSYS makes the C library fall back to clone
+    "clone3": UNKNOWN,  # seccomp cannot read the flags in memory; ENOSYS makes the C library use clone
     "clone": ALLOW,  # the zygote forks; the children's own filter allows threads only
 }
 """Rules of restricted system calls; others in :data:`SYSCALLS` and :data:`COMMON_SYSCALLS` are refused."""
@@ -422,7 +422,7 @@ _SYSCALL_RULES: dict[str, CallVerdict] = {
 def filters() -> dict[str, list[str]]:
     """Return two seccomp filters by machine architecture, as hexadecimal BPF.
 
-    The first filter is the zygote's. Children add the second one, which allows to create threads but no processes.
+    The first filter is the zygote's. Children add the second filter, which forbids new processes and allows threads.
     """
     found = {}
     for machine, architecture in ARCHITECTURES.items():

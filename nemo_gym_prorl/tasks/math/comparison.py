@@ -444,7 +444,7 @@ def _scaled(values: list[Any], scale: int, *, kept: bool) -> list[Any]:
 
 
 def _readings(text: str) -> list[Any]:
-    """Parse a text: the sympy expression, and for a percentage also its hundredth; empty if the text is unreadable."""
+    """Return the sympy expression of a text, and for a percentage also its hundredth; empty if unreadable."""
     head, *about = _APPROXIMATELY.split(text)
     head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
     bare = with_named_symbols(_PERCENT.sub("", head)).strip()
@@ -483,7 +483,7 @@ def _is_rational(expression: Any) -> bool:
 
 
 def _approximations(text: str, answer: Any) -> list[Any]:
-    """Return the values after approximation signs in an answer that contradict the answer's value."""
+    """Return the values after an answer's approximation signs that contradict the value before the signs."""
     value, wrong = next(leaves(answer)), []
     for said in _APPROXIMATELY.split(text)[1:]:
         tolerance = APPROXIMATION_TOLERANCE

@@ -123,9 +123,9 @@ def is_unit(
             return False
         if not (known or _is_counted(word, nouns, in_text=in_text)):
             return False
-    # Only units have powers; counted nouns do not.
     if not words or (words[-1].lower() in _BEFORE_UNITS and not follows):
         return False
+    # Only units have powers; counted nouns do not.
     return known or words[-1].lower() in ("squared", "cubed") or not re.search(r"\d", text)
 
 
@@ -280,7 +280,7 @@ def units_differ(expected: Measure, said: Measure) -> bool:
 
 
 def stray_text(value: str) -> str:
-    """Return the first text command's content in a value without its unit; empty if there is none.
+    """Return the content of the first text command in a value (without its unit); empty if there is none.
 
     Text left of an equals sign counts only beside a digit or ``not``.
     """

@@ -158,7 +158,7 @@ def shape_of(text: str) -> Shape | None:
 
 
 def cases_of(text: str) -> list[tuple[str, str]] | None:
-    """Return value and condition of each row of a piecewise answer or a system (whose conditions are empty)."""
+    """Return values and conditions of a piecewise answer, or a system's rows with empty conditions; else ``None``."""
     found = _CASES.fullmatch(text.strip())
     if found is None:
         return None

@@ -170,7 +170,7 @@ _COSTLY = re.compile(r"\^\s*\{?[^{}]*\^|\)\s*\^|\^\s*\{?\s*-?\d{3}|!|\\(?:sum|pr
 def require_readable_answers(row_of: RowOf) -> Iterator[RowOf]:
     """Wrap a conversion so that a row with an unparseable expected answer raises :class:`CallerError`."""
 
-    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # imports sympy
+    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # late, since it loads sympy
 
     with asyncio.Runner() as runner:
         checker = MathChecker()

@@ -66,7 +66,7 @@ def in_final_form(text: str) -> bool:
 
 
 def unfinished_part(gold: Any, answer: Any) -> str:
-    """Return the reason why an answer is less finished than the expected answer; empty if equally finished."""
+    """Return the reason why an answer is less finished than the expected answer; empty if it is not."""
     wanted, given = list(leaves(gold)), list(leaves(answer))
     if is_relation(gold):
         return ""
@@ -127,7 +127,7 @@ def _computing(text: str) -> set[str]:
     return {next(filter(None, found.groups()), "a factorial") for found in _COMPUTING.finditer(text)}
 
 
-EXACT_DIGITS = 80
+EXACT_DIGITS = 80  # significant digits in comparisons of exact numbers
 NEAR_EXACT = sympy.Float("1e-60", EXACT_DIGITS)
 """Maximum relative difference of equal exact numbers; fractions must be identical."""
 
@@ -141,7 +141,7 @@ NEAR_ZERO = sympy.Float("1e-6")
 """Maximum absolute difference of a decimal from an expected 0."""
 
 _POINTS = (sympy.Rational(-7, 2), sympy.Integer(-1), sympy.Rational(1, 3), sympy.Integer(2), sympy.Rational(11, 2))
-MAX_POINTS = 250
+MAX_POINTS = 250  # sample points of a relation, to bound time
 
 
 def values_equal(gold: Any, answer: Any) -> bool:
@@ -159,7 +159,10 @@ def values_equal(gold: Any, answer: Any) -> bool:
 
 
 def numbers_equal(one: Any, other: Any, tolerance: Any = None) -> bool:
-    """Return whether numbers are equal up to a relative tolerance, by default as written; true for non-numbers."""
+    """Return whether two numbers are equal up to a relative ``tolerance``; true if one of them is no number.
+
+    ``None`` stands for the precision with which the numbers are written.
+    """
     if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
         return True
     if one == other:
@@ -224,9 +227,9 @@ def _complex_numbers(gold: Any, answer: Any) -> tuple[Any, Any] | None:
 
 
 def _same_relation(gold: Any, answer: Any) -> bool:
-    """Return whether two relations that math-verify calls equal are equal: by a factor, or because solutions exist.
+    """Return whether two relations that math-verify calls equal are multiples of each other, or have solutions.
 
-    Solutions exist if the two sides compare differently at sample points.
+    Relations have solutions if their sides compare differently at sample points.
     """
     if not all(isinstance(side, sympy.Expr) for side in (*gold.args, *answer.args)):
         return bool(gold == answer)  # sides that are sets or tuples cannot be subtracted

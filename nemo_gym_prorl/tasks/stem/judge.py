@@ -128,7 +128,7 @@ class Judge:
         self._examined = False
 
     async def require_strict(self) -> None:
-        """Examine the judge, unless it has passed already.
+        """Examine the judge with :data:`EXAMINATION`, unless the judge has passed before.
 
         Raises:
             InfrastructureError: the judge fails to reply, or decides a case wrongly (``verifier_error``).
@@ -186,7 +186,7 @@ def verdict_of(reply: str, tag: str) -> JudgeVerdict:
     """Return the verdict of a reply.
 
     Raises:
-        InfrastructureError: ``verifier_error``: the reply is too long, ends without a verdict, or has two verdicts.
+        InfrastructureError: ``verifier_error``: the reply is too long, contradictory, or ends without a verdict.
     """
     if len(reply) > MAX_REPLY_CHARS:
         raise InfrastructureError(

@@ -117,7 +117,7 @@ def _meant(options: Mapping[str, str], said: str, same: Callable[[str, str], boo
 WORKBENCH_TOOLS = ("python",)
 """Tools of the policy besides ``search``."""
 
-MAX_QUESTION_CHARS = 20_000
+MAX_QUESTION_CHARS = 20_000  # bounds the prompts of policy and judge
 MAX_EXPECTED_CHARS = 2000
 
 SYSTEM_PROMPT = """\
@@ -205,6 +205,7 @@ def row_for(
     Args:
         question: question without its options.
         expected: expected answer; the letter in a multiple choice.
+        options: texts by letter; ``None`` for a free answer.
         script: see :func:`.dataset_records.create_params`.
     """
     prompt = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])

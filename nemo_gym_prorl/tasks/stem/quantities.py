@@ -217,7 +217,7 @@ def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison
     if not expected.unit or not said.unit:
         agree = _numbers(expected, said.value, tolerance, rounding=_rounding(said)) is Comparison.SAME
         return Comparison.UNIT_MISSING if agree else Comparison.DIFFERENT
-    # Pint needs the system's name for gauss, which belongs to Gaussian units.
+    # Gauss is a Gaussian unit, which pint converts only if the unit system is named.
     systems = ("Gaussian",) if "gauss" in f"{expected.unit} {said.unit}" else ()
     try:
         converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit, *systems).magnitude
@@ -470,7 +470,7 @@ def words(text: str) -> str:
 
 
 def _is_plain(word: str) -> bool:
-    """Return whether the case of a word has no meaning: no short word except for common English words."""
+    """Return whether the case of a word has no meaning: a long word, or a common short one not in upper case."""
     return len(word) > MAX_SYMBOL_CHARS or (word.casefold() in _SHORT_WORDS and not word.isupper())
 
 

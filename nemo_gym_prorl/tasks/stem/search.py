@@ -249,7 +249,7 @@ def build(passages: Iterable[Passage], folder: Path) -> int:
 
 
 class Index:
-    """Open index in a folder that :func:`build` made.
+    """Searchable index, opened from a folder of :func:`build`.
 
     Raises:
         InfrastructureError: the index is missing or damaged; the error names ``search.index``.
@@ -325,7 +325,7 @@ class OfflineSearch:
         self._open_index = open_index
         self._index: Index | None = None
         self._opening = asyncio.Lock()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")  # bm25s shares one file offset
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")  # one: bm25s readers share a file offset
 
     async def prepare(self) -> None:
         async with self._opening:
@@ -407,7 +407,7 @@ class TavilySearch:
 
     Args:
         key: API key, sent in a header of each request.
-        url: URL of the service, or of a compatible one.
+        url: URL of a compatible service; ``None`` for Tavily's own.
         timeout_s: seconds for a search, including retries.
     """
 

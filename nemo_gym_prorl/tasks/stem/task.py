@@ -183,7 +183,7 @@ class Rules:
         await self._formulas.require_gradeable(expected)
 
     async def check(self, problem: StemProblem, answer: str) -> Ruling:
-        """Decide on a final answer.
+        """Decide by rules whether a final answer is right.
 
         Raises:
             TaskError: the expected answer cannot be compared with itself.
@@ -290,7 +290,7 @@ def _letters(formula: str) -> set[str]:
 
 
 def _same_terms(problem: StemProblem, answer: str) -> bool:
-    """Return whether an answer of another value is certainly wrong.
+    """Return whether an answer with another value than expected is certainly wrong.
 
     The answer must use no names that the expected answer lacks, except for their case, because other names may be
     another notation. The expected answer must not be a measured value, because measured values are rounded.

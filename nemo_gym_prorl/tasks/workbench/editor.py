@@ -21,7 +21,7 @@ UNDO = "undo_edit"
 MAX_UNDOS = 30
 """Maximum edits of a session that can be undone, to bound memory."""
 
-MAX_FILE_CHARS = 1 << 20
+MAX_FILE_CHARS = 1 << 20  # larger files are not edited, to bound memory
 MAX_CHAR_BYTES = 4
 """Bytes of the longest character in UTF-8."""
 
@@ -126,7 +126,7 @@ _ERRNO_REASONS = {
 
 
 def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> str:
-    """Return numbered lines without carriage returns; invalid UTF-8 is shown as U+FFFD."""
+    """Return the lines of a view with numbers, without carriage returns; invalid UTF-8 becomes U+FFFD."""
     readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     lines = [line.removesuffix("\r") for line in readable.split("\n")]
     count = len(lines) - (lines[-1] == "")
@@ -171,6 +171,6 @@ def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
     said = f"Inserted {len(added)} lines into {arguments.path} after line {at}."
     if end == "\r\n":
         added = [f"{line}\r" for line in added]
-        if at == len(lines):  # after a last line without a line ending
+        if at == len(lines):  # the text follows a last line without a line ending
             lines[-1], added[-1] = f"{lines[-1]}\r", added[-1].removesuffix("\r")
     return "\n".join(lines[:at] + added + lines[at:]), said

@@ -4,7 +4,7 @@
 
 ``docs/environments.md`` describes observations for users. An observation of ``bash`` or ``python`` is the output,
 followed by one status line: ``[STATUS]`` or ``[STATUS; NOTE; ...]``. A command cannot print below or into the status
-line, so the status is trusted.
+line, so the status cannot be forged.
 
 Output is UTF-8 with invalid bytes as U+FFFD. The middle of long output is replaced by a line ``[... N bytes omitted
 ...]``, and the status line repeats the number. A line of that form without the number in the status line is ordinary
@@ -173,9 +173,9 @@ class Output:
     """Output of a command, possibly truncated.
 
     Attributes:
-        head: the beginning, or all of it.
+        head: beginning of the output, or the whole output.
         omitted: number of bytes omitted after ``head``.
-        tail: the end, if bytes were omitted.
+        tail: end of the output, if bytes were omitted.
     """
 
     head: str = ""

@@ -66,7 +66,7 @@ WRITTEN_BYTES = 48 << 10
 
 
 class ToolboxUnavailable(OSError):
-    """The toolbox program was killed, or another process answered in its place."""
+    """The toolbox program was killed, or another process forged the program's reply."""
 
 
 class ToolboxFiles:
@@ -411,7 +411,7 @@ class Workspace:
         return None
 
     async def _require_sandbox(self, reason: object) -> Sequence[str]:
-        """Check that the sandbox lives; return the latest limit reached since the previous check, or nothing."""
+        """Check that the sandbox lives; return the latest limit reached since the previous check, if any."""
         if not await is_alive(self.sandbox):
             message = f"the sandbox has ended: {reason}" if reason else "the sandbox has ended"
             raise InfrastructureError(message[:600], kind=FailureKind.SESSION_LOST)

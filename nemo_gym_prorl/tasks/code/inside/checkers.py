@@ -18,7 +18,7 @@ PADDED = re.compile(r"[+-]?0[0-9]")
 MAX_NUMBER_DIGITS = 5000
 """Maximum characters of a number; longer tokens are compared as text to bound the time of decimal arithmetic."""
 
-DEFAULT_TOLERANCE = 1e-6
+DEFAULT_TOLERANCE = 1e-6  # absolute and relative, as in Gym's grader
 
 LONG_INTEGER = "prorl_long_integer"
 """Key of an object that encodes an integer with more digits than Python reads by default."""
@@ -54,7 +54,7 @@ def exact(output: str, expected: str) -> bool:
 
 
 def lines(output: str, expected: str, *, strict: bool = False) -> bool:
-    """Compare texts line by line, without spaces around lines and texts. Equal numbers are equal tokens.
+    """Compare texts line by line, without white space around lines and texts; tokens as in :func:`same_token`.
 
     Unless ``strict``, ``YES`` equals ``yes``, and numbers may differ by :data:`DEFAULT_TOLERANCE` if one has a
     fraction or exponent, as in Gym's grader.

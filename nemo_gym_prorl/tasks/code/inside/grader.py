@@ -72,7 +72,7 @@ CHILD_VERDICTS = frozenset({"crashed", "memory", "no_solution"})
 
 
 class ChildResult:
-    """Result of one child. ``verdict`` is ``None`` unless the child failed; ``killed``: a SIGKILL from elsewhere."""
+    """Result of one child. ``verdict`` is ``None`` without a failure; ``killed``: SIGKILL, but not by the grader."""
 
     __slots__ = ("cpu_s", "killed", "mib", "output", "report", "spent_s", "status", "verdict", "why")
 
@@ -422,7 +422,7 @@ def main() -> None:
     zygotes = Zygote(), Zygote()
     allow_long_integers(MAX_INT_DIGITS)
     job = json.loads(sys.stdin.buffer.read(), object_hook=long_integer)
-    sys.meta_path.clear()  # never import from a modified standard library
+    sys.meta_path.clear()  # a later import could load a file that a candidate has modified
     scratch = ScratchFolder()
     # After this message the candidate may be the cause of a missing verdict.
     tell(job["nonce"], "begun")

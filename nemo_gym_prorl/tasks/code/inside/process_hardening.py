@@ -83,7 +83,7 @@ def limit_thread_stacks(size: int) -> None:
 
 
 class FilterProgram(ctypes.Structure):
-    """The kernel's ``sock_fprog``."""
+    """The kernel's ``struct sock_fprog``: a BPF program and the number of its instructions."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 

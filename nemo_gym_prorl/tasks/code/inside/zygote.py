@@ -115,7 +115,7 @@ def file_of(data: bytes) -> int:
 # --- the zygote ---
 
 
-def mentioned(tree: ast.AST) -> list[str]:
+def warm_imports(tree: ast.AST) -> list[str]:
     """Return the modules of :data:`WARM` that a source imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -155,18 +155,18 @@ def prelude() -> dict[str, Any]:
 
 
 def compile_source(job: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Compile the source and import its modules; return the code and the prelude names that it may need.
+    """Compile the source and import its modules. Return the code, and the prelude if the source uses unknown names.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: the source is not valid Python.
     """
     tree = ast.parse(job["source"], job["name"])
     prelude_names = prelude() if uses_unknown_names(tree) else {}
-    for name in mentioned(tree):
+    for name in warm_imports(tree):
         try:
             __import__(name)
         except ImportError:
-            continue  # the source raises the error itself
+            continue  # the source's import statement raises the error in the child
     code = compile(tree, job["name"], "exec", dont_inherit=True)
     return code, prelude_names
 
@@ -194,7 +194,7 @@ def zygote_main(channel: socket.socket) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         process_hardening.limit(what, value)
-    # The soft limit only, since many programs raise it; memory is limited separately.
+    # The soft limit only, since many programs raise their stack limit; memory is limited separately.
     process_hardening.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
     process_hardening.limit_thread_stacks(THREAD_STACK_BYTES)
     send(channel, {"limited": True})  # an earlier end of the zygote is the machine's failure, a later one the source's
@@ -356,7 +356,7 @@ def finish() -> None:
     Objects of the program's module are destroyed with the module, so that a ``__del__`` can use the module's names.
     """
     if "threading" in sys.modules:
-        sys.modules["threading"]._shutdown()  # waits for threads
+        sys.modules["threading"]._shutdown()  # waits for threads, as the interpreter does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stdout = sys.__stdout__
