@@ -129,7 +129,7 @@ class HasEgress(Protocol):
 
 @runtime_checkable
 class HasPolicyAccess(HasHealthCheck, Protocol):
-    """Sandbox whose programs can call the policy's model server without a network."""
+    """Sandbox whose programs can call the policy's model server, even without network access."""
 
     async def open_policy(self, url: str, key: str) -> str:
         """Forward a port on the sandbox's loopback to a model server, and return the origin in the sandbox.

@@ -5,7 +5,7 @@
 Invariants:
 
 - Starts and stops run to completion even if their caller is cancelled.
-- A sandbox that does not stop is stopped again until it does.
+- A failed stop is retried until the sandbox has stopped.
 - One semaphore limits concurrent starts. Fetching an image happens before a start and does not count.
 """
 
@@ -113,7 +113,7 @@ class SandboxLifecycle:
     async def opened(
         self, own: SandboxNeeds, needs: SandboxNeeds | None = None, snapshot: str | None = None
     ) -> AsyncIterator[Sandbox]:
-        """Start a sandbox with ``needs``, or with ``own`` if ``None``, and stop it at the end of the block."""
+        """Start a sandbox with ``needs`` (``None``: the row's ``own``), and stop the sandbox at the end of the block."""
         sandbox = await self.start(needs or own, snapshot)
         try:
             yield sandbox

@@ -13,8 +13,8 @@ Invariants:
 - A policy that exceeds its sandbox's limits, or whose answer cannot be read, gets the reward 0. This is no failure of
   the session.
 - An unexpected exception of a task is an infrastructure failure and never a reward.
-- A session whose caller vanished is closed: after ``session_ttl_s`` without a call and, if the session has a lease,
-  after :data:`LEASE_SWEEPS` sweeps without renewal.
+- A session is closed after ``session_ttl_s`` without a call. A session with a lease is also closed after
+  :data:`LEASE_SWEEPS` sweeps without renewal.
 """
 
 from __future__ import annotations

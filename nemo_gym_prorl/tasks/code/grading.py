@@ -11,7 +11,7 @@ sandbox, so a run without a verdict is attributed as follows:
 - Any other failure may be the candidate's. The candidate is graded again. After a second failure a no-op program is
   graded as control; if the control gets a verdict, the candidate is to blame.
 
-:mod:`.inside.process_hardening` installs two seccomp filters in a candidate's process. They refuse:
+:mod:`.inside.process_hardening` installs two seccomp filters in a candidate's process. The filters refuse:
 
 - new processes (threads are allowed), so fork bombs and processes that outlive a test are impossible;
 - signals, and limits, priorities or tracing of other processes;

@@ -3,8 +3,8 @@
 r"""Equality of parsed values, stricter than ``math-verify``, and detection of unfinished computations.
 
 ``math-verify`` compares numbers to six decimals, so ``0.0`` would equal :math:`10^{-9}`, and :math:`2^{-99}` would
-equal :math:`2^{-98}`. Relations are compared by their real solutions, so all relations without solutions would be
-equal. ``math-verify`` reads no letter as the imaginary unit.
+equal :math:`2^{-98}`. ``math-verify`` compares relations by their real solutions, so all relations without solutions
+would be equal. ``math-verify`` reads no letter as the imaginary unit.
 
 A finished number is an integer, decimal, fraction, mixed number or percentage, or has one power. Other operations and
 functions (``\sum_{k=1}^{100} k``, ``17 \cdot 23 + 5``) are finished only if the expected answer has them too.
@@ -196,7 +196,7 @@ def contradicting_sides(gold: Any, answer: Any) -> list[Any]:
 
 
 def _near(gold: Any, answer: Any) -> bool:
-    """Return whether values that agree to six decimals also agree to their written precision; true for relations."""
+    """Return whether answers that math-verify calls equal agree to the precision of their numbers as written."""
     wanted, given = list(leaves(gold)), list(leaves(answer))
     if len(wanted) != len(given) or wanted == given or is_relation(gold):
         return True

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of untrusted answers with expected ones. Pure.
+"""Comparison of untrusted answers with expected answers. Pure.
 
 Answers are untrusted text or JSON values: no answer may cause an exception or superlinear time.
 """
