@@ -7,8 +7,8 @@ All task families share these rules:
 - Only the last message counts, and only if no tool call follows. Reasoning up to ``</think>`` is ignored.
 - The answer is the content of the last ``\boxed{...}``. Boxes with only commas, "and" or "or" between them are one
   list.
-- Without a box, the answer follows the last ``Answer:`` at the beginning of a line, or the last ``answer is`` of the
-  last lines, up to the end of the sentence. A revision ("no, wait, 6") replaces what comes before it.
+- Without a box, the answer follows the last ``Answer:`` at the beginning of a line or ``answer is`` in the last lines,
+  and ends with the sentence. A revision ("no, wait, 6") replaces the text before.
 - The line below a heading "Answer" and the content of the last ``<answer>`` tag are answers, too.
 - In a multiple choice, a letter that is stated after the box counts instead, also as "option B is correct".
 - A bare number elsewhere in the message is ignored.

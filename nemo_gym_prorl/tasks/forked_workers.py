@@ -123,7 +123,7 @@ class _Worker:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the process unless it runs, and wait for its imports; raises EOFError if it ends meanwhile."""
+        """Start the process unless it runs, and wait for its imports. An end meanwhile raises EOFError."""
         if self._process is not None and self._process.returncode is None:
             return
         self._process = await asyncio.create_subprocess_exec(

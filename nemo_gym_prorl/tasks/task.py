@@ -367,7 +367,7 @@ class LimitsTime(Protocol):
 
 @runtime_checkable
 class HoldsSnapshots(Protocol):
-    """Tools or artefacts that own snapshots. The session deletes them after grading, or when it closes.
+    """Tools or artefacts that own snapshots. The session deletes the snapshots after grading or on closing.
 
     Attributes:
         snapshots: names of the snapshots, which may grow while a task grades.

@@ -188,7 +188,7 @@ def read(text: str) -> Quantity | None:
 
 
 def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLERANCE) -> Comparison:
-    """Compare a quantity with the expected one.
+    """Compare a quantity with the expected quantity.
 
     Integers and fractions without a unit are counts or exact results: they must match exactly, a fraction also as a
     decimal with at least ``MIN_DIGITS`` digits. A measured value may deviate by ``tolerance``, or by half of the last

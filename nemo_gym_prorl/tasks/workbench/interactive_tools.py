@@ -389,7 +389,7 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
 
 
 Ask = Callable[[Mapping[str, Any], float], Awaitable[dict[str, Any] | None]]
-"""Function that sends a request to the toolbox program, with a time limit in seconds; ``None`` if it was killed."""
+"""Function that sends a request to the toolbox program, with a time limit in seconds; ``None`` after a kill."""
 
 
 class StatelessTools:
