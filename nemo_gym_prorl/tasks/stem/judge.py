@@ -4,9 +4,9 @@
 
 The judge sees the question, the expected answer and the policy's final answer. The policy's answer is untrusted:
 
-- The answer is a JSON string of bounded length in a JSON object, between fences with a random tag, so the answer cannot
-  end the quotation. Invisible characters (control, format and filling) are removed. Instructions precede and follow
-  the object.
+- The answer is a JSON string of bounded length in a JSON object, between fences with a random tag, so the answer
+  cannot end the quotation. Invisible characters (control, format and filling) are removed. Instructions precede and
+  follow the object.
 - A verdict must contain the tag, which differs for each comparison, so a text written earlier is never a verdict. An
   answer that contains the judge's vocabulary (``VERDICT:``) is rejected without asking the judge.
 - The order of the two answers is random, so the judge does not know which is the policy's.

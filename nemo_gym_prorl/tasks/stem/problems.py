@@ -57,7 +57,7 @@ _TEX_SPACE = re.compile(r"\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
 
 
 def options_in(question: str) -> tuple[str, dict[str, str]] | None:
-    """Return a question without the options at its end, and the options by letter; ``None`` unless lettered from A."""
+    """Return the text before a question's options, and the options by letter; ``None`` without options from A on."""
     found = list(_OPTION.finditer(question))
     options = {match[1] or match[2]: match[3] for match in found}
     if len(found) < 2 or list(options) != list("ABCDEFGHIJ")[: len(found)]:

@@ -112,9 +112,6 @@ def file_of(data: bytes) -> int:
     return readable
 
 
-# --- the zygote ---
-
-
 def warm_imports(tree: ast.AST) -> list[str]:
     """Return the modules of :data:`WARM` that a source imports."""
     names: set[str] = set()
@@ -254,9 +251,6 @@ class Zygote:
             finally:
                 os._exit(0)
         channel.close()
-
-
-# --- a child ---
 
 
 def run_child(
