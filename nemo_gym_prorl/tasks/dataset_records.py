@@ -210,7 +210,7 @@ def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def no_answer(record: Mapping[str, Any], given: Mapping[str, Any]) -> CallerError:
-    """Return the error for a record without an answer: :class:`UnusableRecord` if a field for the answer exists."""
+    """Return the error for an empty (:class:`UnusableRecord`) or missing (:class:`CallerError`) answer."""
     if empty := next((name for name in _ANSWER if name in record), None):
         return UnusableRecord("is empty: the set knows no final answer", field=empty)
     return missing(given, "answer")

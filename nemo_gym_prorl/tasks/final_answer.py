@@ -63,7 +63,7 @@ def closed_from(text: str, start: int, end: int | None = None) -> str | None:
 
 
 def argument_from(text: str, start: int) -> tuple[str, int] | None:
-    """Return the argument that TeX reads at ``start``, as from :func:`with_braces`, and its end index."""
+    """Return the TeX argument at ``start``, with braces around its own arguments, and the end index; else ``None``."""
     return _argument(text, start, 0)
 
 

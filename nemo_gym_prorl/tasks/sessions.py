@@ -164,7 +164,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             once: whether the caller chose the key; such a key cannot be seeded again after :meth:`close`.
             checkpoint: result of :meth:`checkpoint` for the same row, to resume from.
             lease: lease that the caller renews with :meth:`renew` while the session is in use; ``None`` without one.
-            binds: host mounts for an agent program, which replaces the tools' shell; ``None`` without a program.
+            binds: host mounts for an agent program, for which no shell is started; ``None`` without a program.
 
         Raises:
             CallerError: the row is invalid, the key was closed, or the checkpoint's snapshot cannot be restored.
@@ -190,7 +190,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             name: label for the snapshot of the sandbox's files.
 
         Returns:
-            State of the tools, names of lost parts, snapshot name (``None`` without a sandbox) and size in bytes.
+            ``state`` of the tools, ``lost`` parts, ``snapshot`` name (``None`` without a sandbox), ``size`` in bytes.
 
         Raises:
             CallerError: the task or the sandbox provider does not support checkpoints, or a file cannot be saved.

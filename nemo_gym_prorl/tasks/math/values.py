@@ -127,7 +127,7 @@ def _computing(text: str) -> set[str]:
     return {next(filter(None, found.groups()), "a factorial") for found in _COMPUTING.finditer(text)}
 
 
-EXACT_DIGITS = 80  # significant digits in comparisons of exact numbers
+EXACT_DIGITS = 80  # significant digits of exact numbers, so that NEAR_EXACT is far above rounding errors
 NEAR_EXACT = sympy.Float("1e-60", EXACT_DIGITS)
 """Maximum relative difference of equal exact numbers; fractions must be identical."""
 

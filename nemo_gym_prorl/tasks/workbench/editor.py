@@ -21,7 +21,7 @@ UNDO = "undo_edit"
 MAX_UNDOS = 30
 """Maximum edits of a session that can be undone, to bound memory."""
 
-MAX_FILE_CHARS = 1 << 20  # larger files are not edited, to bound memory
+MAX_FILE_CHARS = 1 << 20  # larger files are neither shown nor edited, to bound memory
 MAX_CHAR_BYTES = 4
 """Bytes of the longest character in UTF-8."""
 
