@@ -305,7 +305,7 @@ def _same_terms(problem: StemProblem, answer: str) -> bool:
 
 
 def _names_in(formula: str) -> set[str]:
-    """Return the variables with indices right of the last equals sign, and logarithms, since a base may be implied."""
+    """Return the names (with index) of variables and logarithms right of the last equals sign."""
     found = _NAME.finditer(plain(formula).rpartition("=")[2])
     kept = _GREEK | {r"\ln", r"\log", r"\lg"}
     return {re.sub(r"[{}]", "", name[0]) for name in found if name[1] in kept or name[1][0] != "\\"}

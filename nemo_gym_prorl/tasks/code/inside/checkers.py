@@ -18,7 +18,7 @@ PADDED = re.compile(r"[+-]?0[0-9]")
 MAX_NUMBER_DIGITS = 5000
 """Maximum characters of a number; longer tokens are compared as text to bound the time of decimal arithmetic."""
 
-DEFAULT_TOLERANCE = 1e-6  # absolute and relative, as in Gym's grader
+DEFAULT_TOLERANCE = 1e-6  # absolute and relative, of numbers with a fraction or exponent
 
 LONG_INTEGER = "prorl_long_integer"
 """Key of an object that encodes an integer with more digits than Python reads by default."""

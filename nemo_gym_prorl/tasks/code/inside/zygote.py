@@ -307,7 +307,7 @@ def main_module(name: str, file: str, prelude_names: dict[str, Any]) -> types.Mo
 
 
 def allow_long_integers(digits: int) -> None:
-    """Raise Python's limit on the digits of integers (3.11 and later) for this process."""
+    """Raise this process' limit on the digits of integers; no-op in Python versions without a limit."""
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(digits)
 
