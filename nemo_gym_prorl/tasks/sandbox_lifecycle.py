@@ -113,7 +113,7 @@ class SandboxLifecycle:
     async def opened(
         self, own: SandboxNeeds, needs: SandboxNeeds | None = None, snapshot: str | None = None
     ) -> AsyncIterator[Sandbox]:
-        """Start a sandbox with ``needs``, ``own`` if ``None``, and stop the sandbox at the end of the block."""
+        """Start a sandbox with ``needs``, or with ``own`` if ``needs`` is ``None``, for the length of the block."""
         sandbox = await self.start(needs or own, snapshot)
         try:
             yield sandbox

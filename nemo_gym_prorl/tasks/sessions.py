@@ -80,7 +80,7 @@ class _Session[Opened: OpenTools, Artefacts]:
     uses: set[asyncio.Task[Any]] = field(default_factory=set)  # cancelled when the session is released
     grade: Grade | None = None
     egress: list[dict[str, Any]] = field(default_factory=list)
-    touched: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)
     calls: int = 0
     claims: int = 0  # successful seeds, without those whose caller was cancelled
     lease: str | None = None
@@ -94,7 +94,7 @@ class _Session[Opened: OpenTools, Artefacts]:
             yield
         finally:
             self.calls -= 1
-            self.touched = time.monotonic()
+            self.last_used = time.monotonic()
 
     @property
     def snapshots(self) -> set[str]:
@@ -316,7 +316,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
             session.sweeps += session.lease is not None
             if session.sweeps == LEASE_SWEEPS:
                 logger.warning("closing session %s: its caller did not renew the lease", key)
-            elif not session.calls and session.touched < horizon:
+            elif not session.calls and session.last_used < horizon:
                 logger.warning("closing session %s: unused for %g s", key, self._ttl_s)
             else:
                 continue
@@ -424,7 +424,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         uses = [use for use in session.uses if use.cancel()]
         await asyncio.gather(*uses, return_exceptions=True)
         async with session.lock:
-            session.touched = time.monotonic()
+            session.last_used = time.monotonic()
             if not session.open:
                 return
             try:
