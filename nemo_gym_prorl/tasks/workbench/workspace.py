@@ -375,7 +375,7 @@ class Workspace:
             raise
 
     async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a file operation, at most for a time limit. A failure is ``session_lost`` if the sandbox has ended."""
+        """Run a file operation within a time limit; raise ``session_lost`` after a timeout or the sandbox's end."""
         try:
             async with asyncio.timeout(ANSWER_MARGIN_S):
                 return await work
