@@ -146,7 +146,7 @@ def same_value(value: Any, expected: Any, absolute: float, relative: float, stri
         if isinstance(expected, float):
             return math.isclose(value, expected, rel_tol=relative, abs_tol=absolute)
         if strict or not isinstance(value, float) or value.is_integer():
-            return False  # an expected integer has no tolerance
+            return False  # only a fractional value has a tolerance, unless strict
         return abs(value - expected) <= absolute
     except OverflowError:  # an integer too large for a float
         return False
