@@ -18,11 +18,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "swe": ("swebench",),
     "view": ("inspect_ai",),
 }
-"""Modules of each pip extra. The server ``prorl_NAME`` needs the extra NAME."""
+"""Importable modules by pip extra. The server ``prorl_NAME`` needs the extra NAME, if NAME is a key."""
 
 
 def require_extras(*extras: str) -> None:
-    """Check that the modules of extras are installed, without importing them. Unknown extras pass.
+    """Check that the modules of pip extras are installed, without importing them. Unknown extras pass.
 
     Raises:
         InfrastructureError: a module is missing; the message contains the pip command.
@@ -34,7 +34,7 @@ def require_extras(*extras: str) -> None:
 
 
 def exit_unless_installed(extra: str) -> None:
-    """Exit with one line if the extra of the server ``prorl_EXTRA`` is missing.
+    """Exit with a one-line message if a module of the server ``prorl_EXTRA`` is not installed.
 
     Called before the server's own imports, which take seconds.
     """

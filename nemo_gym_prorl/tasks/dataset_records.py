@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of fields shared by published data sets, and detection of unsupported sets. Pure.
+"""Parsing of fields shared by published data sets, and detection of unsupported data sets. Pure.
 
 A record can fail in three ways:
 
 - :class:`CallerError`: the record is malformed. Conversion reports the record's line, continues, and fails at the end.
-- :class:`UnusableRecord`: the set contains records of this kind, and none can be graded. Conversion counts such
+- :class:`UnusableRecord`: the record is well-formed, but of a kind that cannot be graded. Conversion counts such
   records.
-- :class:`UnsupportedSet`: no record of the set can be graded. Conversion stops.
+- :class:`UnsupportedSet`: no record of the data set can be graded. Conversion stops.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ NO_ANSWER = frozenset(
 _QUESTION = ("problem", "question", "problem_text", "question_stem", "query")
 _ANSWER = ("expected_answer", "answer", "final_answer", "ground_truth", "gt_answer", "reference_answer")
 _CONTEXT = ("body", "context", "passage", "article", "hint")
-"""Fields with context of the question (SVAMP, OlympiadBench, DROP, RACE, ScienceQA)."""
+"""Fields with a text that precedes the question (SVAMP, OlympiadBench, DROP, RACE, ScienceQA)."""
 
 _OPTION_FIELDS = ("op", "", "option_", "option", "choice_")
-"""Prefixes of per-option fields, before the letter (MedMCQA, MMMLU, Global-MMLU)."""
+"""Names, without the letter at the end, of fields that hold one option each (MedMCQA, MMMLU, Global-MMLU)."""
 
 _PICTURE = ("image", "images", "image_1", "picture", "decoded_image")
 _DELIMITERS = re.compile(r"\\(?:boxed|text|mathrm)\b|[{}$\s]|\.$")
@@ -44,7 +44,8 @@ class UnusableRecord(CallerError):
     """A well-formed record that no environment can grade.
 
     Args:
-        example: part of the record that shows the reason; not in the reason, by which records are counted.
+        example: excerpt of the record that shows the fault. Not part of ``reason``, because conversion counts records
+            by reason.
     """
 
     def __init__(self, reason: str, *, field: str | None = None, example: str = "") -> None:
@@ -53,11 +54,11 @@ class UnusableRecord(CallerError):
 
 
 class UnsupportedSet(CallerError):
-    """A published set of which no record can be graded."""
+    """A published data set of which no record can be graded."""
 
 
 class _Unsupported(NamedTuple):
-    """Signature of an unsupported set: fields that its records have and lack."""
+    """Signature of an unsupported data set: names, separated by spaces, of fields that all records have or lack."""
 
     name: str
     has: str
@@ -98,10 +99,10 @@ _UNSUPPORTED = (
 
 
 def refuse_unsupported(record: Mapping[str, Any]) -> None:
-    """Raise if a record belongs to an unsupported set.
+    """Raise if a record belongs to an unsupported data set.
 
     Raises:
-        UnsupportedSet: the record matches a set's signature; names the set and the reason.
+        UnsupportedSet: the record matches a signature; the message names the data set and the reason.
     """
     for known in _UNSUPPORTED:
         if record.keys() >= {*known.has.split()} and record.keys().isdisjoint(known.lacks.split()):
@@ -109,7 +110,7 @@ def refuse_unsupported(record: Mapping[str, Any]) -> None:
 
 
 def lowered(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with lower-case field names; a pair of messages (ORZ) becomes a problem and an answer."""
+    """Return a record with lower-case field names. ORZ's chat (``0``, ``1``) becomes ``problem`` and ``answer``."""
     plain = {str(name).lower(): value for name, value in record.items()}
     asked, said = plain.get("0"), plain.get("1")
     if isinstance(asked, Mapping) and isinstance(said, Mapping):
@@ -134,16 +135,16 @@ def require_answerable(record: Mapping[str, Any]) -> None:
 
 
 def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name of the question's field, and the question with its context.
+    """Return the name of the question's field, and the question after its context.
 
-    The question is a field, or the last user message of a chat.
+    The question is a text field, or the last user message in ``prompt``.
 
     Args:
         record: the record with lower-case names.
-        given: the original record, whose fields an error lists.
+        given: the original record; the error for a missing question lists its fields.
 
     Raises:
-        CallerError: there is no question; names the field.
+        CallerError: the question is missing or no text; names the field.
     """
     name = next((name for name in (*_QUESTION, "prompt") if record.get(name) is not None), None)
     if name is None:
@@ -160,7 +161,7 @@ def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[st
 
 
 def options_by_field(record: Mapping[str, Any]) -> list[Any]:
-    """Return the options of a record with one field per option, from A on; empty if there are none.
+    """Return the options of a record with one field per option, from A to J; empty with fewer than two.
 
     Args:
         record: the record with lower-case names.
@@ -176,8 +177,9 @@ def text_of(value: Any, field: str, limit: int | None = None, *, number: bool = 
     """Return a value as stripped text.
 
     Args:
-        value: text, or a number if ``number`` is set.
-        number: whether numbers are accepted.
+        field: name of the field, for errors.
+        limit: maximum characters; ``None`` for no limit.
+        number: whether numbers are accepted and converted.
 
     Raises:
         CallerError: the value has another type, is empty or too long; names the field.
@@ -194,8 +196,8 @@ def text_of(value: Any, field: str, limit: int | None = None, *, number: bool = 
 
 
 def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the field and value of a record's answer, also in verl's and PrimeIntellect's formats; ``None`` if
-    missing.
+    """Return the field's name and the value of a record's answer, also in verl's and PrimeIntellect's formats;
+    ``None`` without an answer.
     """
     for name in _ANSWER:
         if record.get(name) is not None:
@@ -208,14 +210,14 @@ def answer_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def no_answer(record: Mapping[str, Any], given: Mapping[str, Any]) -> CallerError:
-    """Return the error for a record without an answer: unusable if the field exists but is empty."""
+    """Return the error for an empty (:class:`UnusableRecord`) or missing (:class:`CallerError`) answer."""
     if empty := next((name for name in _ANSWER if name in record), None):
         return UnusableRecord("is empty: the set knows no final answer", field=empty)
     return missing(given, "answer")
 
 
 def gold(value: Any, field: str) -> str:
-    """Return a reference answer as text: lists joined, the last ``####`` line of a GSM8K solution.
+    """Return a reference answer as text: list items joined by commas, or the ``####`` line of a GSM8K solution.
 
     Raises:
         CallerError: the value is neither text nor a number; names the field.
@@ -239,7 +241,7 @@ def gold(value: Any, field: str) -> str:
 
 
 def parsed(value: Any) -> Any:
-    """Return a value decoded from JSON or Python's ``repr``; other text is returned unchanged."""
+    """Decode text that is JSON or a Python literal; return any other value unchanged."""
     if isinstance(value, str):
         for read in (json.loads, ast.literal_eval):
             try:
@@ -264,6 +266,9 @@ def create_params(
     """Return a row's ``responses_create_params``.
 
     Args:
+        system: system prompt.
+        question: user message.
+        tools: function schemas of the Responses API.
         parallel: whether the policy may call several tools in one turn.
         script: turns for the scripted model server (``cli/scripted/text.py``); ``None`` for a real model.
     """

@@ -7,8 +7,8 @@ All task families share these rules:
 - Only the last message counts, and only if no tool call follows. Reasoning up to ``</think>`` is ignored.
 - The answer is the content of the last ``\boxed{...}``. Boxes with only commas, "and" or "or" between them are one
   list.
-- Without a box, the answer follows the last ``Answer:`` at the beginning of a line, or the last ``answer is`` of the
-  last lines, up to the end of the sentence. A revision ("no, wait, 6") replaces what comes before it.
+- Without a box, the answer follows the last ``Answer:`` at the beginning of a line or ``answer is`` in the last lines,
+  and ends with the sentence. A revision ("no, wait, 6") replaces the text before.
 - The line below a heading "Answer" and the content of the last ``<answer>`` tag are answers, too.
 - In a multiple choice, a letter that is stated after the box counts instead, also as "option B is correct".
 - A bare number elsewhere in the message is ignored.
@@ -28,7 +28,7 @@ MAX_DEPTH = 50
 """Maximum nesting of groups that get braces: readable answers stay far below, and each level takes a stack frame."""
 
 OPENED_BOX = re.compile(r"\\f?boxe?d?\s*\{")
-"""Beginning of a box, with its brace."""
+r"""Beginning of ``\boxed{...}`` or a misspelling, with the opening brace."""
 
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\s+|.", re.DOTALL)
 _ALIASES = {"cfrac": "frac", "dfrac": "frac", "tfrac": "frac", "xfrac": "frac", "nicefrac": "frac", "sfrac": "frac",
@@ -39,21 +39,21 @@ _VERBATIM = re.compile(
     r"|(?:wide)?(?:vec|hat|bar|tilde)|d?dot|(?:over|under)[a-z]+|boldsymbol|bm)\*?"
 )
 _RAISED = re.compile(r"\s*(?:\{|\\(?:[a-z]*frac|[dt]?binom|sqrt|surd)(?![a-zA-Z]))")
-"""Beginning of an argument of a power or an index that is more than a single letter or digit."""
+"""Beginning of a superscript or subscript that is more than a single letter or digit."""
 
 _INFIX = {r"\over": "frac", r"\choose": "binom"}
 _ONE_SYMBOL = re.compile(r"\s*(?:[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})?)\s*")
 _NOT_ONE_SIDE = re.compile(r"[=<>,;&]|\\\\|\\[lg]eq?(?![a-zA-Z])")
-"""Sign of several sides outside all braces; ``\\over`` then belongs to one of them and is not converted."""
+"""Relation or separator. Outside braces, ``\\over`` then belongs to one side only, and is not converted."""
 
 
 def with_braces(text: str) -> str:
-    """Return a text with braces around each argument of a fraction, root, binomial, power or index."""
+    """Return TeX with braces around each argument of a fraction, root, binomial, power or index."""
     return _braced(text, 0)
 
 
 def closed_from(text: str, start: int, end: int | None = None) -> str | None:
-    """Return the text from ``start`` to the brace that closes the group, or ``None`` without one before ``end``."""
+    """Return the text from ``start`` to the brace that closes the TeX group; ``None`` if not closed before ``end``."""
     depth = 1
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, len(text) if end is None else end):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -63,7 +63,7 @@ def closed_from(text: str, start: int, end: int | None = None) -> str | None:
 
 
 def argument_from(text: str, start: int) -> tuple[str, int] | None:
-    """Return the argument that TeX reads at ``start``, with braces around its own arguments, and its end."""
+    """Return the TeX argument at ``start``, with braces around its own arguments, and the end index; else ``None``."""
     return _argument(text, start, 0)
 
 
@@ -94,7 +94,7 @@ def _braced(text: str, depth: int) -> str:
 
 
 def _command(name: str, text: str, at: int, depth: int) -> tuple[str, int] | None:
-    """Return a command with its arguments in braces, and their end; ``None`` if an argument is missing."""
+    """Return a command with its arguments in braces, and the end index; ``None`` if an argument is missing."""
     written = f"\\{name}"
     if name == "sqrt" and (degree := re.compile(r"\s*\[([^][]*)\]").match(text, at)):
         written, at = f"{written}[{_braced(degree[1], depth + 1)}]", degree.end()
@@ -123,17 +123,17 @@ def _argument(text: str, at: int, depth: int) -> tuple[str, int] | None:
 
 
 def _group(text: str, at: int) -> tuple[str, int] | None:
-    """Return the content of the braces that begin at ``at``, after spaces, and their end."""
+    """Return the content of the TeX group at ``at`` or after spaces, and its end index; ``None`` without a group."""
     opened = re.compile(r"\s*\{").match(text, at)
     content = None if opened is None else closed_from(text, opened.end())
     return None if opened is None or content is None else (content, opened.end() + len(content) + 1)
 
 
 MAX_ANSWER_CHARS = 1000
-"""Maximum length of an answer; published answers are far shorter."""
+"""Maximum characters of an answer; published answers are far shorter."""
 
 SEEN_CHARS = 20_000
-"""Length of the end of a message that is searched, so that a flood of text costs bounded time."""
+"""Number of last characters of a message that are searched, to bound the time for a long message."""
 
 LAST_LINES = 3
 """Number of last non-empty lines in which "answer is" and its revisions are recognised."""
@@ -191,12 +191,12 @@ _LETTER = re.compile(r"\s*(?:(?:option|choice)\s+)?[$(\[]*([A-Z])[$)\].:]*(?:\s.
 
 
 def extract_final_answer(message: str, letters: str = "") -> str | None:
-    """Return the final answer of a message as written, or ``None`` if there is none.
+    """Return the final answer of a message, without a lead-in; ``None`` if there is none.
 
     Args:
         message: last message of the policy.
-        letters: letters of the options in a multiple choice; a letter stated after the last box then overrides the
-            box.
+        letters: letters of the options in a multiple choice, else empty; a letter stated after the last box
+            overrides the box.
     """
     message = message[-SEEN_CHARS:]
     boxes = list(_BOX.finditer(message))[-MAX_ANSWER_CHARS:]
@@ -239,28 +239,28 @@ def _stated(message: str, letters: str) -> str | None:
         return tagged
     plain = _PAIRED.sub(lambda found: next(filter(None, found.groups())), _EMPHASIS.sub("", message))
     lines = [line for line in plain.splitlines() if not _DISPLAY.fullmatch(line)]
-    for place in range(len(lines) - 1, -1, -1):
-        line, near_end = lines[place][-MAX_ANSWER_CHARS:], place >= len(lines) - LAST_LINES
+    for index in range(len(lines) - 1, -1, -1):
+        line, near_end = lines[index][-MAX_ANSWER_CHARS:], index >= len(lines) - LAST_LINES
         if found := (_SAID if near_end else _LABELLED).search(line):
-            below = lines[place + 1 :] if near_end else lines[place + 1 : place + 2]
+            below = lines[index + 1 :] if near_end else lines[index + 1 : index + 2]
             said = found["said"].strip(" :$") and found["said"]
             said = _last_said("\n".join([said, *(below if near_end else [])] if said else below))
             said = _BEHIND_NUMBER.sub("", said)
             if near_end and found["is"] and (exclaimed := _EXCLAIMED.fullmatch(said)):
                 return exclaimed[1]
-            # A letter of a multiple choice may be followed by a sentence, but is not the initial of a name.
+            # The full stop in "J. Watson" ends no sentence, but the one after an option's letter does.
             is_name = not letters and _NAME_WITH_INITIALS.fullmatch(said)
             return (said if is_name else _SENTENCE.sub("", said).strip()) or None
         if _HEADING.search(line):
-            return _last_said("\n".join(lines[place + 1 :])) or None
+            return _last_said("\n".join(lines[index + 1 :])) or None
         chosen: set[str] = set(_CHOSEN.findall(line)) if letters and near_end else set()
-        if len(chosen) == 1 and not _REVISION.search("\n".join(lines[place:])):
+        if len(chosen) == 1 and not _REVISION.search("\n".join(lines[index:])):
             return chosen.pop()
     return None
 
 
 def _tagged(message: str) -> str | None:
-    """Return the content of the last closed ``<answer>`` tag; ``None`` without a tag or content."""
+    """Return the content of the last closed ``<answer>`` tag; ``None`` if missing, empty or too long."""
     before, closed, _ = message.rpartition("</answer>")
     _, opened, content = before.rpartition("<answer>")
     if not (closed and opened) or len(content) > MAX_ANSWER_CHARS:
@@ -269,7 +269,7 @@ def _tagged(message: str) -> str | None:
 
 
 def _last_said(said: str) -> str:
-    """Return the first line of a statement, after its last revision."""
+    """Return the first line of a statement, or of the text after its last revision ("no, wait, 6")."""
     if revisions := list(_REVISION.finditer(said)):
         said = _IT_IS.sub("", said[revisions[-1].end() :])
     return said.strip().partition("\n")[0].strip()
@@ -279,7 +279,10 @@ _TOOL_ITEMS = ("function_call", "function_call_output")
 
 
 def last_message_text(response: Mapping[str, Any]) -> str:
-    """Return the text of the last message of a Responses object; empty if a tool call follows or there is none."""
+    """Return the last assistant message of a Responses object, without reasoning up to ``</think>``.
+
+    The text is empty without a message, or if a tool call follows the last message.
+    """
     text = ""
     for item in response.get("output") or ():
         if not isinstance(item, Mapping):

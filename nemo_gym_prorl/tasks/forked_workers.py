@@ -4,8 +4,8 @@
 
 Libraries that parse a policy's text may hang, exhaust memory or crash. A worker imports such a module once (``python
 -m nemo_gym_prorl.tasks.forked_workers MODULE``) and forks a child for each job. So a job cannot block the event loop
-or affect the next job, and jobs do not pay for the imports. The module has two functions: ``warm_up()``, called once,
-and ``answer(job)``, called in the child, which returns JSON.
+or affect the next job, and jobs do not pay for the imports. The module defines ``warm_up()``, called once in the
+worker, and ``answer(job)``, called in the child, which returns JSON.
 
 Jobs and replies are JSON lines on standard input and output. A worker exits when its input closes, so it outlives its
 owner by at most one child's CPU time.
@@ -34,17 +34,17 @@ START_TIMEOUT_S = 120.0
 """Seconds for a worker's imports on a loaded machine."""
 
 STARVED_S = 120.0
-"""Seconds that a job may wait for a processor; a longer wait counts as the machine's fault."""
+"""Seconds that a job may take beyond its CPU limit, for waiting for a processor; more is the machine's fault."""
 
 MAX_REPLY_BYTES = 64 << 20
-"""Sufficient for the statuses of some 500,000 tests."""
+"""Maximum bytes of a reply: enough for the statuses of some 500,000 tests."""
 
 
 class JobLost(Exception):
     """A job without a reply.
 
     Attributes:
-        by_machine: whether the job's content cannot have caused the loss.
+        by_machine: whether the machine caused the loss; otherwise the content of the job may be the cause.
         timed_out: whether the job exceeded its CPU time, or no reply came in time.
     """
 
@@ -55,10 +55,10 @@ class JobLost(Exception):
 
 
 class WorkerPool:
-    """Pool of workers for one module. Workers start with the first job and restart after a loss.
+    """Pool of worker processes that run the jobs of one module. Workers start on demand, also after a loss.
 
     Args:
-        module: the module's full name.
+        module: full name of a module with ``warm_up`` and ``answer``.
         count: number of concurrent jobs.
     """
 
@@ -69,13 +69,13 @@ class WorkerPool:
             self._free.put_nowait(worker)
 
     async def ask(self, job: Mapping[str, Any], *, cpu_s: int, memory_mib: int, file_mib: int = 0) -> Any:
-        """Return a job's reply.
+        """Run a job in a child of a free worker and return its reply.
 
         Args:
             job: JSON object.
             cpu_s: CPU time limit in seconds.
             memory_mib: limit on the child's address space in MiB, imports included.
-            file_mib: limit on the size of a file that the child writes, in MiB.
+            file_mib: limit on the size of a file that the child writes, in MiB; 0 forbids writing.
 
         Raises:
             JobLost: the job has no reply.
@@ -118,19 +118,12 @@ def _loss(exit_code: int, error: str) -> JobLost:
 
 
 class _Worker:
-    """One worker process."""
-
     def __init__(self, module: str) -> None:
         self._module = module
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the process unless it runs.
-
-        Raises:
-            OSError: the process cannot be started.
-            EOFError: the process ended during its imports.
-        """
+        """Start the process unless it runs, and wait for its imports. An end meanwhile raises EOFError."""
         if self._process is not None and self._process.returncode is None:
             return
         self._process = await asyncio.create_subprocess_exec(
@@ -147,13 +140,7 @@ class _Worker:
         await self._line(self._process)
 
     async def ask(self, line: str) -> dict[str, Any]:
-        """Return the worker's reply to a job.
-
-        Raises:
-            OSError: the connection failed.
-            EOFError: the worker ended.
-            ValueError: the reply is not a JSON object.
-        """
+        """Return the worker's reply to a job; raises OSError or EOFError if the worker ended."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -162,7 +149,7 @@ class _Worker:
         return await self._line(process)
 
     async def end(self) -> None:
-        """Kill the worker, with its child."""
+        """Kill the worker and the child that runs its job."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -182,7 +169,7 @@ class _Worker:
 
 
 def serve(module: ModuleType) -> None:
-    """Run jobs in the worker process until its input ends."""
+    """Run the jobs on standard input, one child at a time, until the input ends; called in the worker process."""
     module.warm_up()
     gc.freeze()
     _write({"ready": True})
@@ -223,7 +210,7 @@ def _answer_and_exit(module: ModuleType, asked: dict[str, Any], sending: int) ->
     with open(sending, "wb") as pipe:
         try:
             reply = json.dumps(module.answer(asked["job"])).encode()
-        except Exception as error:  # libraries may raise any exception on untrusted text; the parent decides
+        except Exception as error:  # libraries may raise any exception on untrusted text
             pipe.write(type(error).__name__.encode())
             pipe.flush()
             os._exit(1)

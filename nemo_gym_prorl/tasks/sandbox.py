@@ -5,9 +5,9 @@
 Every sandbox runs commands and accepts uploads. Optional capabilities are protocols of their own, such as
 :class:`HasSessions`; a task must work without them.
 
-Any operation raises :class:`InfrastructureError` if the machine fails. A session that ended in a live sandbox was
-ended by code inside. Any operation raises :class:`AgentError` if the sandbox ended because its processes exceeded the
-disk limit, or if no process is left for the operation.
+Any operation raises :class:`InfrastructureError` if the machine fails. If a session ends in a live sandbox, sandboxed
+code has ended the session. Any operation raises :class:`AgentError` if the sandbox ended because its processes
+exceeded the disk limit, or if the process limit leaves no process for the operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_gym_prorl.sandbox_results import CellResult, ShellResult
 
 
 class ExecResult(Protocol):
-    """Result of a command."""
+    """Result of a command; ``error_type`` is ``None`` if the command ended by itself, else for example ``timeout``."""
 
     @property
     def stdout(self) -> str | None: ...
@@ -51,7 +51,7 @@ class Sandbox(Protocol):
 
 
 class ShellSession(Protocol):
-    """Shell on a terminal; runs one command at a time."""
+    """Persistent shell on a terminal; runs one command at a time."""
 
     @property
     def running(self) -> bool: ...
@@ -77,7 +77,7 @@ class ShellSession(Protocol):
 
 
 class KernelSession(Protocol):
-    """IPython kernel; runs one cell at a time."""
+    """Persistent IPython kernel; runs one cell at a time."""
 
     async def run(self, code: str, *, timeout_s: float, output_limit: int = ...) -> CellResult: ...
 
@@ -88,7 +88,7 @@ class KernelSession(Protocol):
 
 @runtime_checkable
 class HasSessions(Protocol):
-    """Sandbox with persistent sessions. Both kinds start in the sandbox's working folder."""
+    """Sandbox with persistent shells and kernels, which start in the sandbox's working folder."""
 
     async def shell(self, *, env: Mapping[str, str] | None = None) -> ShellSession: ...
 
@@ -100,7 +100,7 @@ class HasHealthCheck(Protocol):
     """Sandbox that can attribute its end to sandboxed code or to the machine."""
 
     async def check(self) -> list[str]:
-        """Check that the sandbox lives, and return the limits that it has met.
+        """Check that the sandbox lives, and describe the limits that it has reached so far, oldest first.
 
         Raises:
             AgentError: sandboxed code ended the sandbox.
@@ -114,40 +114,41 @@ class HasDiskCheck(Protocol):
     """Sandbox that can check the host's free disk space."""
 
     async def has_room(self) -> bool:
-        """Return whether the host's disk has space left; if not, writes in the sandbox may have failed."""
+        """Return whether the host's disk has free space. Without free space, writes in the sandbox may have failed."""
         ...
 
 
 @runtime_checkable
 class HasEgress(Protocol):
-    """Sandbox that may reach other hosts through a proxy, which counts."""
+    """Sandbox that may reach other hosts through a proxy, which counts requests by host."""
 
     async def egress(self) -> list[dict[str, Any]]:
-        """Return the use of each host, with ``host``, ``port``, ``allowed`` and ``connections``."""
+        """Return an object for each requested host, with ``host``, ``port``, ``allowed`` and ``connections``."""
         ...
 
 
 @runtime_checkable
 class HasPolicyAccess(HasHealthCheck, Protocol):
-    """Sandbox whose programs can call a policy, without a network."""
+    """Sandbox whose programs can call the policy's model server, even without network access."""
 
     async def open_policy(self, url: str, key: str) -> str:
-        """Serve the policy at the origin ``url`` on a port inside, in place of the last one; return its origin there.
+        """Forward a port on the sandbox's loopback to a model server, and return the origin in the sandbox.
 
-        Requests below ``/v1/`` are sent on with ``key`` as the bearer token, which never enters the sandbox.
+        Requests below ``/v1/`` are forwarded with ``key`` as the bearer token, which never enters the sandbox. A
+        further call replaces the model server.
 
         Raises:
-            CallerError: ``url`` is no origin, or the sandbox shares the host's network.
+            CallerError: ``url`` is not an origin (scheme, host and port), or the sandbox shares the host's network.
         """
         ...
 
     async def close_policy(self) -> None:
-        """Take no more calls; those in flight go on until their programs end. Idempotent."""
+        """Refuse further requests to the model server; requests in flight continue. Idempotent."""
         ...
 
 
 class SandboxCheckpoint(Protocol):
-    """Checkpoint of a sandbox's files, with the number of running programs that were not saved."""
+    """Snapshot of a sandbox's files: name, bytes, and the number of running programs, which are not saved."""
 
     @property
     def name(self) -> str: ...
@@ -161,10 +162,10 @@ class SandboxCheckpoint(Protocol):
 
 @runtime_checkable
 class HasCheckpoints(Protocol):
-    """Sandbox whose files can be saved for other sandboxes."""
+    """Sandbox whose files can be saved as a snapshot, from which other sandboxes start."""
 
     async def checkpoint(self, name: str) -> SandboxCheckpoint:
-        """Save the files under a name.
+        """Save the files as a snapshot with the label ``name``.
 
         Raises:
             AgentError: sandboxed code wrote files that cannot be saved.
@@ -174,11 +175,11 @@ class HasCheckpoints(Protocol):
 
 @runtime_checkable
 class HasContainer(HasSessions, HasCheckpoints, Protocol):
-    """Sandbox with all that a container of the field's has: users, variables and an image's settings."""
+    """Sandbox with the features of common containers: users, environment variables and settings of the image."""
 
     @property
     def published(self) -> tuple[str, str]:
-        """Working folder and user that the image was published with; empty if it has none."""
+        """Working folder and user in the published image's settings; empty strings where not set."""
         ...
 
     async def exec(
@@ -212,13 +213,13 @@ class HasContainer(HasSessions, HasCheckpoints, Protocol):
 
 @runtime_checkable
 class HasFiles(Protocol):
-    """Sandbox with direct file access. Paths are resolved inside the sandbox, with its own user's rights.
+    """Sandbox with direct file access. Paths are resolved in the sandbox, with the rights of the sandbox's user.
 
-    Errors are the :class:`OSError` that a program inside would get.
+    Methods raise the :class:`OSError` that a program in the sandbox would get.
     """
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """Return a regular file of at most ``limit`` bytes; ``EFBIG`` if longer, ``EINVAL`` if not a regular file."""
+        """Return a regular file's bytes; the error is ``EFBIG`` above ``limit`` bytes, ``EINVAL`` for other files."""
         ...
 
     async def write_file(self, path: str, data: bytes) -> bool:

@@ -4,8 +4,8 @@
 
 Invariants:
 
-- Starts and stops run to completion although their caller is cancelled.
-- A sandbox that does not stop is stopped again until it does.
+- Starts and stops run to completion even if their caller is cancelled.
+- A failed stop is retried until the sandbox has stopped.
 - One semaphore limits concurrent starts. Fetching an image happens before a start and does not count.
 """
 
@@ -24,12 +24,12 @@ from nemo_gym_prorl.tasks.task import SandboxNeeds
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 60.0  # on a loaded machine; a sandbox that takes longer is stopped again
+STOP_TIMEOUT_S = 60.0  # on a loaded machine; after this time the stop has failed and is retried
 STOP_RETRY_S = 5.0  # pause before a failed stop is retried: time for the provider to recover
 
 
 class ShieldedTasks:
-    """Tasks that run to completion; callers await them through :func:`asyncio.shield`."""
+    """Tasks that run to completion even if their caller is cancelled; await them through :func:`asyncio.shield`."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -41,32 +41,33 @@ class ShieldedTasks:
         return task
 
     async def drain(self) -> None:
-        """Wait for all tasks, also those that are started meanwhile."""
+        """Wait for all tasks, including those that start during the wait."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A caller that still awaits gets the error too; the log is for work whose caller is gone.
+            # Logged because a cancelled caller never sees the error.
             logger.info("work on a session failed: %s", error)
 
 
 async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
-    """Return a sandbox's use of each host; empty if it has no proxy, or has ended."""
+    """Return the requests of a sandbox by host (:class:`HasEgress`); empty without a proxy or a live sandbox."""
     with suppress(RolloutError):
         return await sandbox.egress() if isinstance(sandbox, HasEgress) else []
     return []
 
 
 class SandboxLifecycle:
-    """Lifecycle of the sandboxes of one environment: start, and stop in any case.
+    """Lifecycle of one environment's sandboxes: every sandbox that starts is also stopped.
 
     Args:
         start_sandbox: starts a sandbox, fresh or from a snapshot. A :class:`CallerError` blames the row; other
             exceptions become ``provider_unavailable``.
         fetch_image: downloads or builds the image of a sandbox, which may be slow; fails like ``start_sandbox``.
-        delete_snapshot: deletes a snapshot; idempotent.
+            ``None`` if there is nothing to fetch.
+        delete_snapshot: deletes a snapshot by name; idempotent. ``None`` if there are no snapshots.
         max_starts: limit on concurrent starts, for agents and graders together.
         tasks: runs starts and stops.
     """
@@ -87,7 +88,7 @@ class SandboxLifecycle:
         self._tasks = tasks
 
     async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
-        """Start a sandbox. A cancelled caller waits until that sandbox is gone.
+        """Start a sandbox, from a snapshot if named. A cancelled call returns after the sandbox is stopped.
 
         Raises:
             CallerError: the row asks for a sandbox that the provider cannot start; names its field.
@@ -101,7 +102,7 @@ class SandboxLifecycle:
             raise
 
     async def stop(self, sandbox: Sandbox) -> None:
-        """Stop a sandbox, also if the caller is cancelled.
+        """Stop a sandbox; cancelling the caller does not interrupt the stop.
 
         Raises:
             InfrastructureError: ``session_release_failed``: the sandbox did not stop in time; further stops follow.
@@ -112,7 +113,7 @@ class SandboxLifecycle:
     async def opened(
         self, own: SandboxNeeds, needs: SandboxNeeds | None = None, snapshot: str | None = None
     ) -> AsyncIterator[Sandbox]:
-        """Start a sandbox with ``needs``, else with ``own``, for the length of a block."""
+        """Start a sandbox with ``needs``, or with ``own`` if ``needs`` is ``None``, for the length of the block."""
         sandbox = await self.start(needs or own, snapshot)
         try:
             yield sandbox
@@ -120,7 +121,7 @@ class SandboxLifecycle:
             await self.stop(sandbox)
 
     async def delete_snapshots(self, names: Iterable[str]) -> None:
-        """Delete snapshots; never raises."""
+        """Delete snapshots; errors are logged and not raised."""
         for name in names if self._delete_snapshot is not None else ():
             assert self._delete_snapshot is not None
             try:

@@ -6,15 +6,15 @@ Invariants:
 
 - A session owns at most one sandbox, the agent's. Grading runs in other sandboxes after the agent's sandbox is gone.
   Sessions of rows without a sandbox have the same lifecycle.
-- Release, verify and close are idempotent, and may come concurrently and in any order.
+- Release, verify and close are idempotent, and may be called concurrently and in any order.
 - A session whose seeding is abandoned is not prepared further, and its sandbox is stopped.
 - Closing a session cancels extraction and grading, and returns after the grading sandboxes are gone.
-- Snapshots that tools and artefacts hold are deleted after grading, or when the session closes.
-- A policy that exceeds its sandbox's limits, or whose answer cannot be read, gets the reward 0 and never a lost
-  session.
+- Snapshots that tools and artefacts own are deleted after grading, or when the session closes.
+- A policy that exceeds its sandbox's limits, or whose answer cannot be read, gets the reward 0. This is no failure of
+  the session.
 - An unexpected exception of a task is an infrastructure failure and never a reward.
-- A session is closed when its caller vanishes: one with a lease after :data:`LEASE_SWEEPS` sweeps without renewal, any
-  other after ``session_ttl_s`` without use.
+- A session is closed after ``session_ttl_s`` without a call. A session with a lease is also closed after
+  :data:`LEASE_SWEEPS` sweeps without renewal.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ logger = logging.getLogger(__name__)
 type _Row = Mapping[str, Any]
 
 MAX_CLOSED_KEYS = 100_000
-"""Closed caller-assigned keys that are remembered, so that a delayed seed cannot reopen a session."""
+"""Number of closed caller-chosen keys that are remembered, so that a delayed seed cannot reopen a session."""
 
 LEASE_SWEEPS = 6
-"""Sweeps without renewal until a lease expires. A suspended server counts none, so leases outlive the suspension."""
+"""Sweeps without renewal until a lease expires. A suspended server does not sweep, so its leases stay valid."""
 
 EXHAUSTED_OBSERVATION = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
 
 
 @dataclass(slots=True)
 class _Session[Opened: OpenTools, Artefacts]:
-    """State of a session. The agent's tools and sandbox are available while ``open`` is true."""
+    """State of a session. The agent's sandbox and tools are available until the release sets ``open`` to false."""
 
     row: Mapping[str, Any]
     needs: SandboxNeeds | None
@@ -80,35 +80,36 @@ class _Session[Opened: OpenTools, Artefacts]:
     uses: set[asyncio.Task[Any]] = field(default_factory=set)  # cancelled when the session is released
     grade: Grade | None = None
     egress: list[dict[str, Any]] = field(default_factory=list)
-    touched: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)
     calls: int = 0
-    claims: int = 0  # seeds of the session whose callers got an answer
+    claims: int = 0  # successful seeds, without those whose caller was cancelled
     lease: str | None = None
     sweeps: int = 0  # since the last renewal of the lease
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a call, during which the session is not swept."""
+        """Count a running call, during which the session does not count as unused."""
         self.calls += 1
         try:
             yield
         finally:
             self.calls -= 1
-            self.touched = time.monotonic()
+            self.last_used = time.monotonic()
 
     @property
     def snapshots(self) -> set[str]:
-        """Snapshots that tools and artefacts hold."""
-        holders = [one for one in (self.tools, self.artefacts) if isinstance(one, HoldsSnapshots)]
-        return {name for one in holders for name in one.snapshots}
+        """Names of the snapshots that tools and artefacts own."""
+        owners = [part for part in (self.tools, self.artefacts) if isinstance(part, HoldsSnapshots)]
+        return {name for part in owners for name in part.snapshots}
 
 
 class Sessions[Opened: OpenTools, Artefacts]:
-    """Sessions of one environment.
+    """Sessions of one environment, by key.
 
     Args:
+        task: validates rows, prepares sessions, and extracts and grades artefacts.
         start_sandbox, fetch_image, delete_snapshot, max_starts: see :class:`.SandboxLifecycle`.
-        ttl_s: seconds without use after which a session is closed.
+        ttl_s: seconds without a call after which a session is closed.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         )
         self._sessions: dict[str, _Session[Opened, Artefacts]] = {}
         self._seeding = WeakValueDictionary[str, asyncio.Lock]()
-        """Locks by key, which exist while they are held or awaited."""
+        """Lock of each key that is being seeded."""
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._closing = False
 
@@ -139,7 +140,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     @property
     def snapshots(self) -> list[str]:
-        """Snapshots that live sessions hold."""
+        """Names of the snapshots that live sessions own."""
         return [name for session in self._sessions.values() for name in session.snapshots]
 
     async def seed(
@@ -154,17 +155,20 @@ class Sessions[Opened: OpenTools, Artefacts]:
     ) -> None:
         """Start a session: its sandbox, if the row needs one, its tools and the task's initial files.
 
-        Seeding a live session again with the same row has no effect. Another row or a checkpoint replaces the session.
+        Seeding an open session again with the same row only sets the lease. Another row or a checkpoint replaces the
+        session.
 
         Args:
-            once: whether the caller chose the key; such a key cannot be seeded again after it was closed.
-            checkpoint: checkpoint of a session of the same row, to resume from.
-            lease: lease that the caller renews with :meth:`renew` while the session is in use.
-            binds: mounts for a program that takes the policy's turns, so no shell starts; ``None`` without a program.
+            key: identifies the session in further calls.
+            row: row of the environment's data set.
+            once: whether the caller chose the key; such a key cannot be seeded again after :meth:`close`.
+            checkpoint: result of :meth:`checkpoint` for the same row, to resume from.
+            lease: lease that the caller renews with :meth:`renew` while the session is in use; ``None`` without one.
+            binds: host mounts for an agent program, for which no shell is started; ``None`` without a program.
 
         Raises:
-            CallerError: the row is invalid, the key was closed, or the checkpoint no longer exists.
-            InfrastructureError: the sandbox could not be started or prepared.
+            CallerError: the row is invalid, the key was closed, or the checkpoint's snapshot cannot be restored.
+            InfrastructureError: the sandbox could not be started or prepared, or the server is shutting down.
         """
         with task_errors("the row could not be validated", FailureKind.ENVIRONMENT_ERROR):
             needs = self._task.needs(row)
@@ -180,14 +184,17 @@ class Sessions[Opened: OpenTools, Artefacts]:
         session.lease = lease
 
     async def checkpoint(self, key: str, name: str) -> dict[str, Any]:
-        """Save the session, so that another session can resume from it. Called between two tool calls.
+        """Save the session between two tool calls, so that another session can resume from the checkpoint.
 
         Args:
-            name: snapshot name for the sandbox's files.
+            name: label for the snapshot of the sandbox's files.
+
+        Returns:
+            ``state`` of the tools, ``lost`` parts, ``snapshot`` name (``None`` without a sandbox), ``size`` in bytes.
 
         Raises:
-            CallerError: the task, the sandbox provider or a file of the policy does not support checkpoints.
-            InfrastructureError: ``session_lost``.
+            CallerError: the task or the sandbox provider does not support checkpoints, or a file cannot be saved.
+            InfrastructureError: ``session_lost``: the session is unknown or released, or the sandbox has ended.
         """
         session = self._require(key)
         sandbox, tools = session.sandbox, cast(OpenTools, session.tools)
@@ -209,10 +216,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
             return {"state": state, "lost": lost, "snapshot": kept.name, "size": kept.size}
 
     async def call(self, key: str, tool: str, arguments: object) -> str:
-        """Execute a tool call and return the observation.
+        """Execute a tool call of the policy and return the observation, also if the policy exceeds a sandbox limit.
 
         Raises:
-            InfrastructureError: ``session_lost``.
+            InfrastructureError: ``session_lost``: the session is unknown or released, or the sandbox has ended.
         """
         session = self._require(key)
         with session.in_use():
@@ -227,10 +234,12 @@ class Sessions[Opened: OpenTools, Artefacts]:
     async def use[T](
         self, key: str, lease: str | None, work: Callable[[Opened, Sandbox | None], Coroutine[Any, Any, T]]
     ) -> T:
-        """Run ``work`` with the tools and the sandbox of a session; its release cancels ``work``.
+        """Run ``work`` with the tools and the sandbox of a session; releasing the session cancels ``work``.
 
         Raises:
-            CallerError: the lease is not the session's. Policies, whose tool calls are requests, know no lease.
+            CallerError: the lease is not the session's. Policies do not know the lease, so they cannot make this call.
+            AgentError: ``work`` exceeded a limit of the sandbox; the session is then graded as exhausted.
+            InfrastructureError: ``session_lost``: the session is unknown or released.
         """
         session = self._require(key)
         if lease is None or lease != session.lease:
@@ -252,7 +261,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 raise released from None
 
     async def release(self, key: str) -> None:
-        """Extract the artefacts and destroy the agent's sandbox; return when it is gone. Unknown keys are ignored.
+        """Extract the artefacts, and return once the agent's sandbox has stopped. Unknown keys are ignored.
 
         Raises:
             InfrastructureError: ``session_release_failed``: the sandbox could not be stopped.
@@ -265,7 +274,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """Delete a session. Unknown keys are ignored.
 
         Args:
-            once: whether the caller chose the key; such a key then stays closed.
+            once: whether the caller chose the key; such a key cannot be seeded again.
 
         Raises:
             InfrastructureError: ``session_release_failed``: the sandbox could not be stopped.
@@ -277,7 +286,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
         await asyncio.shield(self._work.spawn(self._close(key)))
 
     async def verify(self, key: str, response: Mapping[str, Any]) -> Grade:
-        """Grade the session. Further calls return the same grade.
+        """Release and grade the session. Further calls return the same grade.
+
+        Args:
+            response: the policy's last Responses object.
 
         Raises:
             TaskError: no policy could be graded on this row.
@@ -287,7 +299,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         return await asyncio.shield(self._work.spawn(self._verify(self._require(key), response)))
 
     def usage(self, key: str) -> tuple[Mapping[str, Mapping[str, int]], list[dict[str, Any]]]:
-        """Return the session's call counts by tool, and the use of each host; empty if they are not counted."""
+        """Return the call counts by tool, and the requests by host; empty if not counted or the key is unknown."""
         if (session := self._sessions.get(key)) is None:
             return {}, []
         return session.tools.tool_use() if isinstance(session.tools, CountsToolCalls) else {}, session.egress
@@ -298,13 +310,13 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 session.sweeps = 0
 
     def sweep(self) -> None:
-        """Start closing the sessions whose callers have vanished."""
+        """Start closing sessions that were unused for too long or whose lease has expired."""
         horizon = time.monotonic() - self._ttl_s
         for key, session in self._sessions.items():
             session.sweeps += session.lease is not None
             if session.sweeps == LEASE_SWEEPS:
                 logger.warning("closing session %s: its caller did not renew the lease", key)
-            elif not session.calls and session.touched < horizon:
+            elif not session.calls and session.last_used < horizon:
                 logger.warning("closing session %s: unused for %g s", key, self._ttl_s)
             else:
                 continue
@@ -359,7 +371,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         session = self._sessions.get(key)
         if session is None:
             return
-        # Also ends a verification that still waits for the end of the agent's sandbox.
+        # A verification that still waits for the release has no task to cancel, but fails because of ``lost``.
         session.lost = session.lost or InfrastructureError("the session was closed", kind=FailureKind.SESSION_LOST)
         if session.work is not None:
             session.work.cancel()
@@ -412,7 +424,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         uses = [use for use in session.uses if use.cancel()]
         await asyncio.gather(*uses, return_exceptions=True)
         async with session.lock:
-            session.touched = time.monotonic()
+            session.last_used = time.monotonic()
             if not session.open:
                 return
             try:
@@ -422,7 +434,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                         session.artefacts = await self._until_closed(session, taking)
                     sandbox = session.sandbox
                     if sandbox is not None and isinstance(sandbox, HasDiskCheck) and not await sandbox.has_room():
-                        # A missing file may be missing because the disk was full.
+                        # Without free space on the disk, the policy's files may be incomplete.
                         raise InfrastructureError("the disk that sandboxes are kept on is full")
             except AgentError as error:
                 session.fault = error

@@ -3,7 +3,7 @@
 """The :class:`Task` protocol: the interface that every environment implements.
 
 A family of tasks (for example HumanEval) is one :class:`Task`. A task sees dataset rows, sandboxes and the policy's
-response. HTTP, sandbox providers and scheduling are the server's. A rollout has four steps:
+response. The server owns HTTP, sandbox providers and scheduling. A rollout has four steps:
 
 1. :meth:`Task.needs` validates the row and returns the sandbox that the row needs, if any.
 2. :meth:`ToolSet.open` and :meth:`Task.prepare` set up that sandbox; then the policy calls tools.
@@ -42,7 +42,7 @@ TOOL_USE = "tool_use"
 """Field of a rollout's row: per-tool call counts, with the keys of :data:`TOOL_NUMBERS`."""
 
 EGRESS = "egress"
-"""Field of a rollout's row: the agent's use of each host, if its sandbox reaches other hosts through a proxy."""
+"""Field of a rollout's row: requests by host, if the agent's sandbox reaches other hosts through a proxy."""
 
 TOOL_NUMBERS = ("calls", "errors", "timeouts", "cut")
 """Counts per tool; their sums over all tools are the row's fields ``tool_<number>``, which Gym's metrics aggregate."""
@@ -53,10 +53,10 @@ _RESERVED_FIELDS = frozenset(
 )
 
 EXHAUSTED = "exhausted"
-"""Verdict of a policy that exceeded its sandbox's disk, memory or process limit."""
+"""Verdict on a policy that exceeded its sandbox's disk, memory or process limit."""
 
 _FOREIGN = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-"""Folders of code that is not the environment's own: Python's, installed packages, and this package."""
+"""Folders of Python, of installed packages and of this package; other code is the environment's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class SandboxNeeds:
         memory_mib: memory limit in MiB.
         disk_gib: disk limit in GiB.
         processes: limit on processes and threads.
-        env: variables of all commands.
-        binds: files of the host, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``. Only of a task's own making.
-        snapshot_paths: paths inside that are restored from a snapshot; all if not given.
-        fields: requirement to the row's field that sets it, where the names differ, for example ``{"image":
+        env: environment variables of all commands.
+        binds: bind mounts, as ``HOST_PATH:SANDBOX_PATH`` or ``HOST_PATH:SANDBOX_PATH:ro``; never taken from a row.
+        snapshot_paths: paths in the sandbox that are restored from a snapshot; ``None`` restores all.
+        fields: name of the row's field by requirement, where the names differ, for example ``{"image":
             "image_name"}``. Error messages name the row's field.
     """
 
@@ -94,7 +94,7 @@ class SandboxNeeds:
 
 
 class UnreadableAnswer(AgentError):
-    """The policy's answer cannot be read: the reward is 0, and the verdict ``unreadable``."""
+    """The policy's answer cannot be read: the reward is 0 and the verdict is ``unreadable``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class ExtractedFile:
     problem: str | None = None
 
     def text(self) -> str:
-        """Return the content as text; :class:`UnreadableAnswer` if there is none, or no UTF-8."""
+        """Decode the content as UTF-8; raises :class:`UnreadableAnswer` if this fails or there is no content."""
         if self.content is None:
             raise UnreadableAnswer(self.problem or "the file could not be read")
         try:
@@ -119,8 +119,8 @@ class ExtractedFile:
             raise UnreadableAnswer(f"the file is not UTF-8: {error}") from error
 
     def json(self) -> Any:
-        """Return the content's JSON value. Else :class:`UnreadableAnswer`, also for deep nesting and for numbers
-        beyond the largest float."""
+        """Parse the content as JSON; raises :class:`UnreadableAnswer` if this fails, also for deep nesting and for
+        numbers beyond the largest float."""
         text = self.text()
         try:
             orjson.dumps(orjson.loads(text))
@@ -135,7 +135,7 @@ class Grade:
 
     Attributes:
         reward: a finite number.
-        verdict: machine-readable reason, from a fixed set of the family's; safe as a metric label.
+        verdict: machine-readable reason, one of the task family's fixed set; safe as a metric label.
         detail: human-readable reason. The detail may quote hidden tests, so the policy must not see it.
         fields: extra JSON fields of the rollout's row, such as a patch or a test report. Fields that Gym or this class
             writes are refused. Integers beyond 64 bits become floats.
@@ -170,12 +170,12 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Return whether the policy earned the full reward of 1."""
+        """Return whether the reward is at least 1."""
         return self.reward >= 1.0
 
 
 class OpenTools(Protocol):
-    """The tools of one session."""
+    """Tools of one session, which the policy calls by name."""
 
     @property
     def over(self) -> bool:
@@ -207,19 +207,19 @@ class CountsToolCalls(Protocol):
 
 @runtime_checkable
 class RunsScripts(Protocol):
-    """Tools that run shell scripts where the policy's commands run."""
+    """Tools that run a task's shell scripts in the same way as the policy's commands."""
 
     async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
-        """Run a script as the policy's user, in its folder, with its variables."""
+        """Run a script with the user, working folder and environment variables of the policy's commands."""
         ...
 
 
 @runtime_checkable
 class StartsSessions(Protocol):
-    """Tools with sessions that can start before the first call, so that the policy does not wait for them."""
+    """Tools whose shells or kernels can start before the first call, so that the policy does not wait."""
 
     async def start_sessions(self, offered: Collection[str]) -> None:
-        """Start the sessions of the offered tools. Called once, after :meth:`Task.prepare` or after ``resume``.
+        """Start the shells or kernels of the offered tools. Called once, after :meth:`Task.prepare` or ``resume``.
 
         Raises:
             InfrastructureError: ``session_lost``: the sandbox has ended.
@@ -232,14 +232,14 @@ class ResumableTools(Protocol):
     """Tools whose state can be saved and restored in another sandbox with the same files."""
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the tools' state as JSON, and the names of the parts that cannot be saved.
+        """Return the tools' state as a JSON object, and names of parts that cannot be saved, such as ``kernel``.
 
         Called between two tool calls, while the sandbox lives.
         """
         ...
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Restore a saved state before the first call. The tool that lost a part tells the policy about the loss."""
+        """Restore a saved state before the first call. A tool named in ``lost`` reports the loss to the policy."""
         ...
 
 
@@ -248,7 +248,7 @@ class ToolSet[Opened: OpenTools](Protocol):
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Function schemas of the Responses API; a row's ``tools`` hold the same."""
+        """Function schemas of the Responses API, in the format of a row's ``tools``."""
         ...
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Opened:
@@ -266,20 +266,20 @@ class ToolSet[Opened: OpenTools](Protocol):
 
 
 class OpenSandbox(Protocol):
-    """Context manager of a fresh sandbox, which is stopped at the end of the block."""
+    """Factory of context managers, which start a fresh sandbox and stop it at the end of the block."""
 
     def __call__(
         self, needs: SandboxNeeds | None = None, snapshot: str | None = None
     ) -> AbstractAsyncContextManager[Sandbox]:
-        """Start a sandbox with these requirements; by default the row's requirements.
+        """Return a context manager, whose entry may raise the errors below.
 
         Args:
-            needs: the requirements. The image is the snapshot's, if there is one.
-            snapshot: snapshot whose files the sandbox has.
+            needs: requirements of the sandbox; ``None`` for the row's. A snapshot's image replaces ``needs.image``.
+            snapshot: name of the snapshot that the sandbox starts from; ``None`` to start from the image.
 
         Raises:
-            CallerError: the provider cannot meet a requirement; names the row's field. ``checkpoint.snapshot``: the
-                snapshot cannot be restored.
+            CallerError: the provider cannot meet a requirement (names the row's field), or cannot restore the
+                snapshot (field ``checkpoint.snapshot``).
             InfrastructureError: the sandbox could not be started.
         """
         ...
@@ -294,8 +294,8 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
         ...
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds | None:
-        """Validate a row and return its sandbox requirements; ``None`` if the row needs no sandbox. Called first, must
-        be quick.
+        """Validate a row and return its sandbox requirements; ``None`` if the row needs no sandbox. Called first on
+        the event loop, so the call must be quick.
 
         Raises:
             CallerError: the row is not valid for this family; names the field.
@@ -312,7 +312,7 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
         ...
 
     async def artefacts(self, row: Mapping[str, Any], tools: Opened) -> Artefacts:
-        """Extract the files to grade. An unreadable file is part of the result and not an error.
+        """Extract the files to grade from the agent's sandbox. An unreadable file is part of the result, not an error.
 
         Raises:
             AgentError: the policy exceeded a limit of its sandbox.
@@ -336,16 +336,16 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
             open_sandbox: starts sandboxes that the policy never touched.
 
         Raises:
-            AgentError: the policy's answer earns 0: ``unreadable``, or ``exhausted`` for a sandbox that it used up.
+            AgentError: the reward is 0, with the verdict ``unreadable`` (:class:`UnreadableAnswer`) or ``exhausted``.
             TaskError: no policy could be graded on this row.
-            InfrastructureError: grading failed: ``verifier_error``, or as ``open_sandbox`` says.
+            InfrastructureError: ``verifier_error``, or an error of ``open_sandbox``.
         """
         ...
 
 
 @runtime_checkable
 class ResumableTask(Protocol):
-    """A task whose sessions can be restored elsewhere without :meth:`Task.prepare`.
+    """A task whose sessions can be restored in a new sandbox without :meth:`Task.prepare`.
 
     All state of such a session is in its sandbox and in its :class:`ResumableTools`.
 
@@ -367,7 +367,7 @@ class LimitsTime(Protocol):
 
 @runtime_checkable
 class HoldsSnapshots(Protocol):
-    """Tools or artefacts that own snapshots. The session deletes them after grading, or when it closes.
+    """Tools or artefacts that own snapshots. The session deletes the snapshots after grading or on closing.
 
     Attributes:
         snapshots: names of the snapshots, which may grow while a task grades.
@@ -396,11 +396,10 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
 
     @property
     def over(self) -> bool:
-        """Return whether the policy has submitted through either set."""
         return self.first.over or self.second.over
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Execute a call. After a submission, the set that was submitted answers all calls."""
+        """Execute a call. After a submission, all calls go to the tool set through which the policy submitted."""
         mine = self._parts["first" if tool in self._names_of_first else "second"]
         ended = next((part for part in self._parts.values() if part.over), None)
         return await (ended or mine).call(tool, arguments)
@@ -410,7 +409,6 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
         return await runner.run_script(script, timeout_s=timeout_s)
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the call counts by tool, of the sets that count."""
         counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
         return {tool: counts for used in counting for tool, counts in used.items()}
 
@@ -420,7 +418,7 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
                 await part.start_sessions(offered)
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """Save the state of the sets that support it."""
+        """Save the state of each tool set that is a :class:`ResumableTools`, under ``first`` and ``second``."""
         resumable = {name: part for name, part in self._parts.items() if isinstance(part, ResumableTools)}
         saved = {name: await part.save() for name, part in resumable.items()}
         return {name: known for name, (known, _) in saved.items()}, [one for _, lost in saved.values() for one in lost]
@@ -431,7 +429,7 @@ class CombinedTools[First: OpenTools, Second: OpenTools]:
                 await part.resume(saved[name], lost)
 
     async def close(self) -> None:
-        """Close both sets, also if the first fails."""
+        """Close both tool sets, even if closing the first one fails."""
         try:
             await self.first.close()
         finally:
@@ -454,12 +452,7 @@ class CombinedToolSet[First: OpenTools, Second: OpenTools]:
             raise ValueError(f"both tool sets have a tool named {min(both)!r}; rename one")
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> CombinedTools[First, Second]:
-        """Open both sets; if the second fails, the first is closed.
-
-        Raises:
-            CallerError: the row's image lacks a program that a tool needs; names the row's field.
-            InfrastructureError: the tools could not be started.
-        """
+        """Open both tool sets (:meth:`ToolSet.open`); if opening the second one fails, close the first one."""
         first = await self._first.open(sandbox, needs)
         try:
             second = await self._second.open(sandbox, needs)
@@ -477,7 +470,10 @@ def offered_tools(row: Mapping[str, Any]) -> frozenset[str]:
 
 @contextmanager
 def task_errors(trouble: str, kind: FailureKind) -> Iterator[None]:
-    """Convert unexpected exceptions of a task to infrastructure errors."""
+    """Convert unexpected exceptions of a task to an :class:`InfrastructureError` of ``kind``.
+
+    The message contains the exception, and the last traceback line in the environment's own code.
+    """
     try:
         yield
     except RolloutError:

@@ -29,7 +29,7 @@ class ProRLCodeServer(TaskServer):
     config: ProRLCodeConfig
 
     def make_task(self) -> ProgrammingProblems:
-        """Create the task with the configured limits."""
+        """Create the task with the configured limits, reward rule and folder of tests."""
         config = self.config
         limits = CodeLimits(
             time_s=config.test_time_limit_s,

@@ -52,7 +52,7 @@ class ProRLHarborServer(TaskServer):
     own_image: ClassVar[str] = DEFAULT
 
     def make_task(self) -> HarborTasks:
-        """Create the task with the configured limits."""
+        """Create the task from the settings, and remove the folders of dead servers in a background thread."""
         threading.Thread(target=_sweep, daemon=True).start()
         config = self.config
         verifier = VerifierSettings(
@@ -74,7 +74,7 @@ class ProRLHarborServer(TaskServer):
 
 
 def _sweep() -> None:
-    """Remove the folders of dead servers; the supervisor, which also does, starts with the first sandbox."""
+    """Remove the folders of dead servers. The supervisor does the same, but starts only with the first sandbox."""
     with suppress(OSError):
         sweep(state_root())
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym resources server of mathematics problems with Python: settings and task."""
+"""Gym resources server of mathematical problems with Python: settings and task."""
 
 from nemo_gym_prorl.tasks import exit_unless_installed
 
@@ -28,13 +28,13 @@ class ProRLMathConfig(TaskServerConfig):
 
 
 class ProRLMathServer(TaskServer):
-    """Resources server of mathematics problems."""
+    """Resources server of mathematical problems."""
 
     config: ProRLMathConfig
     own_image: ClassVar[str] = MATH
 
     def make_task(self) -> Math:
-        """Create the task with the configured limits."""
+        """Create the task with its checker and the configured limits."""
         config = self.config
         limits = CheckLimits(config.checking_cpu_s, config.checking_memory_mib, config.checking_workers)
         return Math(config.sandbox_root, config.tool_limits, MathChecker(limits))

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert asserts of published data sets to tests of a function. Pure; the source is parsed and never run.
 
-Accepted are calls with literal arguments: compared with a literal, within a tolerance (``abs(f(1) - 0.5) < 1e-6``,
-``math.isclose``), or as the whole assert if the function returns booleans. Arithmetic with literals is folded.
+An assert must contain a call with literal arguments: compared with a literal, within a tolerance (``abs(f(1) - 0.5) <
+1e-6``, ``math.isclose``), or as the whole assert if the function returns booleans. Arithmetic with literals is folded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nemo_gym_prorl.tasks.dataset_records import UnusableRecord
 
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
-"""Fields that may define the function under test; what the policy sees comes first."""
+"""Fields that may define the function under test; fields that the policy sees come first."""
 _COLON = re.compile(":")
 _NO_COMPARISON = "its tests do more than compare the result of a call with a value"
 _FOLDED_CHARS = 1 << 12
-"""Bound of the values that tests compute from literals."""
+"""Maximum characters or items of a value that tests compute from literals, to bound memory."""
 _ARITHMETIC = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.Pow: operator.pow,
@@ -50,7 +50,7 @@ def of_asserts(
 
     Raises:
         CallerError: the source is not Python; names the field.
-        UnusableRecord: a test is not such an assert; has the first one as its example.
+        UnusableRecord: a test is no such assert; ``example`` contains the first such test.
     """
     tree = _tree(source)
     if isinstance(tree, Exception):
@@ -89,7 +89,7 @@ def of_asserts(
     if tolerances == {EXACT}:
         return tests
     absolute, relative = map(min, zip(*tolerances, strict=True))
-    # A result that must be exact may have a smaller tolerance than usual, and no larger one.
+    # Results compared for equality (EXACT) may share a smaller tolerance of other tests, but no larger one.
     if len(tolerances - {EXACT}) > 1 or (EXACT in tolerances and (absolute, relative) not in tolerances - {EXACT}):
         raise UnusableRecord("its tests have different tolerances", field=field)
     return tests | {"checker": {"kind": "float", "absolute": absolute, "relative": relative}}
@@ -115,11 +115,11 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 class _Test(NamedTuple):
-    """An assert.
+    """An assert on the result of a call.
 
     Attributes:
         tolerance: absolute and relative tolerance of the result; ``None`` for equality.
-        truth: whether any true or false result would do.
+        truth: whether the assert only checks whether the result is true or false, as in ``assert f(1)``.
     """
 
     call: ast.Call
@@ -158,7 +158,7 @@ def _comparison(statement: ast.stmt) -> _Test:
 
 
 def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr]:
-    """Return the call and the expected result, whichever comes first."""
+    """Return the two sides of a comparison as call and expected result; either may come first."""
     for call, expected in ((one, other), (other, one)):
         if isinstance(call, ast.Call) and _called(call.func) not in ("float", "list"):
             return call, expected
@@ -216,7 +216,7 @@ def _positional(call: ast.Call, definitions: Sequence[ast.FunctionDef]) -> list[
 
 
 def _definitions(record: Mapping[str, Any], name: str) -> Iterator[ast.FunctionDef]:
-    """Yield the definitions of a function in a record's texts; the body is ``pass`` where the text is not Python."""
+    """Yield the definitions of a function in a record's texts; the body is ``pass`` if the text is not Python."""
     for field in _SIGNED:
         text = record.get(field)
         if not isinstance(text, str) or not (found := re.search(rf"\bdef {name}\s*\(", text)):
@@ -271,7 +271,7 @@ class _Folder(ast.NodeTransformer):
         if repeats and isinstance(other, int) and len(repr(one)) * abs(other) > _FOLDED_CHARS:
             raise ValueError("too large")
         value = _ARITHMETIC[type(node.op)](one, other)
-        repr(value)  # raises ValueError for an integer that JSON text cannot have
+        repr(value)  # raises ValueError for an integer with too many digits for JSON text
         return ast.Constant(value)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:

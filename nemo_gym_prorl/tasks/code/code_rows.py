@@ -6,8 +6,8 @@ The format is that of NeMo Gym's ``code_gen``: ``verifier_metadata.unit_tests`` 
 ``fn_name`` for functions. A row may also name a checker and limits. Large tests can be stored outside of the row:
 ``tests_file`` names a file on the server, and ``tests_sha256`` its hash.
 
-HumanEval (MIT licence, https://github.com/openai/human-eval) ships as ``humaneval.jsonl``: prompt and reference of
-each problem, and its published tests as inputs and outputs. Rows are deterministic, so data set files are
+HumanEval (MIT licence, https://github.com/openai/human-eval) ships as ``humaneval.jsonl``: prompt and reference
+solution of each problem, and its published tests as inputs and outputs. Rows are deterministic, so data set files are
 reproducible.
 """
 
@@ -33,9 +33,9 @@ from nemo_gym_prorl.tasks.dataset_records import create_params
 from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
-MAX_TESTS = 100_000  # bounds memory and grading time of a row
+MAX_TESTS = 100_000  # per problem, to bound memory and grading time
 MAX_TEST_BYTES = 64 << 20
-"""Maximum bytes of all inputs and outputs of a problem, to bound memory."""
+"""Maximum characters of all inputs and outputs of a problem, to bound memory."""
 
 CALL_TOLERANCE = 1e-5
 """Relative tolerance for numbers returned by functions of rows without a checker; the value of Gym's grader."""
@@ -44,7 +44,7 @@ MAX_PACKED_BYTES = 4 * MAX_TEST_BYTES
 """Maximum bytes of unpacked tests: JSON may take four bytes per character."""
 
 MAX_INT_DIGITS = 4000
-"""Longer integers are encoded for the grader, since Python's limit on digits can be raised only process-wide."""
+"""Longer integers stay text until the grader, since Python's limit on digits can be raised only process-wide."""
 
 METADATA = "verifier_metadata"
 
@@ -53,7 +53,7 @@ def inflated(text: str, limit: int) -> bytes:
     """Decompress base64 of zlib data.
 
     Raises:
-        ValueError, zlib.error: the text is invalid, or holds more than ``limit`` bytes.
+        ValueError, zlib.error: the text is invalid or cut off, or unpacks to more than ``limit`` bytes.
     """
     stream = zlib.decompressobj()
     data = stream.decompress(base64.b64decode(text, validate=True), limit)
@@ -67,7 +67,10 @@ def _integer(digits: str) -> Any:
 
 
 class UnitTests(BaseModel):
-    """Inputs and expected outputs; or ``packed``, base64 of zlib of their JSON, as Gym packs LiveCodeBench."""
+    """Tests of a problem: inputs and expected outputs, or ``packed``, which is base64 of zlib of their JSON.
+
+    ``fn_name`` is the function under test; ``None`` for a program. Gym's LiveCodeBench rows are packed.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -90,7 +93,7 @@ class UnitTests(BaseModel):
 
 
 class NamedChecker(BaseModel):
-    """Built-in comparison. ``wrapped`` and tolerances apply to results of functions and to ``float``."""
+    """Built-in comparison. Tolerances apply to ``float`` and to results of functions, ``wrapped`` only to results."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -101,7 +104,7 @@ class NamedChecker(BaseModel):
 
 
 class ProgramChecker(BaseModel):
-    """Checker program: Python that defines ``check(input, output, expected)``."""
+    """Checker program: Python with ``check(input, output, expected)`` that returns a boolean or (boolean, reason)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -141,6 +144,7 @@ class CodeProblem:
 
     Attributes:
         tests: tests in their order of execution.
+        function: name of the function under test; ``None`` for a program.
         checker: settings for :mod:`.inside.checkers` and :mod:`.inside.grader`.
         time_limit_s: CPU seconds of one test; ``None`` for the configured limit.
         memory_limit_mib: address space in MiB; ``None`` for the configured limit.
@@ -154,7 +158,7 @@ class CodeProblem:
 
 
 def read_metadata(row: Mapping[str, Any]) -> Metadata:
-    """Parse a row's metadata without validating individual tests.
+    """Parse a row's ``verifier_metadata`` without validating individual tests.
 
     Raises:
         CallerError: the metadata is invalid; names the field.
@@ -178,7 +182,7 @@ def read_metadata(row: Mapping[str, Any]) -> Metadata:
 
 
 def read_problem(metadata: Metadata, tests_folder: Path | None) -> CodeProblem:
-    """Validate the tests and return the problem. Reads the tests' file, if the row names one.
+    """Validate the tests and return the problem. Reads the ``tests_file`` if the row names one.
 
     Raises:
         CallerError: the tests are invalid; names the field.
@@ -245,7 +249,7 @@ def _call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
     """Parse a test of a function.
 
     Arguments are a list, or text with the JSON of one argument per line. If the arguments are text, the result is JSON
-    text too. Beside a list, a text result is a value, unless it is the JSON of a list or object.
+    text too. If the arguments are a list, a text result is a value, unless the text is the JSON of a list or object.
     """
     name = "inputs"
     try:
@@ -312,12 +316,12 @@ class HumanEvalProblem:
 
     @property
     def stub(self) -> str:
-        """The function without an implementation."""
+        """Source of the function without an implementation."""
         return f"{self.prompt.rstrip()}\n    raise NotImplementedError\n"
 
     @property
     def reference_source(self) -> str:
-        """A correct solution file."""
+        """Source of a correct solution file."""
         return self.prompt + self.reference
 
 
@@ -350,9 +354,11 @@ def row_for(
     """Return a dataset row.
 
     Args:
+        statement: problem text for the policy.
         metadata: ``verifier_metadata``; see :class:`Metadata`.
         function: name of the function under test; ``None`` for a program.
         script: see :func:`.dataset_records.create_params`.
+        more: further fields of the row.
     """
     asked = statement.strip()
     if function is not None:

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert records of published programming data sets to rows. Pure, except for tests written to files.
 
-The fields of a record identify its set; :data:`_KINDS` lists them. Rows of NeMo Gym's ``code_gen`` are validated and
-kept unchanged.
+The fields of a record identify its data set; :data:`_KINDS` lists them. Rows of NeMo Gym's ``code_gen`` are validated
+and kept unchanged.
 
-Published tests are untrusted: conversion never executes or unpickles them. LiveCodeBench packs private tests as base64
-of zlib of a pickle of JSON text. The pickle is read opcode by opcode, and only opcodes of a single text are accepted.
+Published tests are untrusted: conversion never executes or unpickles tests. LiveCodeBench packs private tests as
+base64 of zlib of a pickle of JSON text. The pickle is read opcode by opcode; only opcodes of one text are accepted.
 
 Time limits of CodeContests and Codeforces are meant for compiled programs, so rows multiply them by
 :data:`TIME_FACTOR`. The server's own limit still applies.
@@ -71,10 +71,10 @@ def unpacked(text: str, field: str) -> Any:
 def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, Any]:
     """Convert a list of objects with ``input`` and ``output`` (LiveCodeBench, DeepCoder, PrimeIntellect, open-r1).
 
-    ``stdin``, ``stdout`` and ``expected_output`` mean the same.
+    ``stdin`` is accepted for ``input``, and ``stdout`` or ``expected_output`` for ``output``.
 
     Args:
-        cases: the objects. ``fn_name``, or ``func_name`` in ``metadata``, names the function under test.
+        cases: the list. ``fn_name``, or ``func_name`` in ``metadata``, names the function under test.
         field: name of the field, for errors.
         function: function under test if the cases do not name one.
 
@@ -99,7 +99,7 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
 
 
 def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tests of a function with arguments and results as JSON text, which preserves integers of any size."""
+    """Return tests of a function with arguments and results as JSON text, which keeps integers of any size exact."""
     inputs = [
         "\n".join(map(json.dumps, given)) if isinstance(given, list) and given else given for given in tests["inputs"]
     ]
@@ -107,7 +107,7 @@ def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(value: Any) -> str:
-    """Return a result as JSON text. Some sets store JSON text, others values; text that is not JSON is a value."""
+    """Return a result as JSON text. Data sets store JSON text or values; text that is not JSON is a value."""
     if isinstance(value, str):
         try:
             json.loads(value)
@@ -132,18 +132,17 @@ def _function_of(case: Mapping[str, Any]) -> str | None:
 
 Record = Mapping[str, Any]
 
-
 TIME_FACTOR = 5.0
 """Multiplier of time limits that were set for compiled programs, to leave room for an interpreter."""
 
 TOKEN_SETS = frozenset({"codecontests", "codeforces"})
-"""Sets whose own checkers ignore line breaks; those of the others compare lines."""
+"""Data sets whose own checkers ignore line breaks; checkers of other data sets compare lines."""
 
 DATA_SOURCE = "code"
-"""``data_source`` of rows whose set is unknown."""
+"""``data_source`` of rows whose data set is unknown."""
 
 SETS = frozenset({"apps", "taco", "codecontests", "codeforces"})
-"""Sets that Eurus-2-RL-Data names in ``data_source``."""
+"""Data sets that Eurus-2-RL-Data names in ``data_source``."""
 
 _ASKS_FOR_BLOCK = re.compile(
     r"\s*Write Python code to solve the problem\..*\Z"
@@ -158,8 +157,8 @@ def row_of(record: Record, tests_folder: Path | None = None) -> dict[str, Any]:
     """Convert a record to a row.
 
     Args:
-        record: a record of a supported set.
-        tests_folder: folder for the tests' files, named by SHA-256; ``None`` keeps the tests in the row.
+        record: a record of a supported data set.
+        tests_folder: folder for files of tests, named by SHA-256; ``None`` keeps the tests in the row.
 
     Raises:
         CallerError: the record is malformed or unsupported; names the field.
@@ -188,7 +187,7 @@ def _eurus(record: Record) -> dict[str, Any]:
 
 
 def _prime(record: Record) -> dict[str, Any]:
-    """Convert SYNTHETIC-1 and -2, INTELLECT-2, verifiable-coding-problems."""
+    """Convert records in PrimeIntellect's format: SYNTHETIC-1 and -2, INTELLECT-2, verifiable-coding-problems."""
     info = parsed(record["verification_info"])
     if not isinstance(info, Mapping) or "test_cases" not in info:
         raise UnusableRecord("has no test_cases: not a programming problem", field="verification_info")
@@ -239,7 +238,7 @@ def _codeforces(record: Record) -> dict[str, Any]:
 
 
 def _asserted(record: Record) -> dict[str, Any]:
-    """Convert HumanEval, LeetCodeDataset, KodCode; refuse HumanEval+."""
+    """Convert records whose tests are one Python source: HumanEval, LeetCodeDataset, KodCode. Refuse HumanEval+."""
     problem = problems().get(str(record.get("task_id")))
     if problem is not None:
         if "assertion(" in _text(record, "test"):
@@ -255,7 +254,7 @@ def _asserted(record: Record) -> dict[str, Any]:
 
 
 def _listed_asserts(record: Record) -> dict[str, Any]:
-    """Convert MBPP, its sanitized edition and AceCode; also inputs and outputs in these fields."""
+    """Convert records with a list of asserts (MBPP, sanitized MBPP, AceCode), or of inputs and outputs."""
     field = next(name for name in ("test_list", "test_cases") if name in record)
     asserts = parsed(record[field])
     asked = next((name for name in ("text", "question", "problem") if record.get(name)), "prompt")
@@ -299,7 +298,7 @@ def _code_contests(record: Record) -> dict[str, Any]:
 
 
 def _seconds(limit: Any) -> float:
-    """Return seconds from a number or a protocol buffer's seconds and nanoseconds."""
+    """Return seconds from a number, or from the ``seconds`` and ``nanos`` of a protocol buffer's duration."""
     parts = (limit.get("seconds") or 0, limit.get("nanos") or 0) if isinstance(limit, Mapping) else (limit, 0)
     if not all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts):
         raise CallerError("must be a number of seconds, or an object with seconds and nanos", field="time_limit")
@@ -325,7 +324,7 @@ _KINDS: Mapping[str, Callable[[Record], dict[str, Any]]] = {
     "input_output": _apps,
     "public_tests": _code_contests,
 }
-"""Converters by a field that identifies the set; the first match counts."""
+"""Converters by a field that identifies the data set; the first match counts."""
 
 
 def _set(record: Record) -> str:
@@ -347,7 +346,7 @@ def _row(
 
 
 def _tests(text: Any, field: str, function: str | None = None) -> dict[str, Any]:
-    """Return tests in the format of :class:`.code_rows.UnitTests`, from the JSON that several sets use."""
+    """Return tests in the format of :class:`.code_rows.UnitTests`, from a data set's format or its JSON text."""
     tests = _json(text, field) if isinstance(text, str) else text
     if isinstance(tests, list):
         return of_cases(tests, field, function)

@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Grade a candidate's source: a grader runs all tests in a fresh sandbox.
+"""Grade a candidate, the policy's source: a grader program runs all tests in a fresh sandbox.
 
 A failure that is not the candidate's is an :class:`InfrastructureError` and never a reward. A candidate can end its
 sandbox, so a run without a verdict is attributed as follows:
 
 - A failure before the candidate's source runs is not the candidate's. The grader reports when the source starts.
-- A failure that a sandbox with :class:`.HasHealthCheck` attributes to the machine is the machine's. Sandboxed code
-  cannot cause such a report.
+- A failure that :class:`.HasHealthCheck` attributes to the machine is not the candidate's. Sandboxed code cannot cause
+  such a report.
 - Any other failure may be the candidate's. The candidate is graded again. After a second failure a no-op program is
   graded as control; if the control gets a verdict, the candidate is to blame.
 
-:mod:`.inside.process_hardening` installs two seccomp filters in a candidate's process. They refuse:
+:mod:`.inside.process_hardening` installs two seccomp filters in a candidate's process. The filters refuse:
 
 - new processes (threads are allowed), so fork bombs and processes that outlive a test are impossible;
 - signals, and limits, priorities or tracing of other processes;
@@ -64,11 +64,11 @@ def load(name, source):
 
 @cache
 def program(main: str, *modules: str) -> str:
-    """Return the source of a program that contains all its modules.
+    """Return the source of a program that needs no other files, since sandboxes lack this package.
 
     Args:
         main: full name of the module to run.
-        modules: full names of the modules that it imports, each after its own dependencies.
+        modules: full names of the modules that ``main`` imports, each after its own dependencies.
     """
     loads = [f"load({name!r}, {_read(name)!r})\n" for name in modules]
     return "".join([_LOADER, *loads, f"exec(compile({_read(main)!r}, 'grader', 'exec'))\n"])
@@ -80,13 +80,13 @@ def _read(name: str) -> str:
 
 
 TRIES = 2
-"""Runs without a verdict that are allowed, counted separately for candidate and machine: one repetition."""
+"""Maximum runs without a verdict, counted separately for the two possible causes (candidate and machine)."""
 
 ANSWER_MARGIN_S = 20.0
 """Seconds that a run may take beyond its own time limit, for starting and reporting."""
 
 MAX_COMMAND_CHARS = 100_000
-"""Longer jobs are uploaded as a file: the kernel limits an argument to 128 KiB."""
+"""Longer commands get the job from an uploaded file: the kernel limits an argument to 128 KiB."""
 
 END_OF_JOB = "END-OF-JOB"
 
@@ -96,6 +96,7 @@ class NoVerdict:
     """A grading run without a verdict.
 
     Attributes:
+        why: human-readable reason.
         by_machine: whether the candidate cannot have caused the failure.
     """
 
@@ -105,7 +106,7 @@ class NoVerdict:
 
 @dataclass(frozen=True, slots=True)
 class GraderKilled:
-    """The candidate terminated its grader repeatedly."""
+    """The candidate terminated its grader in all runs, and the control program did not."""
 
     why: str
 
@@ -117,10 +118,10 @@ async def run_until_verdict[V](
 
     Args:
         graded: runs the grader once.
-        control: grades a known-good program and returns whether that gave a verdict.
+        control: grades a no-op program, and returns whether there was a verdict.
 
     Raises:
-        InfrastructureError: no run gave a verdict (``verifier_error``), or as the two functions say.
+        InfrastructureError: ``verifier_error``: no run gave a verdict; or an error of ``graded`` or ``control``.
     """
     losses = {True: 0, False: 0}
     while True:
@@ -147,16 +148,15 @@ async def attempt(
     doubtful: Callable[[Any], bool],
     before: str = "",
 ) -> Any | NoVerdict:
-    """Run the program once in the given sandbox and return its verdict.
+    """Run a grading program once in the given sandbox and return the program's second message, the verdict.
 
     Args:
         sandbox: a fresh sandbox with ``sh`` and ``python3``.
-        program: source.
-        job: input of the program, without the nonce.
-        timeout_s: time limit in seconds.
-        root: folder of the sandbox for uploads.
-        doubtful: whether a verdict may be caused by the machine. The sandbox's health is checked before such a verdict
-            counts.
+        program: source, as from :func:`program`.
+        job: input of the program, without the nonce, which marks the program's messages.
+        timeout_s: time limit in seconds, without :data:`ANSWER_MARGIN_S`.
+        root: folder in the sandbox for uploads.
+        doubtful: whether a verdict may be caused by the machine. Such a verdict counts only if the sandbox is healthy.
         before: shell commands to run first.
 
     Raises:
@@ -182,7 +182,7 @@ async def attempt(
     if len(messages) > 1:
         return messages[1]
     why = f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
-    # The output is complete if the program exited by itself, or if a live sandbox could not start it.
+    # If the output is complete and has no message, the candidate's source never ran.
     complete = result.error_type is None or (knows and result.error_type == "sandbox")
     return NoVerdict(why, by_machine=complete and not messages)
 
@@ -194,7 +194,7 @@ def _lines(text: str | None) -> list[str]:
 async def _command(sandbox: Sandbox, program: str, job: str, root: str) -> str:
     """Return a command that runs the program with the job on standard input.
 
-    The job appears in no command line, and the program's input can be read only once.
+    The running program's command line does not contain the job, and a candidate cannot read the input again.
     """
     run = f"python3 -I -c {shlex.quote(program)}"
     if len(run) + len(job) < MAX_COMMAND_CHARS:
@@ -218,9 +218,7 @@ _GRADER = (
 """Modules of the grader, as arguments of :func:`.program`."""
 
 CLOCK_FACTOR = 10
-"""Ratio of wall-clock limit to CPU time limit of all tests, since waiting for a processor is not the candidate's
-fault.
-"""
+"""Wall-clock limit of all tests as a multiple of ``total_s``: waiting for a processor is not the candidate's fault."""
 
 RewardRule = Literal["all", "fraction"]
 
@@ -243,7 +241,7 @@ class CodeVerdict(StrEnum):
     CRASHED = "crashed"
     """An exception, a non-zero exit status, a fatal signal, or termination of the grader."""
     NO_SOLUTION = "no_solution"
-    """The solution file is missing, unreadable or empty, or does not define the function."""
+    """The solution is missing, unreadable or empty, or does not define the function."""
     SYNTAX_ERROR = "syntax_error"
     EXHAUSTED = EXHAUSTED
     """The agent, or its solution during tests, exceeded the sandbox's disk, memory or process limit."""
@@ -274,7 +272,7 @@ OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
 
 
 def failed(verdict: CodeVerdict, detail: str = "") -> Grade:
-    """Return a grade of 0 without test results."""
+    """Return a grade of 0 for a candidate whose tests did not run to a report."""
     return Grade(0.0, verdict.value, detail)
 
 
@@ -286,17 +284,20 @@ async def grade(
     root: str,
     rule: RewardRule = "all",
 ) -> Grade:
-    """Grade a candidate.
+    """Grade a candidate, in several fresh sandboxes if a run gives no verdict.
 
     Args:
         open_sandbox: starts a fresh sandbox with ``sh`` and ``python3`` (3.8 or later).
-        root: folder of the sandbox for uploads.
+        problem: tests and checker.
+        source: Python source of the candidate.
+        limits: limits of the tests; the problem's own limits may only be lower.
+        root: folder in the sandbox for uploads.
         rule: ``all`` gives 1 if all tests pass and stops at the first failure; ``fraction`` gives the share of passed
             tests.
 
     Raises:
         TaskError: the row's checker program does not work.
-        InfrastructureError: as ``open_sandbox`` says, or ``verifier_error`` if no run gave a verdict.
+        InfrastructureError: ``verifier_error``: no run gave a verdict; or an error of ``open_sandbox``.
     """
 
     async def graded(source: str) -> Grade | NoVerdict:
@@ -313,7 +314,7 @@ async def grade(
 async def grade_in(
     sandbox: Sandbox, problem: CodeProblem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
 ) -> Grade | NoVerdict:
-    """Grade a candidate once in the given sandbox.
+    """Grade a candidate once in the given sandbox; arguments as of :func:`grade`.
 
     Raises:
         TaskError: the row's checker program does not work.
@@ -362,7 +363,7 @@ def _grade(reply: Mapping[str, Any], rule: RewardRule) -> Grade:
 CLONE_THREAD = 0x10000
 AF_UNIX = 1
 LAST_SYSCALL = 466
-"""``removexattrat`` of Linux 6.13. Later system calls have not been reviewed, so the filters refuse them."""
+"""``removexattrat`` of Linux 6.13. Later system calls have not been reviewed; they fail with ``ENOSYS``."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Audit architecture by ``os.uname().machine``."""
@@ -406,24 +407,24 @@ _SYSCALL_RULES: dict[str, CallVerdict] = {
     **dict.fromkeys(
         ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _OWN_PROCESS_ONLY
     ),
-    # The priority of a user or group would include the grader's.
+    # Only the caller's priority: that of a process group or user would include the grader's.
     "setpriority": ArgumentRule(0, frozenset({0}), ArgumentRule(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
     # F_SETOWN, F_SETSIG, F_SETOWN_EX make the kernel send signals to another process.
     "fcntl": ArgumentRule(1, frozenset({8, 10, 15}), REFUSE, ALLOW),
-    # FIOSETOWN, SIOCSPGRP and TIOCSTI.
+    # FIOSETOWN and SIOCSPGRP direct signals to another process, and TIOCSTI injects terminal input.
     "ioctl": ArgumentRule(1, frozenset({0x8901, 0x8902, 0x5412}), REFUSE, ALLOW),
     "socketpair": ArgumentRule(0, frozenset({AF_UNIX}), ALLOW, REFUSE),
-    "clone3": UNKNOWN,  # "unknown" makes the C library fall back to clone
-    "clone": ALLOW,  # the zygote forks children
+    "clone3": UNKNOWN,  # seccomp cannot read the flags in memory; ENOSYS makes the C library use clone
+    "clone": ALLOW,  # the zygote forks; the children's own filter allows threads only
 }
-"""Rules of system calls that are not refused outright."""
+"""Rules of restricted system calls; others in :data:`SYSCALLS` and :data:`COMMON_SYSCALLS` are refused."""
 
 
 @cache
 def filters() -> dict[str, list[str]]:
-    """Return two seccomp programs per machine in hexadecimal: one for the zygote, and a second one for its children.
+    """Return two seccomp filters by machine architecture, as hexadecimal BPF.
 
-    The second filter allows only threads to be created.
+    The first filter is the zygote's. Children add the second filter, which forbids new processes and allows threads.
     """
     found = {}
     for machine, architecture in ARCHITECTURES.items():

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`.
 
-Rows with tools have their solution in a file, initially empty. Rows without tools are answered in text, like NeMo
-Gym's ``code_gen``: :func:`program_in` chooses a block of the last message. A block is Python if its fence says so, or
-if the fence has no label and the content looks like code; so sample output after the program is ignored.
+The policy writes its solution to a file if the row offers tools. Otherwise the policy answers in text, as in NeMo
+Gym's ``code_gen``: :func:`program_in` chooses a fenced block of the last message. A block is Python if its label names
+Python, or if it has no label and looks like code. So sample output after the program is ignored.
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ _CODE = re.compile(
 )
 _READS_INPUT = re.compile(r"\binput\s*\(|\bstdin\b|\bfileinput\b|\b(?:open|read|fdopen)\(\s*(?:0|['\"]/dev/stdin)")
 
-
 Block = tuple[str, str]
 """Label of a fenced block and its lines without the fence's indentation."""
 
 
 def program_in(message: str, function: str | None = None) -> str:
-    """Return the program of a message.
+    """Return the program in a message.
 
-    That is the last Python block that defines the function or, without one, reads standard input; else the last Python
-    block, else the last block, else the whole message.
+    The program is the last Python block that defines ``function`` or, if ``None``, reads standard input; else the last
+    Python block, else the last block, else the whole message.
     """
     blocks = blocks_in(message)
     if not blocks:
@@ -62,7 +61,7 @@ def program_in(message: str, function: str | None = None) -> str:
 
 
 def blocks_in(message: str) -> list[Block]:
-    """Return the fenced blocks (backquotes or tildes) of a message; an unclosed block ends with the message."""
+    """Return the fenced blocks (backquotes or tildes) of a message. An unclosed block ends with the message."""
     blocks, lines = list[Block](), list[str]()
     fence, label, indent = "", "", 0
     for line in message.split("\n"):
@@ -74,7 +73,7 @@ def blocks_in(message: str) -> list[Block]:
         ended = line.rstrip()
         body = ended.rstrip(fence[0])
         if len(ended) - len(body) >= len(fence):
-            if body.strip():  # the fence follows the last line of code
+            if body.strip():  # the closing fence is on the last line of code
                 lines.append(_dedented(body, indent))
             blocks.append((label, "\n".join([*lines, ""])))
             fence, lines = "", []
@@ -86,7 +85,7 @@ def blocks_in(message: str) -> list[Block]:
 
 
 def _indent(before: str) -> int:
-    """Return the indentation of a fence; text before the fence, other than a list marker, is no indentation."""
+    """Return the number of columns before a fence; 0 if the text before is more than spaces and a list marker."""
     marked = re.match(r"\s*(?:[-*+]|\d+[.)])?\s*", before)
     return len(before) if marked and marked.end() == len(before) else 0
 
@@ -113,9 +112,11 @@ class ProgrammingProblems:
     """Programming problems graded by their tests.
 
     Args:
-        root: folder of each sandbox for uploads; the agent works in ``<root>/workspace``.
+        root: folder in each sandbox for uploads; the agent works in ``<root>/workspace``.
+        tools: limits of tool calls.
+        limits: limits of tests.
         rule: reward rule; see :func:`.grading.grade`.
-        tests_folder: folder of the files that rows name.
+        tests_folder: folder of the files that rows name in ``tests_file``; ``None`` refuses such rows.
     """
 
     resumes = True
@@ -137,7 +138,7 @@ class ProgrammingProblems:
         )
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Validate the row's tests; every row needs a default sandbox.
+        """Validate the row's tests, and return the default requirements. A ``tests_file`` only has to exist.
 
         Raises:
             CallerError: the row's tests are invalid; names the field.
@@ -162,7 +163,7 @@ class ProgrammingProblems:
         except UnicodeDecodeError:
             return failed(CodeVerdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
         problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)
-        if not _has_tools(row) and not source.strip():  # an agent program writes the file without the row's tools
+        if not _has_tools(row) and not source.strip():  # an agent program writes the file even if the row has no tools
             source = program_in(last_message_text(response), problem.function)
         if not source.strip():
             empty = (

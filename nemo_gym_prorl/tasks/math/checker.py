@@ -3,15 +3,15 @@
 r"""Comparison of a policy's answer with the expected answer, in worker processes with bounded CPU time and memory.
 
 ``math-verify`` and sympy (:mod:`.comparison`) may run forever or use all memory on a hostile answer. Therefore workers
-(:mod:`nemo_gym_prorl.tasks.forked_workers`) run the comparison off the event loop. An answer is text, and nothing of a
-policy's sandbox reaches the workers.
+(:mod:`nemo_gym_prorl.tasks.forked_workers`) run the comparison off the event loop. Workers get the answer's text only,
+and nothing from a policy's sandbox.
 
 A comparison that ends without a result is attributed as follows:
 
-- Causes that no answer can bring about are infrastructure failures: a worker is gone, a process was killed from
-  outside, or no result came long after the CPU limit.
-- Otherwise the answer is compared once more, unless it used up its CPU time, and then the expected answer is compared
-  with itself. If that succeeds, the answer gets no reward; if not, the row is at fault (:class:`TaskError`).
+- Causes that no answer can bring about are infrastructure failures: a worker ended, another process killed the child,
+  or the result is missing long after the CPU limit.
+- Otherwise the answer is compared once more, unless the comparison exceeded its CPU time. Then the expected answer is
+  compared with itself. If that succeeds, the answer gets no reward; if not, the row is at fault (:class:`TaskError`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from nemo_gym_prorl.tasks.math.spelling import unwrapped
 
 
 MAX_TRIES = 2
-"""Maximum number of comparisons of an answer that may be lost, for each of the two causes."""
+"""Maximum lost comparisons of an answer, counted separately for the two causes (machine and answer)."""
 
 _CACHED_ANSWERS = 10_000
-"""Number of expected answers that are remembered as gradeable."""
+"""Maximum expected answers that are remembered as gradeable, to bound memory."""
 
 ANOTHER_VALUE = "another value"
-"""Detail of a wrong answer where both answers could be read and differ in value."""
+"""Detail of a wrong answer if both answers could be parsed and differ in value."""
 
 
 class MathVerdict(StrEnum):
-    """Verdict on an answer; only ``RIGHT`` has a reward."""
+    """Verdict on an answer; only ``RIGHT`` earns a reward."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -58,7 +58,7 @@ Judgement = tuple[MathVerdict, str]
 
 @dataclass(frozen=True, slots=True)
 class CheckLimits:
-    """Bounds of comparisons.
+    """Limits of comparisons.
 
     Attributes:
         cpu_s: CPU seconds of a comparison.
@@ -73,10 +73,11 @@ class CheckLimits:
 
 @dataclass(frozen=True, slots=True)
 class CheckedAnswer:
-    """Verdict on a message.
+    """Verdict on the final answer of a message.
 
     Attributes:
         extracted: answer as written in the message; empty if there is none.
+        detail: human-readable reason.
     """
 
     verdict: MathVerdict
@@ -89,7 +90,7 @@ class CheckedAnswer:
 
 
 class MathChecker:
-    """Comparison of answers in workers, which start with the first comparison.
+    """Checker of answers, with worker processes that start on the first comparison.
 
     Raises:
         InfrastructureError: ``math-verify`` is not installed; the message names the extra to install.
@@ -111,7 +112,7 @@ class MathChecker:
 
         Raises:
             TaskError: the expected answer cannot be compared with itself.
-            InfrastructureError: ``verifier_error``, no comparison succeeds.
+            InfrastructureError: ``verifier_error``: :data:`MAX_TRIES` comparisons were lost by the machine.
         """
         answer = extract_final_answer(said)
         if answer is None:
@@ -130,8 +131,8 @@ class MathChecker:
         """Check that the expected answer itself would get the verdict ``RIGHT``; successes are cached.
 
         Raises:
-            TaskError: the expected answer would not be right.
-            InfrastructureError: ``verifier_error``, no comparison succeeds.
+            TaskError: the expected answer would get another verdict, or cannot be compared with itself.
+            InfrastructureError: ``verifier_error``: :data:`MAX_TRIES` comparisons were lost by the machine.
         """
         if expected in self._gradeable:
             return
@@ -152,7 +153,7 @@ class MathChecker:
     async def _compared(
         self, expected: str, answer: str, question: str, *, control: bool = False
     ) -> tuple[MathVerdict, str] | JobLost:
-        """Compare, and try again if the comparison is lost; return a loss that the answer caused."""
+        """Compare in a worker, and again if the comparison is lost. Return the loss if the answer is the cause."""
         job = {"expected": expected, "said": answer, "question": question, "control": control}
         cpu_s, memory_mib = self._limits.cpu_s, self._limits.memory_mib
         losses = {True: 0, False: 0}

@@ -8,7 +8,7 @@ process.
 
 ``math-verify`` only compares values, which is too lenient for a reward. These answers are wrong as well:
 
-- answers of another kind, in another order, or with other members (:mod:`.shapes`);
+- answers of another structure, in another order, or with other members (:mod:`.shapes`);
 - other units, words or bases (:mod:`.measures`, :mod:`.words`);
 - unfinished computations (:mod:`.values`), and copies of the question;
 - contradictions: ``6 = 5`` or ``6 \approx 5`` for 5;
@@ -71,10 +71,9 @@ from nemo_gym_prorl.tasks.math.words import (
 )
 
 
-# math-verify logs the answers of policies.
+# Without this, math-verify would log the answers of policies.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-# With the ANTLR that Gym's configuration library allows, its generated parser lacks this method, and no percentage
-# can be read.
+# Gym's OmegaConf pins an old ANTLR. The LaTeX parser generated for this version lacks a method that percentages need.
 if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
     PSParser.AtomContext.FUNC_GAMMA = lambda self: None
 
@@ -86,7 +85,7 @@ APPROXIMATION_TOLERANCE = sympy.Float("1e-2")
 _NORMALIZED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
 )
-# math-verify's `parse` cannot turn this off and would read R and r as one letter.
+# math-verify's own `parse` always sets lowercase_symbols, which makes R and r one symbol.
 _CONVERTED = ConversionConfig(lowercase_symbols=False)
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)")
 _NAME = re.compile(r"\s*(?![ei]\s*$)[a-zA-Z]+(?:_\{?\w+\}?)?\s*")
@@ -94,7 +93,6 @@ _DECIMAL = re.compile(r"\s*-?\d+(?:\.(\d+))?\s*")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 
 _WORST_FIRST = (MathVerdict.WRONG, MathVerdict.UNREADABLE, MathVerdict.CONTRADICTORY, MathVerdict.UNFINISHED)
-
 
 _WARM_UP = (
     (r"\frac{1}{2}", "0.25"),
@@ -116,7 +114,7 @@ def warm_up() -> None:
 
 
 def answer(job: Mapping[str, Any]) -> Judgement:
-    """Answer a job of a worker: return the verdict on an answer and the reason."""
+    """Return verdict and reason for an answer; called in a worker's child with the arguments of :func:`judge`."""
     if job["control"] and (unread_part := compare_with_itself(job["expected"])):
         return MathVerdict.UNREADABLE, f"can't read {unread_part}"
     return judge(job["expected"], job["said"], job["question"])
@@ -127,8 +125,8 @@ def judge(expected: str, said: str, question: str = "") -> Judgement:
 
     Args:
         expected: expected answer in LaTeX, with or without delimiters or boxes.
-        said: answer without its box.
-        question: question text.
+        said: the policy's answer without its box.
+        question: text of the question; empty if unknown.
 
     Returns:
         Verdict and human-readable reason.
@@ -149,10 +147,10 @@ def judge(expected: str, said: str, question: str = "") -> Judgement:
 
 
 def compare_with_itself(expected: str) -> str:
-    """Compare an expected answer with itself, so that no answer is blamed for an exception.
+    """Compare an expected answer with itself; an exception is then the row's fault, not an answer's.
 
     Returns:
-        Part of the expected answer that cannot be parsed, so that only the same text could be right; empty if none.
+        Part of the expected answer that cannot be parsed; only the same text could be right. Empty if there is none.
     """
     for gold in _readings(normalized(expected))[:1]:
         values_equal(gold, gold)
@@ -160,13 +158,13 @@ def compare_with_itself(expected: str) -> str:
 
 
 def unreadable_part(expected: str) -> str:
-    """Return the part of an expected answer that cannot be parsed; empty if there is none."""
+    """Return a part of an expected answer that cannot be parsed; empty if one reading of the answer can be parsed."""
     parts = [_unread(reading) for reading in shapes.readings(normalized(expected))]
     return "" if "" in parts else parts[0]
 
 
 def _unread(text: str) -> str:
-    """Return the first unparseable part of one reading; empty if there is none."""
+    """Return the first unparseable part of one reading (:func:`.shapes.readings`); empty if there is none."""
     cases = shapes.cases_of(text)
     shape = None if cases else shapes.shape_of(text) or shapes.split_chained_equation(text)
     parts = [value for value, _ in cases] if cases else list(shape.members) if shape else []
@@ -188,7 +186,7 @@ def _unread(text: str) -> str:
 
 
 def _compared(gold: str, text: str, question: str) -> Judgement:
-    """Compare two texts with plain brackets, of any structure."""
+    """Compare two answers of any structure, given with plain brackets (:func:`.shapes.plain_brackets`)."""
     if canonical(text) == canonical(gold):
         return MathVerdict.RIGHT, "the same text"
     if shapes.mentions_sets(gold) or shapes.mentions_sets(text):
@@ -254,11 +252,11 @@ def _piecewise(gold: list[tuple[str, str]], said: list[tuple[str, str]], questio
 
 def _domains(cases: list[tuple[str, str]]) -> list[shapes.RealSet | None]:
     found = [shapes.real_set(condition, _number) for _, condition in cases]
-    for place, (_, condition) in enumerate(cases):
-        others = [one for at, one in enumerate(found) if at != place]
+    for index, (_, condition) in enumerate(cases):
+        others = [one for at, one in enumerate(found) if at != index]
         if condition.strip() in ("", "otherwise", "else", "elsewhere") and all(others):
             united = sympy.Union(*(one.value for one in others if one is not None))
-            found[place] = shapes.RealSet(sympy.Complement(sympy.S.Reals, united), 1)
+            found[index] = shapes.RealSet(sympy.Complement(sympy.S.Reals, united), 1)
     return found
 
 
@@ -267,7 +265,7 @@ def _is_set_of_one(shape: Shape | None) -> bool:
 
 
 def _shaped(gold: Shape, said: Shape, question: str) -> Judgement:
-    """Compare two answers of several values; a single value is a set of one."""
+    """Compare two answers with members; a single value counts as a set with one member."""
     if not gold.members or not said.members:
         return _other_kind() if gold.members or said.members else (MathVerdict.RIGHT, "both are empty")
     if len(gold.members) == 1 and len(said.members) == 1:
@@ -280,7 +278,7 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judgement:
     if names and given_names and set(names) == set(given_names):
         return _each(list(names.values()), [given_names[name] for name in names], question)
     if given_names and not _only_indices(given_names) and gold.brackets in (LIST, TUPLE, CLOSED, VECTOR):
-        # The order of names is that of the question, or alphabetical.
+        # An expected list without names is in the order of the question's tuple of names, else alphabetical.
         order = shapes.names_in(question, set(given_names)) or sorted(given_names)
         return _each(gold.members, [given_names[name] for name in order], question)
     if names and not _only_indices(names):
@@ -316,15 +314,15 @@ def _each(gold: Sequence[str], said: Sequence[str], question: str) -> Judgement:
 
 
 def _matched(gold: Sequence[str], said: Sequence[str], question: str) -> Judgement:
-    """Compare members in any order, each once."""
+    """Compare members in any order; each expected member matches one member of the answer."""
     if len(gold) != len(said):
         return MathVerdict.WRONG, f"{len(said)} values for {len(gold)}"
     left, found = list(gold), list[Judgement]()
     for one in said:
-        place, judged = _best(left, one, question)
+        index, judged = _best(left, one, question)
         if judged[0] is MathVerdict.WRONG:
             return MathVerdict.WRONG, "another value among them"
-        left.pop(place)
+        left.pop(index)
         found.append(judged)
     return _worst(found)
 
@@ -336,15 +334,15 @@ def _among(gold: Sequence[str], said: Sequence[str], question: str) -> Judgement
 def _best(gold: Sequence[str], one: str, question: str) -> tuple[int, Judgement]:
     """Return the index of the expected value that a value matches best, and the judgement."""
     judged: list[Judgement] = []
-    for place, other in enumerate(gold):
+    for index, other in enumerate(gold):
         if canonical(other) == canonical(one):
-            return place, (MathVerdict.RIGHT, "the same text")
-    for place, other in enumerate(gold):
+            return index, (MathVerdict.RIGHT, "the same text")
+    for index, other in enumerate(gold):
         judged.append(_compared(other, one, question))
         if judged[-1][0] is MathVerdict.RIGHT:
-            return place, judged[-1]
-    place = max(range(len(judged)), key=lambda at: _WORST_FIRST.index(judged[at][0]))
-    return place, judged[place]
+            return index, judged[-1]
+    index = max(range(len(judged)), key=lambda at: _WORST_FIRST.index(judged[at][0]))
+    return index, judged[index]
 
 
 def _worst(judged: Sequence[Judgement]) -> Judgement:
@@ -365,12 +363,11 @@ def _named(shape: Shape) -> dict[str, str]:
 
 
 def _only_indices(names: dict[str, str]) -> bool:
-    """Return whether names only count roots, as in ``x_1 = 2, x_2 = 3``."""
+    """Return whether names differ in their index only, as in ``x_1 = 2, x_2 = 3``."""
     return len({re.sub(r"_.*", "", name) for name in names}) == 1
 
 
 def _valued(gold_text: str, text: str, question: str) -> Judgement:
-    """Compare two texts of a single value each."""
     gold_text, text = label_and_rest(gold_text, text)
     if canonical(text) == canonical(gold_text):
         return MathVerdict.RIGHT, "the same text"
@@ -395,7 +392,7 @@ def _valued(gold_text: str, text: str, question: str) -> Judgement:
         return MathVerdict.WRONG, "another product: of vectors and operators the order matters"
     if trouble := base_difference(wanted.value, said.value, question):
         return MathVerdict.WRONG, trouble
-    # The name of a value may be unevaluated, as in \tan\theta = 1/3.
+    # Left of the equals sign a function may stay unevaluated, as in \tan\theta = 1/3.
     value = said.value if "=" in wanted.value else said.value.rpartition("=")[2]
     golds, answers = _readings(wanted.value), _readings(said.value) or _readings(value)
     is_number = bool(golds) and isinstance(golds[0], sympy.Basic) and not golds[0].free_symbols
@@ -421,10 +418,10 @@ def _valued(gold_text: str, text: str, question: str) -> Judgement:
 def _meant(
     golds: list[Any], answers: list[Any], wanted: Measure, said: Measure, question: str
 ) -> tuple[list[Any], list[Any]]:
-    """Return the values that percent signs and words like "million" may mean.
+    """Return the values that both answers may have, given their percent signs and words like "million".
 
-    A percent sign means a hundredth, and "million" a factor. Either means 1 if the question asks for a number of
-    percent or of millions.
+    A percent sign is a factor of 1/100, and "million" one of 10^6. Both factors are 1 if the question asks for a
+    number of percent or of millions.
     """
     asked = "percent" in question.lower() or "%" in question
     if len(golds) == len(answers):
@@ -447,7 +444,7 @@ def _scaled(values: list[Any], scale: int, *, kept: bool) -> list[Any]:
 
 
 def _readings(text: str) -> list[Any]:
-    """Parse a text into its expression, or for a percentage into the number and its hundredth; empty on failure."""
+    """Return the sympy expression of a text, and for a percentage also its hundredth; empty if unreadable."""
     head, *about = _APPROXIMATELY.split(text)
     head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
     bare = with_named_symbols(_PERCENT.sub("", head)).strip()
@@ -486,7 +483,7 @@ def _is_rational(expression: Any) -> bool:
 
 
 def _approximations(text: str, answer: Any) -> list[Any]:
-    """Return the approximations in an answer that contradict its value."""
+    """Return the values after an answer's approximation signs that contradict the value before the signs."""
     value, wrong = next(leaves(answer)), []
     for said in _APPROXIMATELY.split(text)[1:]:
         tolerance = APPROXIMATION_TOLERANCE

@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-r"""Units, currencies, counted nouns and scale words around a number. Pure, and about text only.
+r"""Units, currencies, counted nouns and scale words around a number. Pure; values stay text.
 
 Words after a number are classified as follows:
 
 - A unit must be in the table of known units. A counted noun (apples) must be in the question or the expected answer,
   or in a short list, because 12 pairs are not 12.
-- Words that multiply, compare, count or join are neither, and nor are letters that may be a product.
+- Words that multiply, compare, count or join are neither units nor nouns. Letters that may be a product are neither.
 - All other text is part of the value: ``3/x`` is not 3, and ``5\text{ thirds}`` is not 5.
 
-``math-verify`` drops units, so 5 oranges would equal 5 apples, and 5 million would equal 5. The rule here: a unit that
-only one of two answers has is ignored, because questions mostly name it; two units must be equal. Scale words
-(million) multiply. A value with any other text cannot be read.
+``math-verify`` drops units, so 5 oranges would equal 5 apples, and 5 million would equal 5. Here two units must be
+equal. A unit that only one of two answers has is ignored, because most questions name the unit. Scale words (million)
+multiply. A value with any other text cannot be read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIASES = {
     for unit, _, names in (line.partition(":") for line in _UNIT_NAMES.split(";"))
     for name in names.split()
 }
-"""Units by name, in lower case and in the singular."""
+"""Unit symbols by name; names are in lower case and in the singular."""
 
 PER_HOUR = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 UNITS = frozenset(ALIASES.values())
@@ -76,20 +76,20 @@ _NO_NOUNS = frozenset(
     """.split()  # noqa: SIM905
 )
 _COUNTED = frozenset("people person student child children way point solution value element digit unit left".split())  # noqa: SIM905
-"""Nouns that may be counted although the question lacks them."""
+"""Nouns that an answer may count even if the question lacks them."""
 
 _ORDINAL = re.compile(r"\w+(?:ths?|teen)|first")
 _WORD = re.compile(r"[^\W\d_]+")
 _SYLLABLE = re.compile(r"[ぁ-ヿ一-鿿가-힣]")
 _COUNTERS = frozenset("个個只隻支枝张張条條人名位头頭棵朵辆輛件本枚匹冊册台歳岁歲次回页頁개명마리권장대살")
-"""Common counters of Chinese, Japanese and Korean. Units and currencies must be in the question."""
+"""Common counter words of Chinese, Japanese and Korean; units and currencies must be in the question."""
 
 _NO_COUNTERS = frozenset("十百千万萬亿億半倍分之不非或和余多십백천만억반배")
 _UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[^\W\d_]+\.?(?:\^?\{?-?[1-9]\}?)?(?:[\s/^{}·*-]|\\[,;:! ])*)+")
 
 
 def nouns_of(text: str) -> frozenset[str]:
-    """Return the words of a text, with their singular forms, as nouns that an answer may count."""
+    """Return the words of a text with their singular forms: nouns that an answer may count."""
     forms = (form for word in _WORD.findall(text) for form in _forms(word.lower()))
     return frozenset((*forms, *_SYLLABLE.findall(text)))
 
@@ -100,8 +100,8 @@ def is_unit(
     """Return whether a text is a unit or a counted noun, and nothing else.
 
     Args:
-        text: text with powers.
-        nouns: nouns that may be counted, besides those that always may.
+        text: words or symbols, possibly with powers.
+        nouns: nouns that may be counted, besides those in :data:`_COUNTED`.
         in_text: whether the text is in ``\\text{}`` or the like, where letters are words.
         glued: whether the text follows a number without a space.
         below: whether the text follows a slash.
@@ -123,9 +123,9 @@ def is_unit(
             return False
         if not (known or _is_counted(word, nouns, in_text=in_text)):
             return False
-    # Only units have powers; counted nouns do not.
     if not words or (words[-1].lower() in _BEFORE_UNITS and not follows):
         return False
+    # Only units have powers; counted nouns do not.
     return known or words[-1].lower() in ("squared", "cubed") or not re.search(r"\d", text)
 
 
@@ -157,7 +157,7 @@ def _forms(word: str) -> frozenset[str]:
 
 
 def singular(word: str) -> str:
-    """Return the singular of a noun in lower case."""
+    """Return the singular of an English noun in lower case."""
     if len(word) > 3 and word.endswith("ies"):
         return word[:-3] + "y"
     return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word
@@ -209,7 +209,7 @@ class Measure:
     """Value with unit and scale.
 
     Attributes:
-        value: text of the value alone.
+        value: text of the value without unit and scale words.
         unit: powers by unit name; empty without a unit.
         scale: factor of scale words.
     """
@@ -225,11 +225,11 @@ class Measure:
 
 
 def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
-    """Split an answer into value, unit and scale; an answer that is no number with a unit is all value.
+    """Split an answer into value, unit and scale. Without a recognised unit, the whole text is the value.
 
     Args:
         text: answer.
-        nouns: nouns that may be counted.
+        nouns: nouns that the answer may count, as from :func:`nouns_of`.
     """
     text = _CLOSING.sub("", text)
     if named := _NAME.match(text):
@@ -250,7 +250,7 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
 
 
 def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
-    """Return both answers, with dollars converted to cents if one is in dollars and the other in cents."""
+    """Return both answers, both in cents if one is in dollars and the other in cents."""
     if {*expected.unit.items(), *said.unit.items()} != {("dollar", 1), ("cent", 1)}:
         return expected, said
     one, other = (
@@ -261,7 +261,10 @@ def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
 
 
 def units_differ(expected: Measure, said: Measure) -> bool:
-    """Return whether both answers have units, and the units differ."""
+    """Return whether the units of two answers contradict each other.
+
+    A missing unit contradicts only primes (as in 5'), and degrees if the expected value contains pi.
+    """
     wanted, given = dict(expected.unit), dict(said.unit)
     for unit in (wanted, given):
         unit.pop("unit", None)  # "units" means any unit
@@ -277,16 +280,19 @@ def units_differ(expected: Measure, said: Measure) -> bool:
 
 
 def stray_text(value: str) -> str:
-    """Return text inside a value without its unit; empty if there is none, or only in a name or around a number."""
+    """Return the content of the first text command in a value (without its unit); empty if there is none.
+
+    Text left of an equals sign counts only beside a digit or ``not``.
+    """
     left, _, right = with_named_symbols(value).rpartition("=")
     texts = [*_TEXT.findall(right), *(_TEXT.findall(left) if re.search(r"\d|\bnot\b", left) else ())]
     return texts[0].strip() or "text" if texts else ""
 
 
 def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
-    """Return where the unit at the end of a text begins; the text's length without one.
+    """Return the index at which the unit at the end of a text begins; the text's length without a unit.
 
-    A slash belongs to the unit only after another unit.
+    A slash belongs to the unit only if a unit precedes, or ``after_unit`` (a currency precedes the number).
     """
     found = _TRAILING.fullmatch(text)
     if found is None or not found["unit"] or not re.search(r"\d|\\pi|\\frac|\\sqrt|[a-zA-Z)]$", found["head"]):

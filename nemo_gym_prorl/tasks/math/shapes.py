@@ -3,7 +3,7 @@
 r"""Structure of answers: list, set, tuple, interval, vector or matrix; and sets of real numbers. Pure.
 
 ``math-verify`` treats ``(1, 2)``, ``\{1, 2\}``, ``1, 2`` and ``1, 1, 2`` as equal. Therefore this module splits an
-answer by its brackets, and only the members are compared as values:
+answer into brackets and members, and only members are compared as values:
 
 - tuples, vectors (angle brackets, a row or a column) and named values are ordered;
 - sets have neither order nor repetition; lists of several answers have no order, but repetition counts;
@@ -75,7 +75,7 @@ class Shape:
     Attributes:
         brackets: brackets around the members: :data:`LIST` for none, :data:`SET`, :data:`TUPLE`, :data:`CLOSED`, one
             of :data:`HALF_OPEN`, :data:`VECTOR`, :data:`MATRIX`.
-        members: texts of the members in order; those of a matrix row by row.
+        members: texts of the members in order; the entries of a matrix row by row.
         columns: number of columns of a matrix or vector in matrix notation; otherwise 0.
         names: names of the members on the left side, as in ``(x, y) = (2, 3)``; otherwise empty.
     """
@@ -87,12 +87,12 @@ class Shape:
 
     @property
     def ordered(self) -> bool:
-        """Return whether the members have an order and are certainly no interval."""
+        """Return whether the order of the members counts, and the answer is certainly no interval."""
         return self.brackets in (TUPLE, VECTOR) or (self.brackets == CLOSED and len(self.members) != 2)
 
 
 def readings(text: str) -> list[str]:
-    """Return a text, and the text with commas read as thousands separators, since ``1,234`` is ambiguous."""
+    """Return the readings of a text. ``1,234`` is a number or a list, so a text may have two."""
     text = plain_brackets(text)
     if re.search(r"[(\[{]", _WORDS.sub("", text)) and ", " not in text:
         return [text]
@@ -101,7 +101,7 @@ def readings(text: str) -> list[str]:
 
 
 def plain_brackets(text: str) -> str:
-    """Return a text without sizes of brackets, and with one spelling for each bracket."""
+    """Return a text with one spelling for each bracket, without commands for the size of brackets."""
     text = _SIZES.sub("", text)
     text = re.sub(
         r"^\s*[\[(]\s*(\\begin\s*\{(array|matrix)\}.*\\end\s*\{\2\})\s*[\])]\s*$", r"\1", text, flags=re.DOTALL
@@ -158,7 +158,7 @@ def shape_of(text: str) -> Shape | None:
 
 
 def cases_of(text: str) -> list[tuple[str, str]] | None:
-    """Return values and conditions of a piecewise answer; the rows of a system have empty conditions."""
+    """Return values and conditions of a piecewise answer, or a system's rows with empty conditions; else ``None``."""
     found = _CASES.fullmatch(text.strip())
     if found is None:
         return None
@@ -170,7 +170,7 @@ def cases_of(text: str) -> list[tuple[str, str]] | None:
 
 
 def inside_square_brackets(text: str) -> str | None:
-    """Return the content of square brackets around a whole text, or ``None``."""
+    """Return the content of square brackets around the whole text; ``None`` without such brackets."""
     around = _pair(text.strip())
     return around[1] if around is not None and around[0] == CLOSED else None
 
@@ -184,7 +184,7 @@ def split_chained_equation(text: str) -> Shape | None:
 
 
 def as_ascending_chain(text: str) -> str:
-    """Return a chain ``c > b \\ge a`` as ``a \\le b < c``; any other text as it is."""
+    """Return a chain ``c > b \\ge a`` as ``a \\le b < c``; any other text unchanged."""
     *parts, last = _GREATER.split(text)
     if len(parts) < 4 or _NO_CHAIN.search(text):
         return text
@@ -197,7 +197,7 @@ def has_ellipsis(text: str) -> bool:
 
 
 def split(text: str, separators: tuple[str, ...], *, also: bool = False) -> list[str]:
-    """Return the parts of a text between separators outside brackets; ``also``: "and" and "or" separate too."""
+    """Split a text at separators outside brackets; with ``also``, "and" and "or" are separators too."""
     if also:
         text = _ALSO.sub(separators[0], text)
     parts, depth, start = [], 0, 0
@@ -213,7 +213,7 @@ def split(text: str, separators: tuple[str, ...], *, also: bool = False) -> list
 
 
 def plus_minus_values(text: str) -> list[str]:
-    r"""Return the two values of ``a \pm b``; any other text as it is."""
+    r"""Return the texts of the two values of ``a \pm b``; any other text as the only item."""
     if not re.search(r"\\[pm][pm](?![a-zA-Z])|±", text) or _DOTS.search(text):
         return [text]
     upper = re.sub(r"\\pm(?![a-zA-Z])|±", "+", re.sub(r"\\mp(?![a-zA-Z])", "-", text))
@@ -228,7 +228,7 @@ def name_and_value(member: str) -> tuple[str, str] | None:
 
 
 def names_in(question: str, names: Set[str]) -> list[str]:
-    """Return names in the order of the first tuple of exactly these names in a question; empty without one."""
+    """Return ``names`` in the order of a question's first tuple of exactly these names; empty without a tuple."""
     for found in _TUPLE_OF_NAMES.finditer(question):
         listed = [re.sub(r"\s", "", name) for name in found[1].split(",")]
         if len(listed) == len(names) and set(listed) == names:
@@ -237,7 +237,7 @@ def names_in(question: str, names: Set[str]) -> list[str]:
 
 
 def _pair(text: str) -> tuple[str, str] | None:
-    """Return the brackets around a whole text, and their content; ``None`` without such brackets."""
+    """Return the kind of brackets around the whole text, and the content; ``None`` without such brackets."""
     depth, first = 0, ""
     for token in _TOKEN.finditer(text):
         if token[0] in _OPEN:
@@ -259,7 +259,7 @@ def _pair(text: str) -> tuple[str, str] | None:
 
 
 Number = Callable[[str], Any]
-"""Parser of a number, which returns ``None`` for other texts."""
+"""Parser of a number, which returns a sympy number, or ``None`` for other texts."""
 
 _SPEAKS = re.compile(
     r"\\(?:cup|cap|setminus|backslash|infty|emptyset|varnothing|n?[lg]eq?|[lg]t|[lg]eqslant|neq?|mathbb|in|mid)(?![a-zA-Z])"
@@ -289,11 +289,11 @@ _MEET = (r"\cap", r"\land", r"\wedge", "and")
 
 @dataclass(frozen=True, slots=True)
 class RealSet:
-    """Set of real numbers and its notation.
+    """Set of real numbers, with facts about its notation.
 
     Attributes:
         value: sympy set.
-        parts: number of sets that the text combines.
+        parts: number of sets that the text combines, for example by a union.
         name: name of the variable, if the set is written as a relation; otherwise empty.
     """
 
@@ -313,11 +313,12 @@ def is_empty_set(text: str) -> bool:
 
 
 def real_set(text: str, number: Number) -> RealSet | None:
-    """Return the set of real numbers that a text with plain brackets denotes, or ``None``.
+    """Return the set of real numbers that a text denotes; ``None`` for other texts.
 
     Args:
         text: relations, intervals, listed sets and the reals, combined by unions, intersections and differences.
-        number: parser of the ends of intervals.
+            Brackets are plain (:func:`plain_brackets`).
+        number: parser of the numbers.
     """
     text = _plain(text)
     if not text:
@@ -338,7 +339,7 @@ def real_set(text: str, number: Number) -> RealSet | None:
 
 
 def same_set(expected: RealSet, said: RealSet, near: Callable[[Any, Any], bool]) -> bool:
-    """Return whether two sets are equal; variable names must agree if both sets have one."""
+    """Return whether two sets are equal up to ``near`` endpoints. If both name a variable, the names must agree."""
     if expected.name and said.name and expected.name != said.name:
         return False
     wanted, given = _pieces(expected.value), _pieces(said.value)
@@ -354,7 +355,7 @@ def same_set(expected: RealSet, said: RealSet, near: Callable[[Any, Any], bool])
 
 
 def has_unmerged_parts(expected: RealSet, said: RealSet) -> bool:
-    """Return whether an answer combines more sets than its value has pieces, and than the expected answer does."""
+    """Return whether an answer combines more sets than necessary, and more than the expected answer combines."""
     pieces = _pieces(said.value) or []
     listed = all(piece.start == piece.end for piece in pieces)
     return said.parts > max(1 if listed else len(pieces), expected.parts, 1)
@@ -400,24 +401,24 @@ def _atom(text: str, number: Number) -> RealSet | None:
 
 
 def _related(text: str, number: Number) -> RealSet | None:
-    """Read ``a < x \\le b``, ``x > a`` and ``x \\ne a``."""
+    """Return the numbers that satisfy a relation like ``a < x \\le b`` or ``x \\ne a``; ``None`` for other texts."""
     pieces = re.split(r"\\(?:n?[lg]eq?|[lg]t|[lg]eqslant|neq?)(?![a-zA-Z])|[<>]", text)
     signs = [found[1] or {"<": "lt", ">": "gt"}[found[2]] for found in _RELATION.finditer(text)]
     sides = [piece.strip() for piece in pieces]
-    names = [place for place, side in enumerate(sides) if _NAME.fullmatch(side) and number(side) is None]
+    names = [index for index, side in enumerate(sides) if _NAME.fullmatch(side) and number(side) is None]
     if len(names) != 1 or any(sign.startswith("n") and sign not in ("ne", "neq") for sign in signs):
         return None
-    place = names[0]
-    values = [number(side) if at != place else None for at, side in enumerate(sides)]
-    if not all(_is_real(value) for at, value in enumerate(values) if at != place):
+    name_at = names[0]
+    values = [number(side) if at != name_at else None for at, side in enumerate(sides)]
+    if not all(_is_real(value) for at, value in enumerate(values) if at != name_at):
         return None
     if len({sign[0] for sign in signs}) > 1:
         return None
     found = sympy.S.Reals
     for at, sign in enumerate(signs):
-        at_left = at + 1 <= place
+        at_left = at + 1 <= name_at
         value = values[at if at_left else at + 1]
-        if abs(place - (at if at_left else at + 1)) > 1:
+        if abs(name_at - (at if at_left else at + 1)) > 1:
             continue  # in 0 < 1 < x only the relation next to the name bounds the set
         strict = sign in ("lt", "gt")
         if sign.startswith("n"):
@@ -427,7 +428,7 @@ def _related(text: str, number: Number) -> RealSet | None:
         else:
             part = sympy.Interval(-sympy.oo, value, True, strict)
         found = sympy.Intersection(found, part)
-    return RealSet(found, 1, sides[place])
+    return RealSet(found, 1, sides[name_at])
 
 
 def _is_real(value: Any) -> bool:
@@ -436,7 +437,7 @@ def _is_real(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Interval or point."""
+    """Interval of a set of real numbers; a point has equal ends."""
 
     start: Any
     end: Any

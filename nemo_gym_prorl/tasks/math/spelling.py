@@ -3,7 +3,7 @@
 r"""Normalization of an answer's spelling. Pure, and linear in the text's length.
 
 ``math-verify`` reads ``y''`` and :math:`\vec y` as ``y``, and a bold i as a unit. Therefore :func:`with_named_symbols`
-replaces letters with primes, accents or fonts by symbols with names of their own.
+gives letters with primes, accents or fonts names of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_PRODUCTS = re.compile(rf"{_VECTOR}|\\(?:times|cdot|wedge|otimes)(?![a-zA-Z])
 
 
 def with_named_symbols(text: str) -> str:
-    """Return a text with a name for each symbol with primes, accent or font; fonts of numbers and functions go."""
+    """Return a text with a name for each letter with primes, accent or font. Numbers and functions lose fonts."""
     text = _SPELLED_NUMBER.sub(r"{\1}", text)
     text = _BELOW.sub(lambda found: f"_{{{found[1] or found[2]}}}", text)
     text = _SPELLED_FUNCTION.sub(r"\\\1 ", text)
@@ -50,7 +50,7 @@ def with_named_symbols(text: str) -> str:
 
 
 def order_differs(expected: str, said: str) -> bool:
-    """Return whether products of vectors or operators, which do not commute, are in another order."""
+    """Return whether two texts differ in the order of vectors or operators in products, which do not commute."""
     one, other = with_named_symbols(expected), with_named_symbols(said)
     if not (_PRODUCT.search(one) or _PRODUCT.search(other)):
         return False
@@ -97,13 +97,13 @@ _RELATIONS = (
 )
 _SPACE = r"\s|~|\\[,;:! ]"
 _ROW_END = re.compile(r"\\\\\*?\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in|mu|\\baselineskip)\s*\]")
-"""End of a row with the space below the row."""
+"""End of a TeX row with an argument for the space below the row."""
 
 _NOUN_IN_BRACKETS = re.compile(
     rf"(?<=\d)(?:\s+|(?:{_SPACE})*{_WORDY}\s*\{{\s*)"
     r"\(\s*((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,}){0,3})\s*\)(?:\s*\})?$"
 )
-"""Noun as in ASDiv's ``5 (apples)``."""
+"""Counted noun in brackets, as in ASDiv's ``5 (apples)``."""
 
 _OTHER_LETTER = "[À-ÖØ-öø-ɏЀ-ӿぁ-ヿ一-鿿가-힣]"
 _OTHER_WORDS = re.compile(
@@ -116,13 +116,13 @@ _FILLING = (
     (re.compile(r"\ba(?=\s+(?:second|minute|hour|day|week|month|year)\b)"), "per"),
     (re.compile(rf"(?<=\d)(?:{_SPACE})*{_WORDY}\s*\{{\s*\}}$"), ""),
 )
-"""Words beside a number that change no value."""
+"""Words beside a number that do not change the value, with their replacements."""
 
 _ALL_IN_TEXT = re.compile(
     rf"{_WORDY}\s*\{{\s*(?:(?P<value>(?:[a-zA-Z]\s*=\s*)?-?(?:\\?\$)?\d[\d.,/]*)(?:{_SPACE})*(?P<words>(?:[a-zA-Z%€£]|{_OTHER_LETTER})[^{{}}=]*)?"
     rf"|\(?(?P<letter>[A-H])[).:]+(?:{_SPACE})*(?!is\b|[^{{}}]*\b[A-Z]\b)(?P<option>[^\s{{}}][^{{}}]*))\}}"
 )
-"""Number with its words, or letter of an option with its text, in one command."""
+"""Number with its words, or letter of an option with its text, in one text command."""
 
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
@@ -134,13 +134,13 @@ _OF_BASE = re.compile(
 )
 _IN_BRACKETS = re.compile(r"\(\s*(\d[0-9A-F]*)\s*\)\s*_")
 _FACTOR = re.compile(r"(?<![\d.,/^_}])(\d+)/(\d+)(?=\s*[a-zA-Z\\(])")
-"""Fraction as in ``1/2mv^2``; math-verify's parser would put all following text into the denominator."""
+"""Fraction before a factor, as in ``1/2mv^2``; math-verify would put the factor into the denominator."""
 
 _FUNCTION = re.compile(
     r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname)\*?\s*\{[^{}]*\}"
     r"|(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|csc|ln|log|exp)(?![a-zA-Z])"
 )
-"""Function without a backslash; ``sec`` is left out because it is also a unit."""
+"""Function name without a backslash, or a text command; ``sec`` is left out because it is also a unit."""
 
 _PERCENT = re.compile(
     r"(?i)\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*(?:\\?%|percent(?:age)?|per cent|pct)\.?\s*\}"
@@ -153,7 +153,7 @@ _DOTS = re.compile(r"\\[lcv]?dots[cbmio]?(?![a-zA-Z])|\.\.\.+|…")
 _AROUND = r"\\[,;:! ]|\\(?:q?quad|enspace|enskip|thinspace|space|newline)(?![a-zA-Z])|\\hspace\*?\s*\{[^{}]*\}|~|\s"
 _BEFORE = re.compile(rf"(?:{_AROUND})+")
 _BEHIND = re.compile(rf"(?:{_AROUND}|(?<![\\.])\.|[,;]|(?<!\\)\\)+$")
-"""TeX spaces and punctuation after an answer; a space at the end may have left a backslash."""
+"""TeX spaces and punctuation after an answer; stripping a final ``\\ `` may have left its backslash."""
 
 _GAP = (
     r"(?:\\(?:qquad|quad|enspace|enskip|thinspace|space|[,;:! ]|hspace\*?\s*\{[^{}]*\}|h?phantom\s*\{[^{}]*\})"
@@ -170,7 +170,7 @@ _OPERATOR = re.compile(r"[+\-*/^!]|\\(?:frac|sqrt|times|cdot|div|binom|sum|int|p
 
 
 def normalized(answer: str) -> str:
-    """Return an answer without delimiters, in the spelling that the parser reads, with the same meaning."""
+    """Return an answer without delimiters, in the notation that math-verify's parser reads."""
     text = _FULL_WIDTH.sub(lambda found: unicodedata.normalize("NFKC", found[0]), answer)
     text = _UNICODE_ROOT.sub(r"\\sqrt{\1}", text)
     text = unwrapped(_DECORATION.sub(r" \1", text.translate(_CHARACTERS)))
@@ -201,7 +201,7 @@ def normalized(answer: str) -> str:
 
 
 def with_binomials(answer: str) -> str:
-    """Return an answer with ``C(n, k)`` and ``C_n^k`` as binomials."""
+    """Return an answer with ``C(n, k)`` and ``C_n^k`` as TeX binomials."""
     return _COMBINATIONS.sub(
         lambda found: rf"\binom{{{(found[1] or found[3]).strip('{}')}}}{{{(found[2] or found[4]).strip('{}')}}}",
         answer,
@@ -229,7 +229,7 @@ def unwrapped(answer: str) -> str:
 
 
 def canonical(answer: str) -> str:
-    """Return one spelling for answers that differ only in spaces, sizes and fonts; a gap between digits is kept."""
+    """Return one spelling for answers that differ only in spaces, sizes and fonts. Spaces between digits count."""
     text = _BETWEEN_DIGITS.sub("␣", answer)
     text = _WORDS.sub(r"\1", text)
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Task family ``math``: problems with a Python tool and an answer that is compared, and conversion of records to rows.
+"""Task family ``math``: mathematical problems with a Python tool, and conversion of published records to rows.
 
-Rows have the fields of Gym's ``math_with_judge``, ``question`` and ``expected_answer``, so rows for that server work
-unchanged. Rows made by :func:`row_of` also offer the tool to the policy.
+The final answer is compared with the expected answer. Rows have the fields of Gym's ``math_with_judge``, ``question``
+and ``expected_answer``, so rows of ``math_with_judge`` work unchanged. Rows of :func:`row_of` also offer the tool.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ You solve mathematical problems. The tool `python` is a persistent Python with n
 compute and to check. End with the final answer, and nothing but the answer, in \\boxed{}."""
 
 DATA_SOURCE = "math"
-"""Field ``data_source`` of rows made here, since records do not name their dataset."""
+"""Field ``data_source`` of converted rows, since records do not name their data set."""
 
 MAX_ANSWER_CHARS = 2000
-"""Maximum length of an expected answer, to bound parsing."""
+"""Maximum characters of an expected answer, to bound parsing."""
 
 _AROUND = re.compile(
     r"\ASolve the following math problem step by step\. The last line[^\n]*\n+"
     r'|\n+Remember to put your answer on its own line after "Answer:"\.\s*\Z'
     r"|\s+Present the answer in LaTex format: \\boxed\{Your answer\}\s*\Z"
 )
-"""Instructions of DAPO-Math-17k and Eurus-2 about the place of the answer, which the system prompt gives here."""
+"""Output instructions of DAPO-Math-17k and Eurus-2, which the system prompt replaces."""
 
 _VALIDITY = ("problem_is_valid", "solution_is_valid")
 """Fields of NuminaMath-1.5 that are ``Yes`` or the reason why a problem is invalid."""
@@ -70,15 +70,15 @@ _WORD = re.compile(r"(?<!\\)\b[a-z]{3,}")
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a dataset record.
+    """Convert a record to a row.
 
     Args:
         record: record with a question and an answer under one of the names in
             :mod:`nemo_gym_prorl.tasks.dataset_records`, or with a worked ``solution`` that has its answer in a box.
 
     Raises:
-        CallerError: a field is missing or invalid; the error names it.
-        UnusableRecord: the record has no final answer, or the dataset marks the problem as invalid.
+        CallerError: a field is missing or invalid; names the field.
+        UnusableRecord: the record has no final answer, is a multiple choice, or is invalid according to its data set.
     """
     plain = lowered(record)
     require_answerable(plain)
@@ -103,7 +103,7 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     """Return the expected answer of a row.
 
     Raises:
-        CallerError: the answer is missing, or the row is a multiple choice; the error names the field.
+        CallerError: question or answer is missing or invalid, or the row is a multiple choice; names the field.
     """
     if row.get("options"):
         raise CallerError("is a multiple choice; use prorl_stem for it", field="options")
@@ -115,7 +115,6 @@ def expected_answer(row: Mapping[str, Any]) -> str:
 
 
 def _final(record: Mapping[str, Any], given: Mapping[str, Any], question: str) -> str:
-    """Return the final answer of a record: its answer field, or the box of its worked solution."""
     if (found := answer_of(record)) is not None:
         name, value = found[0], gold(found[1], found[0])
         if not _is_worked(value):
@@ -130,7 +129,7 @@ def _final(record: Mapping[str, Any], given: Mapping[str, Any], question: str) -
 
 
 def _value_of(answer: str, field: str, question: str) -> str:
-    """Return the value of an answer in words, or the letter of an option that the question shows."""
+    """Return the number, stated value or option letter that an answer in words means; other answers unchanged."""
     text = answer.strip()
     if (option := _OPTION.fullmatch(text)) and re.search(rf"(?m)(?:^|\s)\(?{option[1]}[.)]\s", question):
         return option[1]
@@ -164,14 +163,14 @@ RowOf = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _COSTLY = re.compile(r"\^\s*\{?[^{}]*\^|\)\s*\^|\^\s*\{?\s*-?\d{3}|!|\\(?:sum|prod|int|lim|binom)|.{300}", re.DOTALL)
-"""Expressions on which sympy may work for long; they are read in a worker with bounded time, all others in process."""
+"""Expressions that may keep sympy busy for long: checked in a worker with bounded time, others in process."""
 
 
 @contextmanager
 def require_readable_answers(row_of: RowOf) -> Iterator[RowOf]:
-    """Wrap a conversion so that it raises :class:`CallerError` if an expected answer cannot be read."""
+    """Wrap a conversion so that a row with an unparseable expected answer raises :class:`CallerError`."""
 
-    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # imports sympy
+    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # late, since it loads sympy
 
     with asyncio.Runner() as runner:
         checker = MathChecker()
@@ -199,8 +198,9 @@ class Math:
     """Task of mathematical problems.
 
     Args:
-        root: folder inside each sandbox; the policy works in ``<root>/workspace``.
-        checker: comparison of answers; the task closes it.
+        root: folder in each sandbox; the policy works in ``<root>/workspace``.
+        tools: limits of tool calls.
+        checker: comparison of answers; the task closes the checker.
     """
 
     resumes = True
@@ -210,10 +210,10 @@ class Math:
         self.tools = Workbench(TOOLS, f"{root.rstrip('/')}/workspace", tools)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the default needs of a valid row.
+        """Return the default requirements for a valid row.
 
         Raises:
-            CallerError: the row has no question or no expected answer.
+            CallerError: question or answer is missing or invalid, or the row is a multiple choice.
         """
         expected_answer(row)
         return SandboxNeeds()
@@ -223,6 +223,7 @@ class Math:
 
         Raises:
             CallerError: the expected answer is not gradeable.
+            InfrastructureError: ``verifier_error``, or the sandbox failed.
         """
         try:
             await self._checker.require_gradeable(expected_answer(row))
@@ -236,7 +237,7 @@ class Math:
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        """Compare the answer of the last message with the expected answer."""
+        """Compare the final answer of the last message with the expected answer; the reward is 1 or 0."""
         checked = await self._checker.check(expected_answer(row), last_message_text(response), row["question"])
         return Grade(float(checked.right), checked.verdict, checked.detail, {"extracted_answer": checked.extracted})
 

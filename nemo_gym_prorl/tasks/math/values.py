@@ -3,8 +3,8 @@
 r"""Equality of parsed values, stricter than ``math-verify``, and detection of unfinished computations.
 
 ``math-verify`` compares numbers to six decimals, so ``0.0`` would equal :math:`10^{-9}`, and :math:`2^{-99}` would
-equal :math:`2^{-98}`. ``math-verify`` also compares relations by their real solutions, so all relations without
-solutions would be equal, and reads no letter as the imaginary unit.
+equal :math:`2^{-98}`. ``math-verify`` compares relations by their real solutions, so all relations without solutions
+would be equal. ``math-verify`` reads no letter as the imaginary unit.
 
 A finished number is an integer, decimal, fraction, mixed number or percentage, or has one power. Other operations and
 functions (``\sum_{k=1}^{100} k``, ``17 \cdot 23 + 5``) are finished only if the expected answer has them too.
@@ -23,7 +23,7 @@ from math_verify import verify
 
 
 EXTRA_OPERATIONS = 6
-"""Operations that an answer may have above twice the number in the expected answer."""
+"""Number of operations that an answer may have beyond twice as many as the expected answer, to allow other forms."""
 
 _COMPUTING = re.compile(
     r"\\(binom|[dt]binom|d?choose|sum|int|i+nt|oint|prod|lim|max|min|gcd|lcm|b?mod|pmod|det|lfloor|lceil|sup|inf(?!ty))"
@@ -31,7 +31,7 @@ _COMPUTING = re.compile(
     r"|(?<![a-zA-Z\\])([CP])(?=\s*\(\s*\d+\s*,\s*\d+\s*\))|[_^]\{?\d+\}?\s*([CP])\s*_|!(?!=)"
 )
 _COUNTING = frozenset(("binom", "a factorial"))
-"""Operations that are equally finished, also in place of a polynomial."""
+"""Operations that are finished in a formula, and in a number if the expected answer has one of them."""
 
 _FUNCTIONS = {
     "a logarithm": re.compile(r"\\?(?<![a-zA-Z])(?:log|ln|lg)(?![a-zA-Z])"),
@@ -47,7 +47,7 @@ _LOWEST = re.compile(r"-?\\frac\{(\d{1,20})\}\{(\d{1,20})\}|-?(\d{1,20})/(\d{1,2
 
 
 def extra_operations(gold: str, text: str, *, number: bool) -> str:
-    """Return names of operations that a text has and the expected text lacks; functions only for a number."""
+    """Return the operations that the expected text lacks, joined by commas; functions count only for a ``number``."""
     more, wanted = _computing(text) - _computing(gold), _computing(gold)
     if not number or wanted & _COUNTING:
         more -= _COUNTING
@@ -66,7 +66,7 @@ def in_final_form(text: str) -> bool:
 
 
 def unfinished_part(gold: Any, answer: Any) -> str:
-    """Return which computation of an answer is unfinished compared with the expected answer; empty if none."""
+    """Return the reason why an answer is less finished than the expected answer; empty if it is not."""
     wanted, given = list(leaves(gold)), list(leaves(answer))
     if is_relation(gold):
         return ""
@@ -83,7 +83,7 @@ def is_relation(expression: Any) -> bool:
 
 
 def leaves(expression: Any) -> Iterator[Any]:
-    """Return the values in an answer: members of a list, set, interval or matrix, and 5 for ``x = 5``."""
+    """Yield the values in an answer: members of a list, set or matrix, ends of an interval, and 5 for ``x = 5``."""
     if isinstance(expression, And):
         yield from leaves(expression._unsorted_args[-1])
     elif isinstance(expression, sympy.Equality):
@@ -108,7 +108,7 @@ def _is_simple(leaf: Any) -> bool:
     if leaf.is_Mul:
         factors = [factor for factor in leaf.args if factor != -1]
         if all(factor.is_Symbol or factor == sympy.E for factor in factors):
-            return True  # words are read as products of letters
+            return True  # math-verify reads words as products of letters
         powers = [factor for factor in factors if factor.is_Pow]
         numbers = [factor for factor in factors if factor.is_Number]
         one_power = len(powers) == 1 and powers[0].base.is_Number and powers[0].exp.is_Integer
@@ -127,12 +127,12 @@ def _computing(text: str) -> set[str]:
     return {next(filter(None, found.groups()), "a factorial") for found in _COMPUTING.finditer(text)}
 
 
-EXACT_DIGITS = 80
+EXACT_DIGITS = 80  # significant digits of exact numbers, so that NEAR_EXACT is far above rounding errors
 NEAR_EXACT = sympy.Float("1e-60", EXACT_DIGITS)
 """Maximum relative difference of equal exact numbers; fractions must be identical."""
 
 NEAR_DECIMAL = sympy.Float("1e-3")
-"""Maximum relative difference if one number is a decimal; math-verify compares six decimals besides."""
+"""Maximum relative difference if one number is a decimal; math-verify has also compared six decimals."""
 
 NEAR_FLOAT = sympy.Float("1e-14")
 """Maximum relative difference if one number has more than six decimals, about the precision of a double."""
@@ -141,7 +141,7 @@ NEAR_ZERO = sympy.Float("1e-6")
 """Maximum absolute difference of a decimal from an expected 0."""
 
 _POINTS = (sympy.Rational(-7, 2), sympy.Integer(-1), sympy.Rational(1, 3), sympy.Integer(2), sympy.Rational(11, 2))
-MAX_POINTS = 250
+MAX_POINTS = 250  # sample points of a relation, to bound time
 
 
 def values_equal(gold: Any, answer: Any) -> bool:
@@ -159,7 +159,10 @@ def values_equal(gold: Any, answer: Any) -> bool:
 
 
 def numbers_equal(one: Any, other: Any, tolerance: Any = None) -> bool:
-    """Return whether two numbers are equal to the precision that they are written with; true for non-numbers."""
+    """Return whether two numbers are equal up to a relative ``tolerance``; true if one of them is no number.
+
+    ``None`` stands for the precision with which the numbers are written.
+    """
     if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
         return True
     if one == other:
@@ -183,7 +186,7 @@ def numbers_equal(one: Any, other: Any, tolerance: Any = None) -> bool:
 
 
 def contradicting_sides(gold: Any, answer: Any) -> list[Any]:
-    """Return numbers that an answer equates with its value and that differ from it."""
+    """Return the sides of an answer's equations that differ from its value; empty if a relation is expected."""
     if is_relation(gold) or not isinstance(answer, And | sympy.Equality):
         return []
     equations = [one for one in (answer.args if isinstance(answer, And) else [answer]) if isinstance(one, sympy.Eq)]
@@ -193,7 +196,7 @@ def contradicting_sides(gold: Any, answer: Any) -> list[Any]:
 
 
 def _near(gold: Any, answer: Any) -> bool:
-    """Return whether numbers that agree to six decimals also agree to their written precision."""
+    """Return whether answers that math-verify calls equal agree to the precision of their numbers as written."""
     wanted, given = list(leaves(gold)), list(leaves(answer))
     if len(wanted) != len(given) or wanted == given or is_relation(gold):
         return True
@@ -206,8 +209,10 @@ def _is_decimal(number: Any) -> bool:
 
 
 def _complex_numbers(gold: Any, answer: Any) -> tuple[Any, Any] | None:
-    """Return both values as complex numbers if the expected one has ``i``; ``None`` if only the answer is in polar
-    form.
+    """Return both values with ``i`` as the imaginary unit; ``None`` if they are not comparable as complex numbers.
+
+    Comparable: ``i`` is the expected value's only symbol, the answer has no other symbol, neither has decimals, and
+    the answer is in polar form only if the expected value is.
     """
     if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
         return None
@@ -222,7 +227,10 @@ def _complex_numbers(gold: Any, answer: Any) -> tuple[Any, Any] | None:
 
 
 def _same_relation(gold: Any, answer: Any) -> bool:
-    """Return whether relations with the same solutions differ by a factor only, or have solutions at all."""
+    """Return whether two relations that math-verify calls equal are multiples of each other, or have solutions.
+
+    Relations have solutions if their sides compare differently at sample points.
+    """
     if not all(isinstance(side, sympy.Expr) for side in (*gold.args, *answer.args)):
         return bool(gold == answer)  # sides that are sets or tuples cannot be subtracted
     one, other = (relation.lhs - relation.rhs for relation in (gold, answer))

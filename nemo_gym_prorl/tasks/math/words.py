@@ -35,7 +35,7 @@ _COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|operatorname)(?
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s\-'.,!?]+[^\W\d_]+)*[\s.!?]*")
 _DIFFERENCE = re.compile(r"(?<![^\W\d_])[^\W\d_]{1,2}\s*-|-\s*[^\W\d_]{1,2}(?![^\W\d_])")
 _SYMBOLS = re.compile(r"\w*[a-z][A-Z]\w*|(?:(?![aeiouyAEIOUY])[^\W\d_]){2,4}")
-"""Letters that are no word, because they mix cases or have no vowel."""
+"""Letters that form no word, because they mix cases or have no vowel."""
 
 _MATHEMATICAL = re.compile(
     r"(?i)(?<![a-z])(?:pi|infinity|inf|oo|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt|real|reals|empty|"
@@ -63,7 +63,7 @@ _BASES = {
 
 
 def text_difference(expected: str, said: str, question: str) -> str | None:
-    """Return how an answer differs where words are expected; empty if equal, ``None`` if no words are expected."""
+    """Return how an answer differs from expected words; empty if equal, ``None`` if no words are expected."""
     wanted = _plain(expected)
     if _WORDS.fullmatch(wanted) is None or len(re.sub(r"\W", "", wanted)) < 2 or _MATHEMATICAL.search(wanted):
         return None
@@ -76,9 +76,9 @@ def text_difference(expected: str, said: str, question: str) -> str | None:
 
 
 def label_and_rest(expected: str, said: str) -> tuple[str, str]:
-    r"""Return both texts without an option's letter before its text, as in ``\textbf{(A)} 5``.
+    r"""Return both answers without the letter before an option's text, as in ``\textbf{(A)} 5``.
 
-    If only letters can be compared, the letters are returned.
+    Both letters are returned instead if the letters differ, or if one of the answers is only a letter.
     """
     expected, said = (_OPTION.sub("", text) for text in (expected, said))
     wanted, given = _LABELLED.fullmatch(expected), _LABELLED.fullmatch(said)
@@ -97,7 +97,7 @@ def label_and_rest(expected: str, said: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Congruence:
-    """Congruence ``x \\equiv 3 \\pmod 7``, whose name may be empty."""
+    """Congruence such as ``x \\equiv 3 \\pmod 7``; the name ``x`` may be empty."""
 
     name: str
     residue: str
@@ -110,7 +110,10 @@ def congruence(text: str) -> Congruence | None:
 
 
 def base_difference(expected: str, said: str, question: str) -> str:
-    """Return how the bases of two numbers differ; empty if they are equal or there are none."""
+    """Return how the bases of two numbers differ; empty without a difference.
+
+    A base that only one number has must be 10 or occur in the question.
+    """
     wanted, given = _BASED.fullmatch(expected), _BASED.fullmatch(said)
     bases = [_base_of(found) for found in (wanted, given)]
     if bases == [None, None]:
@@ -152,7 +155,7 @@ def _plain(text: str) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Return the words of each answer in a list, sorted. A minus is kept; an article before a word is dropped."""
+    """Return the sorted items of a list, each as joined words. A minus is kept; articles before words are dropped."""
     parts = (re.findall(r"[^\W_]+|(?<!\w)-(?=\w)", part) for part in re.split(r"[,;]|\band\b", text.casefold()))
     return sorted(filter(None, ("".join([word for word in words if word not in _SMALL] or words) for words in parts)))
 
@@ -173,7 +176,7 @@ _LOWEST_ASKED = re.compile(r"simplif|simplest|lowest|reduce", re.IGNORECASE)
 
 
 def time_difference(expected: str, said: str, question: str) -> str | None:
-    """Return how times of day differ; empty if they are equal, ``None`` if neither answer is a time of day."""
+    """Return how times of day differ; empty if equal, ``None`` if the answers are not to be compared as times."""
     wanted, given = (_CLOCK.fullmatch(_AROUND.sub("", text)) for text in (expected, said))
     half_days = [found[3].lower() for found in (wanted, given) if found and found[3]]
     if wanted is None or (_asks_for_ratio(question) and not wanted[3]):
@@ -186,9 +189,10 @@ def time_difference(expected: str, said: str, question: str) -> str | None:
 
 
 def ratio_verdict(wanted: Measure, said: Measure, question: str, number: Callable[[str], Any]) -> Judgement | None:
-    """Return the judgement on a ratio; ``None`` if values are to be compared, where a ratio of two is a fraction.
+    """Return the judgement on a ratio; ``None`` if the answers are to be compared as values, for example as fractions.
 
     Args:
+        wanted, said: expected answer and the policy's answer.
         number: parser of a real number, which returns ``None`` for other texts.
     """
     golds, givens = _terms(wanted.value), _terms(said.value)
@@ -199,7 +203,7 @@ def ratio_verdict(wanted: Measure, said: Measure, question: str, number: Callabl
         return (MathVerdict.WRONG, "another ratio") if max(len(gold), len(given)) > 2 else None
     if len(gold) == 1 or None in gold or None in given:
         return None
-    # Cross multiplication would make 0:0 equal to every ratio.
+    # Terms are compared one by one, since 0:0 would be proportional to every ratio.
     if not all(one.is_finite and not one.is_zero for one in (*gold, *given)):
         alike = all(numbers_equal(one, other) for one, other in zip(gold, given, strict=True))
         return (MathVerdict.RIGHT, "the same ratio") if alike else (MathVerdict.WRONG, "another ratio")

@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Language model as judge of whether two free-text answers agree.
+"""Language model that judges whether two free-text answers agree.
 
 The judge sees the question, the expected answer and the policy's final answer. The policy's answer is untrusted:
 
-- The answer is a JSON string of bounded length in one JSON object, between fences with a random tag, so it cannot end
-  the quotation. Invisible characters (control, format and filling) are removed. Instructions precede and follow it.
-- A verdict must contain the tag, which differs for each question, so a text written earlier is never a verdict. Rules
-  reject an answer with the judge's own vocabulary (``VERDICT:``) before the judge sees it.
+- The answer is a JSON string of bounded length in a JSON object, between fences with a random tag, so the answer
+  cannot end the quotation. Invisible characters (control, format and filling) are removed. Instructions precede and
+  follow the object.
+- A verdict must contain the tag, which differs for each comparison, so a text written earlier is never a verdict. An
+  answer that contains the judge's vocabulary (``VERDICT:``) is rejected without asking the judge.
 - The order of the two answers is random, so the judge does not know which is the policy's.
 
 Before the first rollout the judge must decide all cases of :data:`EXAMINATION` correctly in both orders. Limit: a
@@ -35,10 +36,10 @@ from nemo_gym_prorl.tasks.stem.quantities import plain
 
 
 KEPT_REPLY_CHARS = 1000
-"""Length of the end of a reply that is kept in the rollout's row, to bound the row's size."""
+"""Last characters of a reply that are kept in the rollout's row, to bound the row's size."""
 
 MAX_REPLY_CHARS = 50_000
-"""Maximum length of a reply; a longer one is a failure of the judge."""
+"""Maximum characters of a reply; a longer reply is a failure of the judge."""
 
 INSTRUCTIONS = """\
 You compare two answers to a question of science. Between two lines that begin with BEGIN and END and a tag you are \
@@ -81,11 +82,11 @@ _ADDRESSED = re.compile(
     r"|\bsame\b.*\bunless\b|\bunless\b.*\bsame\b|\bthe\s+same\s+as\s+(?:this|that|any|every|whatever)",
     re.IGNORECASE | re.DOTALL,
 )
-"""Text about the comparison itself, which no answer to a science question has."""
+"""Text about the comparison itself, which an honest answer to a science question does not contain."""
 
 
 class JudgeVerdict(StrEnum):
-    """Verdict on an answer."""
+    """Verdict on whether an answer agrees with the expected answer."""
 
     SAME = "same"
     DIFFERENT = "different"
@@ -106,19 +107,20 @@ class JudgeResult:
 
 
 class AskModel(Protocol):
-    """Call of a model server."""
+    """Function that sends messages to the judge's model server."""
 
     async def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of the model's reply.
-
-        Raises:
-            InfrastructureError: the server is down or slow, or truncated the reply.
-        """
+        """Return the model's reply; raises :class:`InfrastructureError` if the server sends no complete reply."""
         ...
 
 
 class Judge:
-    """Judge of free-text answers; see the module."""
+    """Judge of free-text answers; see the module.
+
+    Args:
+        ask: call of the judge's model server.
+        name: name of the model server, for error messages.
+    """
 
     def __init__(self, ask: AskModel, name: str) -> None:
         self._ask = ask
@@ -127,10 +129,10 @@ class Judge:
         self._examined = False
 
     async def require_strict(self) -> None:
-        """Examine the judge, unless it has passed already.
+        """Examine the judge with :data:`EXAMINATION`, unless the judge has passed before.
 
         Raises:
-            InfrastructureError: ``verifier_error``: the judge fails to reply, or decides a case wrongly.
+            InfrastructureError: the judge fails to reply, or decides a case wrongly (``verifier_error``).
         """
         async with self._examining:
             if self._examined:
@@ -155,10 +157,10 @@ class Judge:
             self._examined = True
 
     async def judge(self, problem: StemProblem, answer: str) -> JudgeResult:
-        """Compare a final answer with the expected answer.
+        """Compare a final answer with the expected answer; an answer that addresses the judge is ``STEERED``.
 
         Raises:
-            InfrastructureError: ``verifier_error``: the judge fails to reply, or replies without a verdict.
+            InfrastructureError: the judge fails to reply, or replies without a verdict (``verifier_error``).
         """
         if addresses_judge(answer) and not addresses_judge(problem.expected):
             return JudgeResult(JudgeVerdict.STEERED)
@@ -173,7 +175,7 @@ class Judge:
 
 
 def messages(question: str, first: str, second: str, tag: str) -> list[dict[str, str]]:
-    """Return the prompt of the judge; ``tag`` must be unknown to the authors of the other texts."""
+    """Return the judge's prompt; ``tag`` must be unpredictable for the authors of question and answers."""
     compared = json.dumps({"question": question, "first": first, "second": second}, ensure_ascii=False, indent=1)
     return [
         {"role": "system", "content": INSTRUCTIONS},
@@ -185,7 +187,7 @@ def verdict_of(reply: str, tag: str) -> JudgeVerdict:
     """Return the verdict of a reply.
 
     Raises:
-        InfrastructureError: ``verifier_error``: the last line is no verdict, or another line is a different one.
+        InfrastructureError: ``verifier_error``: the reply is too long, contradictory, or ends without a verdict.
     """
     if len(reply) > MAX_REPLY_CHARS:
         raise InfrastructureError(
@@ -208,5 +210,5 @@ def verdict_of(reply: str, tag: str) -> JudgeVerdict:
 
 
 def addresses_judge(answer: str) -> bool:
-    """Return whether an answer uses the judge's vocabulary, or speaks of the comparison."""
+    """Return whether an answer contains the judge's vocabulary or a text about the comparison."""
     return any(pattern.search(text) for pattern in (_LABEL, _ADDRESSED) for text in (plain(answer), answer))

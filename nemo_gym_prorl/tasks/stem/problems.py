@@ -3,7 +3,7 @@
 """Rows of science questions, parsed into problems, and conversion of published records to rows. Pure.
 
 Rows have the fields of Gym's ``math_with_judge`` (``question``, ``expected_answer``) or ``mcqa`` (``options``, with
-the letter as ``expected_answer``), so rows for those servers work unchanged. In a multiple choice an answer is one
+the letter as ``expected_answer``), so rows of those servers work unchanged. In a multiple choice an answer is one
 letter, or the text of one option. An answer that names several options, or a letter with the text of another option,
 is wrong.
 
@@ -57,7 +57,7 @@ _TEX_SPACE = re.compile(r"\\[,;:! ]|\\q?quad(?![a-zA-Z])|~")
 
 
 def options_in(question: str) -> tuple[str, dict[str, str]] | None:
-    """Return a question without the options at its end, and the options by letter; ``None`` without options from A."""
+    """Return the text before a question's options, and the options by letter; ``None`` without options from A on."""
     found = list(_OPTION.finditer(question))
     options = {match[1] or match[2]: match[3] for match in found}
     if len(found) < 2 or list(options) != list("ABCDEFGHIJ")[: len(found)]:
@@ -83,7 +83,8 @@ def chosen_option(
     """Return the letter of the option that an answer chooses; ``None`` unless it chooses exactly one.
 
     Args:
-        same: equality of an option and an answer that differ as texts, e.g. of quantities.
+        options: texts by letter.
+        same: equality of an option and an answer that differ as texts, for example of quantities.
     """
     if (letter := letter_of(answer)) is not None and letter in options:
         return letter
@@ -116,7 +117,7 @@ def _meant(options: Mapping[str, str], said: str, same: Callable[[str, str], boo
 WORKBENCH_TOOLS = ("python",)
 """Tools of the policy besides ``search``."""
 
-MAX_QUESTION_CHARS = 20_000
+MAX_QUESTION_CHARS = 20_000  # bounds the prompts of policy and judge
 MAX_EXPECTED_CHARS = 2000
 
 SYSTEM_PROMPT = """\
@@ -130,7 +131,7 @@ _PROSE = re.compile(r"[^\W\d_]{4,}")
 
 
 class AnswerKind(StrEnum):
-    """Kind of an expected answer, which determines the rules that check it."""
+    """Kind of an expected answer, which determines the rules that check the policy's answer."""
 
     CHOICE = "choice"
     QUANTITY = "quantity"
@@ -143,7 +144,9 @@ class StemProblem:
     """Question with its expected answer.
 
     Attributes:
-        options: texts by letter; empty for a free answer.
+        question: text of the question; empty for a multiple choice whose row has none.
+        expected: expected answer; the letter in a multiple choice.
+        options: texts by letter; empty for a free answer, or if the options cannot be parsed from the question.
     """
 
     question: str
@@ -163,7 +166,7 @@ def problem_of(row: Mapping[str, Any]) -> StemProblem:
     """Return the problem of a dataset row.
 
     Raises:
-        CallerError: ``question``, ``expected_answer`` or ``options`` is missing or invalid; the error names it.
+        CallerError: ``question``, ``expected_answer`` or ``options`` is missing or invalid; names the field.
     """
     expected = _text(row, "expected_answer", MAX_EXPECTED_CHARS)
     options = _options(row.get("options"))
@@ -182,7 +185,7 @@ def problem_of(row: Mapping[str, Any]) -> StemProblem:
 def kind_of(expected: str, question: str = "") -> AnswerKind:
     """Return the kind of an expected answer of a row without options.
 
-    A letter is a choice only if the question shows options; in an open question it is a symbol, as C for carbon.
+    A letter is a choice only if the question shows options. In an open question a letter is a symbol, as C for carbon.
     """
     text = plain(expected)
     if (letter := letter_of(text)) is not None and letter in letters_in(question):
@@ -202,6 +205,7 @@ def row_for(
     Args:
         question: question without its options.
         expected: expected answer; the letter in a multiple choice.
+        options: texts by letter; ``None`` for a free answer.
         script: see :func:`.dataset_records.create_params`.
     """
     prompt = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])
@@ -224,7 +228,7 @@ def _text(row: Mapping[str, Any], name: str, limit: int) -> str:
 
 
 def _options(given: object) -> dict[str, str]:
-    """Return the options of Gym's list of one-letter objects, or of one object."""
+    """Return the texts by letter of a row's ``options``: a list of objects with one letter each, or one object."""
     if given is None:
         return {}
     parts = [given] if isinstance(given, Mapping) else given
@@ -243,10 +247,10 @@ def _options(given: object) -> dict[str, str]:
 
 
 DATA_SOURCE = "stem"
-"""Field ``data_source`` of rows made here, since records do not name their dataset."""
+"""Field ``data_source`` of converted rows, since records do not name their data set."""
 
 MAX_LINE_CHARS = 120
-"""Maximum length of a one-line solution that is an answer as a whole."""
+"""Maximum characters of a one-line solution that is an answer as a whole."""
 
 _SOLUTION = ("matched_solution", "solution")
 _LETTER_FIELDS = ("answer_letter", "answerkey", "answer_idx")
@@ -260,16 +264,15 @@ _DELIMITED = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", 
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a dataset record.
+    """Convert a record to a row.
 
     Args:
         record: record with a question, and with options or an answer, under one of the names in
-            :mod:`nemo_gym_prorl.tasks.dataset_records` and above. Rows of Gym are returned unchanged. ``domain`` is
-            kept.
+            :mod:`nemo_gym_prorl.tasks.dataset_records` and this module. Rows of Gym only get a ``data_source``.
 
     Raises:
-        CallerError: a field is missing or invalid; the error names it.
-        UnusableRecord: the record has no answer, or the question needs a picture.
+        CallerError: a field is missing or invalid; names the field.
+        UnusableRecord: the record has no answer or a known flaw, needs a picture, or is a programming task.
     """
     if isinstance(record.get("responses_create_params"), Mapping) and record.get("expected_answer") is not None:
         gold(record["expected_answer"], "expected_answer")
@@ -296,7 +299,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_in(solution: str) -> str | None:
-    """Return the final answer of a worked solution, or ``None`` if the answer is not recognisable."""
+    """Return the final answer of a worked solution; ``None`` if the answer cannot be recognised."""
     lines = [line.strip() for line in solution.strip().splitlines() if line.strip()]
     if not lines:
         return None
@@ -311,10 +314,10 @@ def answer_in(solution: str) -> str | None:
 
 
 def _options_of(record: Mapping[str, Any], question: str) -> dict[str, str] | None:
-    """Return the options of a record by letter from A on, whatever their format; ``None`` without options."""
+    """Return the options of a record by letter, from any of the published formats; ``None`` without options."""
     if right := next((name for name in _RIGHT if record.get(name)), None):
         texts = [record[right], *(text for name, text in record.items() if _WRONG.fullmatch(name) and text)]
-        # A reproducible order that does not put the right option first.
+        # Sorted by hash: reproducible, and the right option is not always the first.
         return _lettered(sorted(texts, key=lambda text: hashlib.sha256(f"{question}\0{text}".encode()).digest()))
     given = record.get("options") if record.get("options") is not None else record.get("choices")
     if isinstance(given, Mapping) and isinstance(given.get("text"), list):
@@ -338,7 +341,7 @@ def _lettered(texts: Sequence[Any]) -> dict[str, str]:
 
 
 def _letter(record: Mapping[str, Any], options: Mapping[str, str], given: Mapping[str, Any]) -> str:
-    """Return the letter of the right option, which records give as letter, label, index from 0, or text."""
+    """Return the letter of the right option, which a record states as letter, label, index from 0, or text."""
     if right := next((name for name in _RIGHT if record.get(name)), None):
         return next(letter for letter, text in options.items() if text == str(record[right]).strip())
     name, value = next(

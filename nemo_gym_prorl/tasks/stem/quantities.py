@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers and quantities with units: parsing, conversion and comparison; and plain forms of texts. Pure.
 
-A number is parsed from its notation and never evaluated. ``pint`` looks units up and converts them. Other answers (a
-range, a sum, a list, words) are not parsed, and other rules decide on them.
+A number is parsed from its notation and never evaluated. ``pint`` looks up and converts units. Other answers (a range,
+a sum, a list, words) are not parsed here; other rules decide on such answers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from nemo_gym_prorl.tasks.final_answer import OPENED_BOX, closed_from
 MAX_CHARS = 120
 MAX_DIGITS = 60
 MAX_EXPONENT = 300
-"""Limits of a text's characters, of a number's digits and of its exponent; plausible answers are far below."""
+"""Maximum characters of a text, digits of a number and absolute exponent; plausible answers are far below."""
 
 RELATIVE_TOLERANCE = 0.01
-"""Default maximum deviation of a measured value, relative to the expected one."""
-
+"""Default maximum deviation of a measured value, relative to the expected value."""
 
 MIN_DIGITS = 3
 """Minimum number of significant digits of a decimal that may represent a fraction."""
@@ -42,8 +41,7 @@ inch foot yard mile pound force_pound pound_force_per_square_inch horsepower gal
 arcsecond knot curie poise stokes debye barn british_thermal_unit revolutions_per_minute turn bit byte
 """
 COMMON = frozenset(_COMMON.split())
-"""Accepted units by pint's names, with or without prefixes. Pint knows many more, mostly read as variables."""
-
+"""Accepted units by pint's names, with or without prefixes. Pint's other units are mostly variables in answers."""
 
 _KINDS = {
     "dose equivalent": frozenset({"sievert", "rem"}),
@@ -54,7 +52,7 @@ _KINDS = {
     "luminous flux": frozenset({"lumen", "lux"}),
     "luminous intensity": frozenset({"candela"}),
 }
-"""Units of equal dimension that measure different quantities. A unit in none of the sets, as 1/s, matches any."""
+"""Units of equal dimensions that measure different quantities. A unit outside of all sets, as 1/s, matches any."""
 
 _OFFSET = frozenset({"degree_Celsius", "degree_Fahrenheit"})
 
@@ -64,7 +62,7 @@ class Comparison(StrEnum):
 
     SAME = "same"
     UNIT_MISSING = "unit missing"
-    """The numbers agree, and one of the two has a unit."""
+    """The numbers agree, and only one of the two has a unit."""
     DIFFERENT = "different"
 
 
@@ -73,9 +71,11 @@ class Quantity:
     """Number with a unit.
 
     Attributes:
-        digits: number of significant digits; ``None`` for an exact integer or fraction.
-        half_step: half of the value of the last digit; 0 for an exact number.
+        value: number in ``unit``.
+        digits: number of significant digits; ``None`` for an integer or fraction.
+        half_step: half of the value of the last significant digit; 0 for a fraction.
         unit: unit in pint's notation; empty without a unit.
+        written: unit as written.
         others: other readings of the unit, e.g. metres per square second for ``ms^-2``.
     """
 
@@ -101,10 +101,10 @@ _FRACTION = re.compile(
 _ABOUT = re.compile(r"(?:approximately|approx\.?|about|roughly|around|≈|\\approx|\\sim|~)\s*", re.IGNORECASE)
 _EQUALS = re.compile(r"(?:=|≈|\\approx|\\simeq|\\cong)")
 _NAME = re.compile(r"(?:[^\W\d_]|[\\{}()*/ ,.']|[_^]\{?[0-9]?)+")
-"""Letters, with digits in subscripts and powers only."""
+"""Name of a quantity: letters, with digits in subscripts and powers only."""
 
 MAX_NAME_CHARS = 40
-"""Maximum length of the name of a quantity, before its equals sign."""
+"""Maximum characters of the name of a quantity, before its equals sign."""
 
 _OTHERWISE = re.compile(
     r"\\(?:n?leq?|n?geq?|neq?|[ln]?less|n?gtr|[lg]t|not|ll|gg)(?![a-zA-Z])"
@@ -122,7 +122,7 @@ _FACTOR = rf"[A-Za-zµ_]{{1,24}}{_EXPONENT}"
 _PRODUCT = rf"{_FACTOR}(?:[*/]{_FACTOR}){{0,8}}"
 _PART = rf"(?:\({_PRODUCT}\){_EXPONENT}|{_FACTOR})"
 _UNIT = re.compile(rf"(?:1/)?{_PART}(?:[*/]{_PART}){{0,8}}")
-"""Text that is passed to pint: names, small powers, one level of brackets."""
+"""Text that may be passed to pint: names, small powers, one level of brackets."""
 
 _SYMBOL = re.compile(r"kmol|mmol|mol|kg|km|cm|mm|nm|kJ|kN|kW|kV|kPa|MPa|MeV|keV|eV|Pa|Hz|Wb|rad|sr|[mgsAKJNWVCTFHL]")
 _POWER_AND_SYMBOL = re.compile(r"(\*\*[+-]?[0-9])(?=[A-Za-z])")
@@ -188,11 +188,11 @@ def read(text: str) -> Quantity | None:
 
 
 def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLERANCE) -> Comparison:
-    """Compare a quantity with the expected one.
+    """Compare a quantity with the expected quantity.
 
-    Integers and fractions without a unit are counts or exact results: they must match exactly, or to the written
-    decimal places. A measured value may deviate by ``tolerance``, or by half of the last digit of an expected value
-    with at least two digits.
+    Integers and fractions without a unit are counts or exact results: they must match exactly, a fraction also as a
+    decimal with at least ``MIN_DIGITS`` digits. A measured value may deviate by ``tolerance``, or by half of the last
+    digit of an expected value with at least two digits. The readings of the units that agree best count.
     """
     meant = [
         (replace(expected, unit=one), replace(said, unit=other))
@@ -217,7 +217,7 @@ def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison
     if not expected.unit or not said.unit:
         agree = _numbers(expected, said.value, tolerance, rounding=_rounding(said)) is Comparison.SAME
         return Comparison.UNIT_MISSING if agree else Comparison.DIFFERENT
-    # Pint needs the system's name for gauss, which belongs to Gaussian units.
+    # Gauss is a Gaussian unit, which pint converts only if the unit system is named.
     systems = ("Gaussian",) if "gauss" in f"{expected.unit} {said.unit}" else ()
     try:
         converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit, *systems).magnitude
@@ -231,10 +231,10 @@ def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison
 
 
 def _temperatures(expected: Quantity, said: Quantity, converted: Fraction, tolerance: float) -> Comparison:
-    """Compare temperatures on scales of which one has an offset.
+    """Compare two temperatures, of which one or both are in degrees Celsius or Fahrenheit.
 
     The tolerance is relative to the degrees Celsius, since 1 % of 293 K is large compared with 1 % of 20 °C. The
-    minimum is half of the last digit, at most half a degree.
+    tolerance is at least half of the value of a last digit, up to half a degree.
     """
     celsius = _registry().Quantity(float(expected.value), expected.unit).to("degree_Celsius").magnitude
     degree = Fraction(9, 5) if expected.unit == "degree_Fahrenheit" else Fraction(1)
@@ -244,7 +244,7 @@ def _temperatures(expected: Quantity, said: Quantity, converted: Fraction, toler
 
 
 def _other_kinds(one: str, other: str) -> bool:
-    """Return whether both units have known kinds, and the kinds differ."""
+    """Return whether both units are in :data:`_KINDS` and measure different quantities."""
     kinds = _kinds(one), _kinds(other)
     return bool(kinds[0] and kinds[1]) and kinds[0] != kinds[1]
 
@@ -256,7 +256,7 @@ def _kinds(unit: str) -> frozenset[str]:
 
 
 def _rounding(said: Quantity) -> Fraction:
-    """Return the rounding error of a decimal that represents a fraction; 0 with fewer than ``MIN_DIGITS`` digits."""
+    """Return the rounding error of a decimal that represents a fraction; 0 below ``MIN_DIGITS`` significant digits."""
     return said.half_step if (said.digits or 0) >= MIN_DIGITS else Fraction(0)
 
 
@@ -270,13 +270,13 @@ def _numbers(
             allowed = max(allowed, expected.half_step)
     elif expected.value.denominator != 1:
         allowed = min(rounding, abs(expected.value) * Fraction(tolerance))
-    # Conversions use floating point.
+    # Allow for floating-point errors of conversions.
     allowed += abs(expected.value) / 10**9
     return Comparison.SAME if abs(said - expected.value) <= allowed else Comparison.DIFFERENT
 
 
 def _right_side(text: str) -> str:
-    """Return ``3 m/s`` of ``v = 3 m/s``; the left side may be a name or a formula, but no number."""
+    """Return ``3 m/s`` of ``v = 3 m/s``; unchanged if a left side is more than a name, such as a number."""
     parts = _EQUALS.split(text)
     if len(parts) == 1:
         return text
@@ -340,8 +340,8 @@ def _registry() -> Any:
 def read_units(text: str) -> list[str]:
     """Return the readings of a unit in pint's notation, the likeliest first; empty if the text is no unit.
 
-    An empty text has the empty unit. Adjacent symbols are also read separately (``Nm``, ``ms^-2``), and symbols after
-    a slash are also read as one denominator (``J/mol K``).
+    An empty text is the empty unit. Adjacent symbols are also read as a product (``Nm``, ``ms^-2``), and symbols after
+    a slash also as one denominator (``J/mol K``).
     """
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -357,7 +357,7 @@ def read_units(text: str) -> list[str]:
 
 
 def _apart(found: re.Match[str]) -> str:
-    """Return adjacent symbols as a product, with the power on the last; a known unit is kept, except ``ms^-2``."""
+    """Return adjacent symbols as a product, the last with the power; known units without a negative power are kept."""
     parts = _SYMBOL.findall(found[1])
     if len(set(parts)) != len(parts) or ("-" not in found[2] and _read_unit(found[1]) is not None):
         return found[0]
@@ -365,7 +365,7 @@ def _apart(found: re.Match[str]) -> str:
 
 
 def _uncapitalized(name: str) -> str:
-    """Return ``newtons`` for ``Newtons``. ``Mbar`` is a unit as it is, and ``Jmol`` is none."""
+    """Return ``newtons`` for ``Newtons``; unchanged if the name is a unit (``Mbar``) or no unit in lower case."""
     return name.lower() if _read_unit(name) is None and _read_unit(name.lower()) is not None else name
 
 
@@ -386,12 +386,12 @@ def _is_common(unit: str) -> bool:
 
 @cache
 def _named(unit: str) -> frozenset[str]:
-    """Return the names of a unit with and without its prefix."""
+    """Return pint's names of a unit, with and without its prefix."""
     return frozenset((unit, *(name for _, name, _ in _registry().parse_unit_name(unit))))
 
 
 def _dimensionless(quantity: Quantity) -> Fraction | None:
-    """Return the factor of a dimensionless unit, or ``None``."""
+    """Return the factor of no unit (1) or of percent (1/100); ``None`` for other units."""
     if not quantity.unit:
         return Fraction(1)
     if quantity.unit == "percent":
@@ -400,7 +400,7 @@ def _dimensionless(quantity: Quantity) -> Fraction | None:
 
 
 MAX_SYMBOL_CHARS = 3
-"""Maximum length of a word that may be a symbol, whose case matters."""
+"""Maximum characters of a word that may be a symbol, whose case matters."""
 
 _SYMBOLS = re.compile(r"[0-9=<>^\\]|(?<![^\W_])[^\W\d_]!")
 _INDEX = re.compile(r"_(?:\{([0-9]+)\}|(?=[0-9]))")
@@ -432,7 +432,7 @@ def without_box(answer: str) -> str:
 
 
 def plain(answer: str) -> str:
-    """Return an answer as one line of ordinary characters without delimiters of mathematics.
+    """Return an answer as one line of visible characters without delimiters of mathematics.
 
     Look-alike characters are merged only if Unicode defines them as compatible (full-width digits, ligatures); a
     Cyrillic A stays and matches nothing. Superscript digits become a power, since ``10²`` is not 102.
@@ -453,7 +453,7 @@ def plain(answer: str) -> str:
 
 
 def spaceless(text: str) -> str:
-    """Return :func:`plain` without spaces."""
+    """Return the plain form of a text (:func:`plain`) without spaces."""
     return "".join(plain(text).split())
 
 
@@ -470,7 +470,7 @@ def words(text: str) -> str:
 
 
 def _is_plain(word: str) -> bool:
-    """Return whether the case of a word has no meaning."""
+    """Return whether the case of a word has no meaning: a long word, or a common short one not in upper case."""
     return len(word) > MAX_SYMBOL_CHARS or (word.casefold() in _SHORT_WORDS and not word.isupper())
 
 

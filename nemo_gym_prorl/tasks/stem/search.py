@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool ``search`` and its engines: a local index, made by ``prorl data index``, or Tavily's service.
 
-A query that the engine refuses is the policy's mistake, and becomes an observation. An engine that fails is an
+A query that the engine refuses is the policy's mistake and becomes an observation. An engine that fails is an
 infrastructure error, because an observation "no results" would teach the policy that searching is useless. The tool
 runs in the server's process, since the sandbox has no network.
 
@@ -39,7 +39,7 @@ from nemo_gym_prorl.tasks.workbench.observations import (
 
 MAX_QUERY_CHARS = 400
 MAX_PAGE = 4
-"""Limits of a query's length and of the page number, from Tavily's limits of 400 characters and 20 results a query."""
+"""Maximum characters of a query, and pages: Tavily allows 400 characters and 20 results (four pages of five)."""
 
 NO_RESULTS = "No results. Try other words."
 NO_MORE_RESULTS = "No more results."
@@ -54,7 +54,8 @@ class Passage:
     """Searchable piece of text.
 
     Attributes:
-        title: title; may be empty.
+        text: content, which is searched with the title.
+        title: may be empty.
         source: URL or name of the source; may be empty.
     """
 
@@ -71,16 +72,15 @@ whole question."""
     page: int | None = Field(default=None, ge=1, le=MAX_PAGE, description="Which page of the results; default 1.")
 
     def lacks(self) -> str | None:
-        """Return an error if the query has no words."""
         return None if self.query.strip() else "search needs a query"
 
 
 SCHEMA = tool_schema("search", SearchArguments)
-"""The tool as the Responses API describes functions."""
+"""Function schema of the tool for the Responses API."""
 
 
 class SearchSettings(BaseModel):
-    """Settings ``search:``; ``resources_servers/prorl_stem/configs/prorl_stem.yaml`` describes them."""
+    """Settings under ``search:``, as described in ``resources_servers/prorl_stem/configs/prorl_stem.yaml``."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -110,7 +110,7 @@ class OpenSearch:
         self._call_stats = ToolCallStats()
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Return a page of results, or the error in the call.
+        """Return a page of results; an error text if the arguments are invalid or the engine refuses the query.
 
         Raises:
             InfrastructureError: the engine failed.
@@ -123,11 +123,9 @@ class OpenSearch:
         return self._call_stats.as_json()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the state for a checkpoint, which has no files."""
         return {"tally": self.tool_use()}, []
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Continue the counts of a checkpoint."""
         self._call_stats.resume(saved["tally"])
 
     async def _call(self, tool: str, arguments: object) -> str:
@@ -156,11 +154,7 @@ class SearchTool:
         self._limits = limits
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> OpenSearch:
-        """Prepare the engine and return the tool of a session.
-
-        Raises:
-            InfrastructureError: the engine cannot be prepared.
-        """
+        """Prepare the engine, and return the tool of a session; raises :class:`InfrastructureError` if this fails."""
         await self._engine.prepare()
         return OpenSearch(self._engine, self._limits)
 
@@ -169,6 +163,7 @@ def render(passages: Sequence[Passage], before: int, limits: SearchSettings) -> 
     """Return a page of results as an observation, numbered and with passages of bounded length.
 
     Args:
+        passages: results on this page.
         before: number of results on earlier pages.
     """
     if not passages:
@@ -189,7 +184,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def engine_of(settings: SearchSettings, sample: Path) -> SearchEngine:
-    """Return the configured engine; without an index it searches ``sample``, a file of passages as JSON lines."""
+    """Return the configured engine. ``offline`` without an index searches ``sample``, passages as JSON lines."""
     if settings.api_key is not None and settings.engine == "tavily":
         return TavilySearch(settings.api_key, url=settings.url, timeout_s=settings.timeout_s)
     if settings.index is None:
@@ -205,27 +200,27 @@ def _index_of(sample: Path) -> Index:
 
 
 MAX_PASSAGE_CHARS = 4000
-"""Maximum length of a passage; longer texts are split at line ends or spaces, so that results show the matching text.
-"""
+"""Maximum characters of a passage; longer texts are split, so that results show the matching text."""
 
 _SCORES = "params.index.json"
 """File in every index folder of bm25s."""
 
 _WORDS = r"(?u)\b\w+\b"
-"""Pattern of words; includes single letters and digits, which are symbols in science."""
+"""Pattern of words, including single letters and digits, which are symbols in science."""
 
 
 def build(passages: Iterable[Passage], folder: Path) -> int:
-    """Build an index, which appears atomically in its folder and replaces an older index.
+    """Build an index. The folder appears atomically by a rename; an older index is removed just before.
 
     Args:
         passages: passages in any order; passages without text are skipped.
+        folder: new or empty folder, or folder of an older index.
 
     Returns:
         Number of indexed passages.
 
     Raises:
-        CallerError: there are no passages, or the folder is no index or cannot be written.
+        CallerError: no passage has text, the folder contains other files, or the folder cannot be written.
     """
     import bm25s
 
@@ -254,7 +249,7 @@ def build(passages: Iterable[Passage], folder: Path) -> int:
 
 
 class Index:
-    """Open index in a folder that :func:`build` made.
+    """Searchable index, opened from a folder of :func:`build`.
 
     Raises:
         InfrastructureError: the index is missing or damaged; the error names ``search.index``.
@@ -275,7 +270,7 @@ class Index:
             ) from error
 
     def search(self, query: str, limit: int) -> Sequence[Passage]:
-        """Return the best passages, best first; passages that share no word with the query are left out."""
+        """Return at most ``limit`` passages, best first; passages without a word of the query are left out."""
         found, scores = self._index.retrieve(_tokens([query]), k=min(limit, self._size), show_progress=False)
         return [Passage(**passage) for passage, score in zip(found[0], scores[0], strict=True) if score > 0]
 
@@ -322,15 +317,15 @@ class OfflineSearch:
     """Engine that searches an :class:`.Index`.
 
     Args:
-        open_index: blocking function that opens the index. :meth:`prepare` raises errors of the function, and calls
-            the function again next time, so an index may be added later.
+        open_index: blocking function that opens the index. :meth:`prepare` raises the function's errors, and repeats a
+            failed call the next time, so an index may be added later.
     """
 
     def __init__(self, open_index: Callable[[], Index]) -> None:
         self._open_index = open_index
         self._index: Index | None = None
         self._opening = asyncio.Lock()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")  # bm25s reads passages at a shared offset
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")  # one: bm25s readers share a file offset
 
     async def prepare(self) -> None:
         async with self._opening:
@@ -338,7 +333,7 @@ class OfflineSearch:
                 self._index = await self._off_the_loop(self._open_index)
 
     async def search(self, query: str, limit: int) -> Sequence[Passage]:
-        """Return at most ``limit`` passages, best first; none if nothing fits.
+        """Return at most ``limit`` passages, best first; empty if no passage matches.
 
         Raises:
             InfrastructureError: the index cannot be read.
@@ -365,23 +360,21 @@ class OfflineSearch:
 TAVILY_URL = "https://api.tavily.com/search"
 
 MAX_RESULTS = 20
-"""Tavily's maximum number of results."""
+"""Tavily's maximum number of results of a query."""
 
 MAX_RESPONSE_BYTES = 4 * 2**20
-"""Maximum size of a response; a page of 20 results is far smaller."""
+"""Maximum bytes of a response; 20 results are far smaller."""
 
 PAUSES_S = (0.5, 1.5)
-"""Seconds before each further try."""
+"""Pauses in seconds before the second and third try."""
 
 _REFUSED = frozenset({400, 422})
 _KEY = frozenset({401, 403})
 _QUOTA = frozenset({402, 429, 432, 433})
-"""Statuses of a used-up quota; Tavily sends 432 and 433 for the limits of a plan."""
+"""Statuses of an exhausted quota; Tavily sends 432 and 433 for the limits of a plan."""
 
 
 class _TransientError(Exception):
-    """Failure that another try may not have."""
-
     def __init__(self, reason: str, kind: FailureKind) -> None:
         super().__init__(reason)
         self.kind = kind
@@ -408,14 +401,14 @@ def _passages(content: bytes) -> list[Passage]:
 class TavilySearch:
     """Engine that searches with Tavily's service, one JSON request for each search.
 
-    A refusal of the query (400, 422) is an observation for the policy. A wrong key, a used-up quota and an unavailable
-    service are infrastructure errors. Transient failures are retried within the time limit, because a failed search
-    costs the whole rollout.
+    A refusal of the query (400, 422) is an observation for the policy. A wrong key, an exhausted quota and an
+    unavailable service are infrastructure errors. Transient failures are retried within the time limit, because a
+    failed search costs the whole rollout.
 
     Args:
-        key: API key; only sent in the request's header.
-        url: URL of the service, or of a compatible one.
-        timeout_s: seconds for a search with all its tries.
+        key: API key, sent in a header of each request.
+        url: URL of a compatible service; ``None`` for Tavily's own.
+        timeout_s: seconds for a search, including retries.
     """
 
     def __init__(self, key: str, *, url: str | None = None, timeout_s: float = 20.0) -> None:
@@ -425,10 +418,10 @@ class TavilySearch:
         self._session: aiohttp.ClientSession | None = None
 
     async def prepare(self) -> None:
-        """Do nothing, because only a search shows whether the service answers."""
+        """Do nothing, because only a search shows whether the service works."""
 
     async def search(self, query: str, limit: int) -> Sequence[Passage]:
-        """Return at most ``limit`` passages, best first; none if nothing fits.
+        """Return at most ``limit`` passages, best first; empty if no passage matches.
 
         Raises:
             BadQuery: the service refuses the query.
@@ -494,4 +487,4 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 SearchEngine = OfflineSearch | TavilySearch
-"""Engine that is prepared before each session and closed with the server."""
+"""Engine; the server prepares the engine before each session and closes it at the end."""

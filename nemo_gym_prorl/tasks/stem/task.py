@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Task family ``stem``: science questions with search and Python tools.
 
-The answer is in the policy's last message, so nothing leaves the sandbox, and grading needs none. Rules decide first,
-because no answer can persuade them. The judge only decides answers that the rules leave undecided. A different choice,
-quantity, or formula of the same letters is wrong without a judge.
+The answer is in the policy's last message, so grading needs neither files nor a sandbox. Rules decide first, because
+no answer can persuade rules. The judge only decides answers that the rules leave undecided. A different choice,
+quantity, or formula with the same variables is wrong without a judge.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUESTION_FILE = "question.txt"
 
 _ASKED_IN = re.compile(r"\b(?:in|how many)\s+|[(\[]\s*", re.IGNORECASE)
 MAX_UNIT_WORDS = 5
-"""Maximum number of words of a unit in a question, as in meters per second per second."""
+"""Maximum words of a unit in a question, as in meters per second per second."""
 
 _PERCENT = re.compile(r"%|\bpercent", re.IGNORECASE)
 
@@ -49,10 +49,12 @@ class Stem:
     """Task of science questions.
 
     Args:
-        root: folder inside each sandbox; the policy's Python works in ``<root>/workspace``.
+        root: folder in each sandbox; the policy's Python works in ``<root>/workspace``.
+        tools: limits of calls of Python.
+        search: search tool.
         rules: rules that decide first.
-        judge: judge of undecided answers; ``None``: rows that need a judge are refused.
-        resources: engine, checker and judge that the task closes at the end.
+        judge: judge of undecided answers. ``None``: undecided answers are wrong, and rows with free text are refused.
+        resources: engine, checker and judge, which the task closes at the end.
     """
 
     resumes = True
@@ -77,10 +79,10 @@ class Stem:
             await resource.aclose()
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the default needs of a valid row.
+        """Return the default requirements for a valid row.
 
         Raises:
-            CallerError: the row is invalid, or needs a judge that the server does not have.
+            CallerError: the row is invalid, or expects free text and the server has no judge.
         """
         if problem_of(row).kind is AnswerKind.TEXT and self._judge is None:
             raise CallerError(
@@ -90,11 +92,11 @@ class Stem:
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Tools) -> None:
-        """Examine the judge, unless it has passed already, and write the question into the working folder.
+        """Examine the judge unless the judge has passed already, and write the question into the working folder.
 
         Raises:
-            CallerError: the expected formula cannot be read, and there is no judge to compare it.
-            InfrastructureError: the judge cannot be used; the error names ``judge_model_server``.
+            CallerError: the expected formula cannot be parsed, and there is no judge to compare answers.
+            InfrastructureError: the judge cannot be used (names ``judge_model_server``), or the sandbox failed.
         """
         problem = problem_of(row)
         if self._judge is not None:
@@ -115,6 +117,7 @@ class Stem:
         """Grade by rules, and by the judge where the rules leave the answer undecided.
 
         Raises:
+            TaskError: the expected formula cannot be compared with itself.
             InfrastructureError: the comparison of formulas or the judge failed.
         """
         problem = problem_of(row)
@@ -141,11 +144,10 @@ _JUDGED = {
 
 
 Ruling = tuple[bool | None, str]
-"""Whether an answer is right, ``None`` if the rules leave it undecided; and a human-readable reason."""
+"""Whether an answer is right (``None`` if the rules leave this undecided), and a human-readable reason."""
 
 _WRONG = frozenset({MathVerdict.UNFINISHED, MathVerdict.CONTRADICTORY, MathVerdict.TIMED_OUT})
 """Verdicts on formulas that are final, because a judge might overlook their reason."""
-
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _NAMES = """
@@ -153,7 +155,6 @@ alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi r
 Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar
 """
 _GREEK = frozenset(f"\\{name}" for name in _NAMES.split())
-
 
 _CHEMICAL = re.compile(r"(?:(?:[A-Z][a-z]?|[)\]])[0-9]*|[(\[=-]|\\equiv){2,}(?:\^[0-9]?[+-])?")
 _NAME = re.compile(r"(\\[A-Za-z]+|[^\W\d_])(?:_(?:\{[^{}]*\}|\w))?")
@@ -164,7 +165,8 @@ class Rules:
     """Rules for choices, quantities, formulas and words.
 
     Args:
-        tolerance: maximum deviation of a measured value, relative to the expected one.
+        formulas: comparison of formulas.
+        tolerance: maximum deviation of a measured value, relative to the expected value.
     """
 
     def __init__(self, formulas: MathChecker, tolerance: float = quantities.RELATIVE_TOLERANCE) -> None:
@@ -172,20 +174,20 @@ class Rules:
         self._tolerance = tolerance
 
     async def require_readable(self, expected: str) -> None:
-        """Check that an expected formula can be parsed, so that other texts than its own can be right.
+        """Check that an expected formula can be parsed; otherwise only the same text could be right.
 
         Raises:
             TaskError: the formula cannot be parsed.
-            InfrastructureError: ``verifier_error``, no comparison succeeds.
+            InfrastructureError: ``verifier_error``: the comparisons were lost by the machine.
         """
         await self._formulas.require_gradeable(expected)
 
     async def check(self, problem: StemProblem, answer: str) -> Ruling:
-        """Decide on a final answer.
+        """Decide by rules whether a final answer is right.
 
         Raises:
-            TaskError: the expected answer breaks the comparison.
-            InfrastructureError: ``verifier_error``, no comparison succeeds.
+            TaskError: the expected answer cannot be compared with itself.
+            InfrastructureError: ``verifier_error``: the comparisons were lost by the machine.
         """
         if problem.kind is AnswerKind.CHOICE:
             return self._choice(problem, answer)
@@ -266,7 +268,7 @@ def _marks(text: str) -> list[str]:
 
 
 def _apart(expected: str, answer: str) -> bool:
-    """Return whether one text is a formula whose parts do not commute, and the other text differs."""
+    """Return whether a chemical formula or operators, whose parts do not commute, differ between the texts."""
     texts = [_bare(text) for text in (expected, answer)]
     operators = [_OPERATORS.findall(text) for text in texts]
     return (any(map(_is_chemical, texts)) and texts[0] != texts[1]) or operators[0] != operators[1]
@@ -281,17 +283,17 @@ def _is_chemical(bare: str) -> bool:
 
 
 def _letters(formula: str) -> set[str]:
-    """Return the names of variables on the right side."""
+    """Return the letters of variables right of the last equals sign."""
     right = plain(normalized(formula)).rpartition("=")[2]
     letters = set(re.findall(r"[^\W\d_]", _COMMAND.sub(" ", right))) - {"e"}  # e is also the base of exp
     return letters | (set(_COMMAND.findall(right)) & _GREEK)
 
 
 def _same_terms(problem: StemProblem, answer: str) -> bool:
-    """Return whether an answer of another value is certainly wrong.
+    """Return whether an answer with another value than expected is certainly wrong.
 
-    The answer must use no other names than the expected one, except for their case, because other names may be another
-    notation. No measured value may be expected, because measured values are rounded.
+    The answer must use no names that the expected answer lacks, except for their case, because other names may be
+    another notation. The expected answer must not be a measured value, because measured values are rounded.
     """
     if problem.kind is AnswerKind.QUANTITY:
         expected = quantities.read(problem.expected)
@@ -303,7 +305,7 @@ def _same_terms(problem: StemProblem, answer: str) -> bool:
 
 
 def _names_in(formula: str) -> set[str]:
-    """Return the names of variables on the right side with indices, and logarithms, whose base may be implied."""
+    """Return the names (with index) of variables and logarithms right of the last equals sign."""
     found = _NAME.finditer(plain(formula).rpartition("=")[2])
     kept = _GREEK | {r"\ln", r"\log", r"\lg"}
     return {re.sub(r"[{}]", "", name[0]) for name in found if name[1] in kept or name[1][0] != "\\"}

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool set of a task: shell, Python, editor and ``submit``, with one :class:`.Workspace` per session.
 
-An image is probed for the required programs once, for all its sandboxes.
+The required programs are probed in the first sandbox of each image.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Workbench:
 
     Args:
         tools: names from :data:`.observations.TOOLS`.
-        submit_description: description of ``submit`` for this task; a general one by default.
+        folder: absolute path of the working folder in the sandbox.
+        limits: limits of tool calls.
+        submit_description: description of ``submit`` for the policy; ``None`` for a general description.
         submit_reply: observation of ``submit``.
     """
 
@@ -56,6 +58,7 @@ class Workbench:
         Raises:
             CallerError: the row's image lacks a program that a tool needs; names the row's field.
             InfrastructureError: the server's own image lacks a program, or the probe failed.
+            ValueError: the task asked for no sandbox.
         """
         if sandbox is None or needs is None:
             raise ValueError("the tools of a workbench need a sandbox: Task.needs must return SandboxNeeds")

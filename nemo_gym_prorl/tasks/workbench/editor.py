@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tool ``str_replace_editor``. Texts are edited in this process; only files are read and written in the sandbox."""
+"""Tool ``str_replace_editor``. The server edits the text; only reads and writes of files happen in the sandbox."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from nemo_gym_prorl.tasks.workbench.observations import EditorArguments
 UNDO = "undo_edit"
 
 MAX_UNDOS = 30
-"""Edits of a session that can be undone; bounds the memory of a session."""
+"""Maximum edits of a session that can be undone, to bound memory."""
 
-MAX_FILE_CHARS = 1 << 20
+MAX_FILE_CHARS = 1 << 20  # larger files are neither shown nor edited, to bound memory
 MAX_CHAR_BYTES = 4
 """Bytes of the longest character in UTF-8."""
 
@@ -31,11 +31,12 @@ NOT_REGULAR_FILE = "is not a regular file"
 
 
 class Editor:
-    """The editor of one session.
+    """Editor of one session.
 
     Args:
+        files: access to files in the sandbox.
         folder: base of relative paths.
-        ask: sends a request to the toolbox, for listing a folder.
+        ask: sends a request to the toolbox program, for listing a folder.
         limit: maximum characters of a view.
     """
 
@@ -47,12 +48,12 @@ class Editor:
         self._undo_stack: deque[tuple[str, bytes | None]] = deque(maxlen=MAX_UNDOS)
 
     async def call(self, arguments: EditorArguments) -> dict[str, object] | None:
-        """Execute a call and return ``text`` for the model, or the toolbox's ``problem``; ``None`` if the toolbox was
+        """Execute a call. Return ``text`` for the policy, or a ``problem`` of the toolbox; ``None`` if the toolbox was
         killed.
 
         Raises:
             RolloutError: the sandbox has failed.
-            OSError: the machine has failed. Errors caused by the file become text.
+            OSError: the machine has failed. Errors of the file become ``text``.
         """
         path = posixpath.join(self._folder, arguments.path)
         try:
@@ -82,7 +83,7 @@ class Editor:
         data = await self._files.read_file(path, limit=MAX_CHAR_BYTES * MAX_FILE_CHARS)
         if b"\0" in data:
             raise ValueError("is not a text file")
-        text = data.decode("utf-8", "surrogateescape")  # preserves bytes of other encodings
+        text = data.decode("utf-8", "surrogateescape")  # keeps bytes that are not UTF-8
         if len(text) > MAX_FILE_CHARS:
             raise ValueError(_ERRNO_REASONS[errno.EFBIG])
         text, mark = text.removeprefix(BYTE_ORDER_MARK), text.startswith(BYTE_ORDER_MARK) * BYTE_ORDER_MARK
@@ -94,7 +95,7 @@ class Editor:
         return said
 
     async def _read_existing(self, path: str) -> bytes | None:
-        """Return the content of the file that ``create`` overwrites; ``None`` if it cannot be read."""
+        """Return the content of the file that ``create`` overwrites; ``None`` if there is no readable file."""
         try:
             return await self._files.read_file(path, limit=MAX_CHAR_BYTES * MAX_FILE_CHARS)
         except OSError as error:
@@ -125,7 +126,7 @@ _ERRNO_REASONS = {
 
 
 def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> str:
-    """Return numbered lines without carriage returns; invalid UTF-8 is shown as U+FFFD."""
+    """Return the lines of a view with numbers, without carriage returns; invalid UTF-8 becomes U+FFFD."""
     readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     lines = [line.removesuffix("\r") for line in readable.split("\n")]
     count = len(lines) - (lines[-1] == "")
@@ -143,8 +144,9 @@ def _numbered_lines(text: str, view_range: Sequence[int] | None, limit: int) -> 
 
 
 def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
-    """Return the text after ``str_replace`` or ``insert``, and the observation. New lines use the file's most frequent
-    line ending.
+    """Apply ``str_replace`` or ``insert``; return the new text and the observation.
+
+    New lines get the file's most frequent line ending.
     """
     returns = text.count("\r\n")
     end = "\r\n" if 2 * returns > text.count("\n") else "\n"
@@ -152,7 +154,7 @@ def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
     if arguments.command == "str_replace":
         old = arguments.old_str or ""
         found = text.count(old) if old else 0
-        if found == 0 and returns and old:  # the model does not see carriage returns
+        if found == 0 and returns and old:  # the policy does not see carriage returns
             any_end = re.compile(r"\r?\n".join(map(re.escape, old.replace("\r\n", "\n").split("\n"))))
             matches = any_end.findall(text)
             old, found = "".join(matches[:1]), len(matches)
@@ -169,6 +171,6 @@ def _apply_edit(text: str, arguments: EditorArguments) -> tuple[str, str]:
     said = f"Inserted {len(added)} lines into {arguments.path} after line {at}."
     if end == "\r\n":
         added = [f"{line}\r" for line in added]
-        if at == len(lines):  # after a last line without a line ending
+        if at == len(lines):  # the text follows a last line without a line ending
             lines[-1], added[-1] = f"{lines[-1]}\r", added[-1].removesuffix("\r")
     return "\n".join(lines[:at] + added + lines[at:]), said

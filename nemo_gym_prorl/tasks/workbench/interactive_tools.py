@@ -4,12 +4,12 @@
 
 Invariants of sessions:
 
-- A failure caused by the agent is an observation: a session that ended is replaced, and the observation says so.
-- The end of the sandbox is ``session_lost``. Both cases look alike here, so the sandbox is probed after each session's
-  end.
-- Every call returns: a session that does not answer long after its time limit is replaced too.
+- A session that the agent's code ends is replaced, and the observation reports the replacement.
+- The end of the sandbox is ``session_lost``. The end of a session looks the same in both cases, so the sandbox is
+  probed after each session's end.
+- Every call returns: a session that does not answer long after its time limit is replaced, too.
 - Concurrent calls of a tool are serialized, since there is one shell and one kernel.
-- A kernel starts with its first call, since kernels are expensive. A shell starts before (:meth:`Bash.start`).
+- A kernel starts with its first call, since kernels are expensive. A shell starts earlier (:meth:`Bash.start`).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from nemo_gym_prorl.tasks.workbench.observations import (
 
 
 ANSWER_MARGIN_S = 20.0
-"""Seconds that a session may take beyond its time limit to answer, for the transport and a loaded machine."""
+"""Seconds that a session may take beyond a call's time limit, for the transport and a loaded machine."""
 
 RESTART_TIMEOUT_S = 60.0
 """Seconds for starting or replacing a session; a kernel's imports take several seconds on a loaded machine."""
 
 SHELL_VARIABLES: dict[str, str] = {"TERM": "dumb", "NO_COLOR": "1"}
-"""Disables colours, which programs print on a terminal and models should not read."""
+"""Environment variables against colours, which programs print on a terminal and policies should not read."""
 
 KEYS: Mapping[str, str] = {"C-c": "\x03", "C-d": "\x04"}
-"""Names of control characters that the model may send."""
+"""Control characters by the names with which the policy sends them."""
 
 MAX_STATE_BYTES = 256 << 10
-"""Limit on a shell's saved state in bytes; a shell with more is not saved."""
+"""Maximum bytes of a shell's saved state; a shell with more state counts as lost."""
 
 _SAVE_STATE_SCRIPT = r"""\builtin declare -p
 \builtin declare -f
@@ -69,7 +69,7 @@ _SAVE_STATE_SCRIPT = r"""\builtin declare -p
 \builtin umask -p
 \builtin shopt -p
 \builtin set +o"""
-"""Prints the shell's state as bash commands."""
+"""Script that prints the shell's state as bash commands."""
 
 _BASH_INTERNALS = re.compile(
     r"^(declare -\S+ (BASH\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID"
@@ -88,29 +88,29 @@ _sys.path.insert(0, "")
 del _os, _sys
 get_ipython().execution_count = 1
 """
-"""Sets a fresh kernel's working folder, module path and cell counter."""
+"""Code that sets a fresh kernel's working folder, module path and cell counter."""
 
 RequireSandbox = Callable[[object], Awaitable[Sequence[str]]]
-"""Raises ``session_lost`` with the given reason unless the sandbox lives; returns the limit that it has met."""
+"""Function that raises ``session_lost``, for a reason, unless the sandbox lives; returns limits newly reached."""
 
 
 class _SessionUnavailable(Exception):
-    """The session cannot be replaced although its sandbox lives; the message says why."""
+    """The session cannot be replaced although its sandbox lives; the message contains the reason."""
 
 
 class _Session(Protocol):
-    """Common methods of shells and kernels."""
-
     async def restart(self) -> None: ...
 
     async def close(self) -> None: ...
 
 
 class _InteractiveTool[Session: _Session, Asked](ABC):
-    """Serialized calls and replacement of a session.
+    """Tool with one session: serializes calls, and replaces the session when it ends.
 
     Args:
         what: kind of the session, ``shell`` or ``kernel``, for messages.
+        folder: initial working folder.
+        limit: maximum bytes of an observation.
         require_sandbox: raises if the sandbox has ended.
     """
 
@@ -125,10 +125,10 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         self._session: Session | None = None
         self._lock = asyncio.Lock()
         self._pending_notes: list[str] = []
-        """Notes for the next observation about state that was lost when the session was resumed."""
+        """Notes for the next observation about state that was lost with a checkpoint."""
 
     async def call(self, arguments: Asked, timeout_s: float) -> str:
-        """Execute a call and return the observation, also if the session ends."""
+        """Execute a call and return the observation, even if the session ends during the call."""
         async with self._lock:
             try:
                 try:
@@ -159,7 +159,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
     @abstractmethod
     async def _call(self, arguments: Asked, timeout_s: float) -> str:
-        """Execute a call."""
+        """Execute a call; errors of the session are handled in :meth:`call`."""
 
     @abstractmethod
     async def _open(self) -> Session:
@@ -167,7 +167,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
     @abstractmethod
     async def _enter(self, session: Session) -> None:
-        """Move a fresh session to the working folder, which the agent may have removed."""
+        """Prepare a fresh session, for example its working folder, which the agent may have removed."""
 
     async def _require_session(self) -> Session:
         if self._session is None:
@@ -223,27 +223,21 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         self._variables = SHELL_VARIABLES | dict(variables or {})
         self._seen = ""
         self._code = 0
-        """Exit code of the last command."""
+        """Exit code of the last command, which a resumed shell restores as ``$?``."""
         self._saved: Mapping[str, Any] = {}
-        """State that the next started shell restores."""
+        """State that the next shell restores when it starts."""
 
     async def start(self) -> None:
-        """Start the shell before the first call, so that the policy does not wait for it.
-
-        If no shell can be started, the first call reports why.
-
-        Raises:
-            InfrastructureError: ``session_lost``.
-        """
+        """Start the shell before the first call. If that fails in a live sandbox, the first call reports why."""
         async with self._lock:
             with suppress(_SessionUnavailable):
                 await self._require_session()
 
     async def save(self) -> dict[str, Any] | None:
-        """Return the shell's folder, variables, functions and options as bash commands.
+        """Return the shell's folder, last exit code, and variables, functions and options as bash commands.
 
         Returns:
-            ``{}`` if no shell was started; ``None`` if the state is unavailable, for example while a command runs.
+            ``{}`` if no shell was started; ``None`` if the state is lost, for example because a command runs.
         """
         async with self._lock:
             if self._session is None:
@@ -261,7 +255,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
             return {"state": _BASH_INTERNALS.sub("", state.output), "folder": state.cwd, "code": self._code}
 
     def resume(self, saved: Mapping[str, Any] | None, lost: Sequence[str]) -> None:
-        """Restore a state of :meth:`save` when the shell starts."""
+        """Restore a state of :meth:`save` when the shell starts; report the parts in ``lost`` that concern shells."""
         self._saved = saved or {}
         if "shell" in lost:
             self._pending_notes.append(had_ended("shell"))
@@ -318,7 +312,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         return await self._replace(output, status, [*notes, ended("shell")])
 
     def _unread_output(self, action: ShellResult) -> Output:
-        """Return the output since the model's last read, or all output if some was omitted."""
+        """Return the output that the policy has not seen, or all output if some was omitted."""
         text, seen = action.output, self._seen
         self._seen = text if action.waiting and not action.omitted else ""
         if action.omitted or not text.startswith(seen):
@@ -331,12 +325,12 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
     async def _enter(self, session: ShellSession) -> None:
         self._seen, self._code = "", 0
         saved, self._saved = self._saved, {}
-        # Bash's first program takes four times as long as any other.
+        # Run one program here, since the first one in a bash is slow and would delay the policy.
         begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}; command cat </dev/null"
         await session.run(begin, timeout_s=ANSWER_MARGIN_S, silence_s=None)
         if saved:
-            # Options of ``shopt`` come first, since functions may need them. Options of ``set`` come last, since some
-            # of them (errexit) would end the shell while it reads the rest.
+            # Options of ``shopt`` come first, since functions may need options. Options of ``set`` come last, since
+            # some (errexit) would end the shell during the rest.
             options = "\n".join(_OPTION.findall(saved["state"]))
             for known in (options, f"{{ {saved['state']}\n}} 2>/dev/null"):
                 begun = await session.run(known, timeout_s=ANSWER_MARGIN_S, silence_s=None)
@@ -354,7 +348,7 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
         super().__init__("kernel", sandbox, folder, limit, require_sandbox)
 
     def resume(self, lost: Sequence[str]) -> None:
-        """Report lost state with the first observation."""
+        """Report the loss of the kernel, if in ``lost``, with the first observation."""
         if "kernel" in lost:
             self._pending_notes.append(had_ended("kernel"))
 
@@ -366,7 +360,7 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
         try:
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         except RolloutError as error:
-            # Code in the background ended the kernel between two calls.
+            # The kernel ended between two calls, for example by a thread or by the shell.
             await self._require_sandbox(error)
             await self._restart()
             notes.append(had_ended("kernel"))
@@ -395,14 +389,14 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
 
 
 Ask = Callable[[Mapping[str, Any], float], Awaitable[dict[str, Any] | None]]
-"""Sends a request to the toolbox program in the sandbox, with a time limit in seconds; ``None`` if that was killed."""
+"""Function that sends a request to the toolbox program, with a time limit in seconds; ``None`` after a kill."""
 
 
 class StatelessTools:
     """Tools ``bash`` and ``python`` with a new process for each call.
 
     Args:
-        ask: sends a request to the toolbox.
+        ask: sends a request to the toolbox program.
         limit: maximum bytes of an observation.
     """
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 MAX_ARGUMENT_BYTES = 64_000
-"""Limit on the JSON of one call's arguments. A command may be one argv string, which Linux caps at 128 KiB."""
+"""Maximum bytes of a call's arguments as JSON. A command may be one argv string, which Linux limits to 128 KiB."""
 
 
 class BadArguments(Exception):
@@ -39,7 +39,7 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     def lacks(self) -> str | None:
-        """Return a complaint about a combination of fields, such as ``bash needs a command``; ``None`` if valid."""
+        """Return a complaint about combined arguments, such as ``create needs file_text``; ``None`` if valid."""
         return None
 
 
@@ -47,7 +47,7 @@ def tool_schema(name: str, model: type[Arguments], description: str | None = Non
     """Return a tool's function schema of the Responses API.
 
     Args:
-        description: replaces the model's docstring.
+        description: replaces the model's docstring if not ``None``.
     """
     return {
         "type": "function",
@@ -84,7 +84,7 @@ def parse_arguments[A: Arguments](tool: str, model: type[A], arguments: object) 
 
 @cache
 def _json_schema(model: type[Arguments]) -> dict[str, Any]:
-    """Cached, since conversion writes the schemas into every row."""
+    """Return the JSON schema of an argument model; cached, since conversion writes the schemas into every row."""
     return model.model_json_schema()
 
 
@@ -129,7 +129,7 @@ _LOST = {"shell": "folder, variables and jobs", "kernel": "variables"}
 _MARK = re.compile(r"\n\[\.\.\. [0-9]+ bytes omitted \.\.\.\]\n")
 
 _MAX_OMITTED = 10**18
-"""Largest omitted byte count; its digits are reserved in the observation's limit."""
+"""Maximum number of omitted bytes, for whose digits an observation's limit reserves space."""
 
 
 def exit_code(code: int) -> str:
@@ -149,22 +149,22 @@ def restarted(what: str) -> str:
 
 
 def ended(what: str) -> str:
-    """Note about a session that ended during the call."""
+    """Return the note about a session that ended during the call."""
     return f"the {what} ended and a new one was started: {_LOST[what]} are gone"
 
 
 def had_ended(what: str) -> str:
-    """Note about a session that ended before the call."""
+    """Return the note about a session that ended before the call."""
     return f"the {what} had ended and a new one was started before this call: {_LOST[what]} are gone"
 
 
 def stopped_programs() -> str:
-    """Note about a restored sandbox."""
+    """Return the note that a restored sandbox has no background programs."""
     return "programs that ran in the background have ended"
 
 
 def ended_before(code: int | None) -> str:
-    """Note about the previous command, which was left running."""
+    """Return the note that a command that was left running has ended; the exit code may be unknown."""
     return "the command before has ended" + ("" if code is None else f" with exit code {code}")
 
 
@@ -173,9 +173,9 @@ class Output:
     """Output of a command, possibly truncated.
 
     Attributes:
-        head: the beginning, or all of it.
-        omitted: bytes omitted after ``head``.
-        tail: the end, if bytes were omitted.
+        head: beginning of the output, or the whole output.
+        omitted: number of bytes omitted after ``head``.
+        tail: end of the output, if bytes were omitted.
     """
 
     head: str = ""
@@ -186,8 +186,8 @@ class Output:
     def of(cls, text: str, omitted: int = 0) -> Self:
         """Parse output in which a session has marked omitted bytes.
 
-        ``omitted`` may exceed the marked number if the session omitted data that is not text. Output may contain a
-        mark of its own, which can be mistaken for the place; the number in the status line is correct in any case.
+        ``omitted`` may exceed the marked number if the session omitted data that is not text. Output that contains
+        such a mark may be split at the wrong mark; the number in the status line is correct in any case.
         """
         if not omitted:
             return cls(text)
@@ -197,7 +197,7 @@ class Output:
         return cls(head, omitted, tail)
 
     def then(self, more: Output) -> Output:
-        """Append later output on a new line."""
+        """Return this output followed by later output, which starts on a new line."""
         if not self.omitted:
             return Output(_with_newline(self.head) + more.head, more.omitted, more.tail)
         if not more.omitted:
@@ -206,7 +206,7 @@ class Output:
         return Output(self.head, self.omitted + between + more.omitted, more.tail)
 
     def within(self, limit: int) -> Output:
-        """Truncate to ``limit`` bytes, half from the beginning and half from the end."""
+        """Return the output truncated to ``limit`` bytes, half from the beginning and half from the end."""
         head, tail = _bytes(self.head), _bytes(self.tail)
         if len(head) + len(tail) <= limit:
             return Output(head.decode(), self.omitted, tail.decode())
@@ -227,8 +227,8 @@ def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit
     """Format an observation of at most ``limit`` bytes.
 
     Args:
-        status: a status of this module.
-        notes: notes of this module.
+        status: text from :func:`exit_code`, :func:`timed_out` and the like.
+        notes: texts from :func:`ended`, :func:`restarted` and the like.
         limit: maximum bytes; at least 1000.
     """
     room = limit - len(_mark(_MAX_OMITTED)) - len(_last_line(status, notes, _MAX_OMITTED)) - 1
@@ -237,13 +237,13 @@ def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit
 
 
 def error_text(reason: str, *, limit: int) -> str:
-    """Format the observation of a call that failed; ``reason`` may contain text from inside the sandbox."""
+    """Format the observation of a failed call in ``limit`` bytes; ``reason`` may contain text from the sandbox."""
     text = f"Error: {reason}"
     return str(Output(text).within(limit - len(_mark(_MAX_OMITTED))))
 
 
 def result_text(data: Mapping[str, Any]) -> str:
-    """Return a rich display result as text, plain text first. The data is untrusted and may have any type."""
+    """Return a kernel's display data (content by MIME type, untrusted) as text; plain text is preferred."""
     for kind in ("text/plain", "text/markdown", "text/latex", "text/html"):
         content = data.get(kind)
         if isinstance(content, list) and all(isinstance(part, str) for part in content):
@@ -266,12 +266,12 @@ def _with_newline(text: str) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Encode as UTF-8; unpaired surrogates from inside the sandbox become ``?``."""
+    """Encode as UTF-8; lone surrogates from the sandbox become ``?``."""
     return text.encode("utf-8", "replace")
 
 
 MAX_INPUT = 1000
-"""Longest input line in characters: a terminal buffers at most 4,096 bytes."""
+"""Maximum characters of an input line: a terminal buffers at most 4,096 bytes, and a character has up to four."""
 
 
 class BashArguments(Arguments):
@@ -296,7 +296,6 @@ out."""
     )
 
     def lacks(self) -> str | None:
-        """Require exactly one of command, input and restart."""
         return _one_of("bash", command=self.command, input=self.input, restart=self.restart)
 
 
@@ -312,7 +311,6 @@ printed, the value of the last expression, the traceback if there is one, and a 
     )
 
     def lacks(self) -> str | None:
-        """Require exactly one of code and restart."""
         return _one_of("python", code=self.code, restart=self.restart)
 
 
@@ -334,7 +332,6 @@ back the last edit of a file."""
     )
 
     def lacks(self) -> str | None:
-        """Require the fields of the command."""
         missing = [name for name in _EDITOR_NEEDS[self.command] if getattr(self, name) is None]
         return f"{self.command} needs {' and '.join(missing)}" if missing else None
 
@@ -378,9 +375,10 @@ class ToolCallCounts:
     """Call counts of one tool.
 
     Attributes:
-        errors: failed calls: invalid arguments, a non-zero exit code or an exception.
-        timeouts: calls that exceeded their time limit; counted as errors too.
-        cut: truncated observations of ``bash`` and ``python``.
+        calls: all calls.
+        errors: failed calls: invalid arguments, a non-zero exit code, an exception or an exceeded time limit.
+        timeouts: calls that exceeded their time limit.
+        cut: calls of ``bash`` and ``python`` with truncated observations.
     """
 
     calls: int = 0
@@ -390,7 +388,7 @@ class ToolCallCounts:
 
 
 class ToolCallStats:
-    """Call counts of one session by tool."""
+    """Counter of one session's calls by tool."""
 
     def __init__(self) -> None:
         self._tools: dict[str, ToolCallCounts] = {}

@@ -3,7 +3,7 @@
 """Helper program of the tools, run inside the agent's sandbox.
 
 Each call passes the source as ``python3 -c SOURCE REQUEST``, so the agent finds no file to modify. Files are accessed
-from inside, so a symlink of the agent cannot leave its sandbox. Output is truncated here to bound the memory of the
+in the sandbox, so a symlink of the agent cannot lead out of it. Output is truncated here to bound the memory of the
 server. The request is base64 of a JSON object with ``op``; the reply is one JSON line on stdout after the request's
 ``mark``.
 """
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 
-MAX_ENTRIES = 500  # of a folder's listing, to bound the observation
+MAX_ENTRIES = 500  # names in a folder's listing, to bound the observation
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Run ``argv`` with ``stdin`` text in ``cwd`` and return the head and tail of its output."""
+    """Run ``argv`` with ``stdin`` text in ``cwd``. Return exit code, and head and tail of at most ``limit`` bytes."""
     Path(request["cwd"]).mkdir(parents=True, exist_ok=True)
     half = request["limit"] // 2
     head, tail, total = b"", b"", 0
@@ -50,7 +50,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         if select.select([reader], [], [], wait)[0]:
             chunk = os.read(reader, 65536)
             if not chunk:
-                # The command closed its output but still runs.
+                # The command has closed its output, but may still run.
                 try:
                     process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ def write(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of the regular file ``path`` as base64."""
+    """Return at most ``size`` bytes of the regular file ``path``, starting at byte ``from``, as base64."""
     path = Path(request["path"])
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "is not a regular file")

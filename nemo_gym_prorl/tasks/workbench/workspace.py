@@ -3,15 +3,15 @@
 """The agent's working folder and tools inside a running sandbox.
 
 A failure caused by the agent's command is an observation. The end of the sandbox is an :class:`InfrastructureError`
-with ``session_lost``. An agent can kill the process that reports to the server, so both look alike: when a call brings
-no reply, the sandbox is probed before the failure is attributed.
+with ``session_lost``. An agent can kill the process that reports to the server, so both failures look alike: after a
+call without a reply, the sandbox is probed before the failure is attributed.
 
 ``bash`` and ``python`` are persistent sessions where the sandbox has them, else one process per call
 (:mod:`.interactive_tools`).
 
-Files are accessed through the provider where the sandbox :class:`.HasFiles`, else through a program inside
-(:class:`ToolboxFiles`). The agent can answer in that program's place, so its replies are untrusted and never blame the
-machine. The provider's upload and download are not used: with a folder shared with the host they would follow the
+Files are accessed through the provider if the sandbox is a :class:`.HasFiles`, else through a program in the sandbox
+(:class:`ToolboxFiles`). The agent can forge replies of the program, so replies are untrusted and never blame the
+machine. The provider's upload and download are not used: in a folder shared with the host, both would follow the
 agent's symlinks on the *host*.
 """
 
@@ -59,28 +59,27 @@ from nemo_gym_prorl.tasks.workbench.observations import (
 
 
 READ_BYTES = 256 << 10
-"""Bytes per read: providers limit a command's output."""
+"""Bytes that one toolbox request reads: providers limit a command's output."""
 
 WRITTEN_BYTES = 48 << 10
-"""Bytes per write: the kernel limits an argument to 128 KiB."""
+"""Bytes that one toolbox request writes: the kernel limits an argument to 128 KiB."""
 
 
 class ToolboxUnavailable(OSError):
-    """The toolbox program was killed, or another process answered in its place."""
+    """The toolbox program was killed, or another process forged the program's reply."""
 
 
 class ToolboxFiles:
     """File access through the toolbox program; a :class:`~nemo_gym_prorl.tasks.sandbox.HasFiles`.
 
     Args:
-        ask: sends a request to the toolbox.
+        ask: sends a request to the toolbox program.
     """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """Return a regular file of at most ``limit`` bytes."""
         content = bytearray()
         while len(content) <= limit:
             request = {"op": "read", "path": path, "from": len(content), "size": READ_BYTES}
@@ -97,7 +96,6 @@ class ToolboxFiles:
         return bytes(content)
 
     async def write_file(self, path: str, data: bytes) -> bool:
-        """Write a file and its parent folders; return whether the file existed."""
         existed = []
         for at in range(0, max(1, len(data)), WRITTEN_BYTES):
             content = base64.b64encode(data[at : at + WRITTEN_BYTES]).decode()
@@ -116,16 +114,15 @@ class ToolboxFiles:
 
 
 PROBE_TIMEOUT_S = 30.0
-"""Seconds for the reply to a liveness probe on a loaded machine."""
+"""Maximum seconds until the reply to a liveness probe, on a loaded machine."""
 
 PROBES = 4
 PROBE_PAUSE_S = 0.3
-"""Probes of a silent sandbox, and the pause between probes: the provider may notice its end late.
-"""
+"""Maximum probes of a silent sandbox, and the pause between probes: a provider may notice the end late."""
 
 MAX_COUNT = 10**15
 MAX_SIGNALS = 128
-"""Larger numbers in replies are rejected: replies are untrusted."""
+"""Bounds of numbers in untrusted replies: byte counts, and the signal that ended a command (negative)."""
 
 MAX_REASON_CHARS = 500
 """Maximum characters of an error message about an extracted file."""
@@ -140,7 +137,7 @@ _UNREADABLE = {
     errno.EISDIR: "is a folder",
     errno.ELOOP: "is a link that leads to itself",
 }
-"""Reasons why a file cannot be extracted; any other error means that it does not exist."""
+"""Reasons why a file cannot be extracted; any other error means that the file does not exist."""
 
 _PROBE_MARK = "prorl-alive"
 
@@ -151,8 +148,8 @@ class ToolLimits:
 
     Attributes:
         timeout_s: default time limit in seconds.
-        max_timeout_s: largest time limit that the model may request, in seconds.
-        silence_s: seconds without output after which a command of a persistent shell is reported as waiting.
+        max_timeout_s: largest time limit that the policy may request, in seconds.
+        silence_s: seconds without output after which a persistent shell's command is reported as waiting for input.
         output_bytes: maximum bytes of an observation.
     """
 
@@ -163,7 +160,7 @@ class ToolLimits:
 
 
 class _FileUnavailable(Exception):
-    """The file cannot be extracted; the message says why."""
+    """The file cannot be extracted; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +168,9 @@ class InstalledPrograms:
     """Programs of an image that tools need.
 
     Attributes:
-        kernel: whether IPython is installed and supports kernels.
+        bash: whether ``bash`` is installed.
+        python: whether ``python3`` is installed.
+        kernel: whether ``python3`` (3.7 or later) has IPython.
     """
 
     bash: bool = True
@@ -187,7 +186,7 @@ _PROBE_IMAGE = (
 
 
 async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
-    """Return the programs of a fresh sandbox's image.
+    """Return the programs that a fresh sandbox's image has installed.
 
     Raises:
         InfrastructureError: the probe failed.
@@ -204,7 +203,8 @@ class Workspace:
 
     Args:
         sandbox: a started sandbox with ``sh``.
-        folder: absolute path of the working folder inside; created on first use.
+        folder: absolute path of the working folder in the sandbox; created on first use.
+        limits: limits of tool calls.
         installed: programs of the image.
         submitted: observation of ``submit``.
     """
@@ -229,10 +229,10 @@ class Workspace:
         self.work_in(folder)
 
     def work_in(self, folder: str, variables: Mapping[str, str] | None = None) -> None:
-        """Set the tools' initial folder, before the first call.
+        """Set the tools' initial working folder, before the first call.
 
         Args:
-            folder: absolute path inside.
+            folder: absolute path in the sandbox.
             variables: environment variables of the shell, overriding the image's.
         """
         limit, sandbox = self._limits.output_bytes, self.sandbox
@@ -247,7 +247,7 @@ class Workspace:
                 self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
     async def write(self, contents: Mapping[str, str | bytes]) -> None:
-        """Write files into the working folder: path (relative to it, or absolute) to content.
+        """Write files by path; relative paths are relative to the working folder.
 
         Raises:
             InfrastructureError: the sandbox failed.
@@ -260,26 +260,21 @@ class Workspace:
             raise InfrastructureError(f"could not set up the workspace: {error}") from error
 
     async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
-        """Run a shell script as ``bash`` runs commands; see :class:`~nemo_gym_prorl.tasks.task.RunsScripts`."""
+        """Run a shell script in the working folder with the tools' variables; see :class:`.task.RunsScripts`."""
         folder = shlex.quote(self.folder)
         exports = (f"export {name}={shlex.quote(value)}" for name, value in self._variables.items())
         begin = f"mkdir -p -- {folder} && cd -- {folder} || exit 126"
         return await self.sandbox.exec("\n".join([begin, *exports, script]), cwd="/", timeout_s=timeout_s)
 
     async def close(self) -> None:
-        """Close shell and kernel; cheaper after their sandbox has ended."""
-        for console in (self._bash, self._python):
-            if console is not None:
-                await console.close()
+        """Close shell and kernel, preferably after the end of the sandbox, which is cheaper."""
+        for tool in (self._bash, self._python):
+            if tool is not None:
+                await tool.close()
         self._bash = self._python = None
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Run one of :data:`.observations.TOOLS` and return the observation.
-
-        Raises:
-            AgentError: the agent exceeded a limit of its sandbox, and the sandbox has ended.
-            InfrastructureError: ``session_lost``: the sandbox has ended.
-        """
+        """Execute a call of one of :data:`.observations.TOOLS`; see :meth:`.task.OpenTools.call`."""
         if self.over:
             return ALREADY_SUBMITTED
         try:
@@ -293,16 +288,13 @@ class Workspace:
         return observation
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """Return the call counts by tool; see :class:`~.observations.ToolCallCounts`."""
         return self._call_stats.as_json()
 
     async def start_sessions(self, offered: Collection[str]) -> None:
-        """Start the shell if the policy may use it; see :class:`.task.StartsSessions`."""
         if self._bash is not None and "bash" in offered:
             await self._bash.start()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the tools' state and its lost parts; see :class:`.task.ResumableTools`."""
         saved: dict[str, Any] = {"tally": self.tool_use(), "over": self.over}
         lost: list[str] = []
         if self._bash is not None:
@@ -348,7 +340,7 @@ class Workspace:
         return self._submitted
 
     async def extract_file(self, path: str, *, limit: int) -> ExtractedFile:
-        """Extract a regular file.
+        """Return a regular file's content, or the reason why the policy's file cannot be read.
 
         Args:
             path: relative to the working folder, or absolute.
@@ -383,7 +375,7 @@ class Workspace:
             raise
 
     async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a file operation, which must not depend on any process in the sandbox."""
+        """Run a file operation within a time limit; raise ``session_lost`` after a timeout or the sandbox's end."""
         try:
             async with asyncio.timeout(ANSWER_MARGIN_S):
                 return await work
@@ -400,7 +392,7 @@ class Workspace:
         return min(asked or self._limits.timeout_s, self._limits.max_timeout_s)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Send a request to the toolbox; ``None`` if the toolbox was killed in a live sandbox."""
+        """Send a request to the toolbox program. Return the reply; ``None`` if a live sandbox sends no valid reply."""
         mark = secrets.token_hex(8)
         text = json.dumps({"mark": mark, "cwd": self.folder} | dict(request))
         encoded = base64.b64encode(text.encode()).decode()
@@ -419,7 +411,7 @@ class Workspace:
         return None
 
     async def _require_sandbox(self, reason: object) -> Sequence[str]:
-        """Check that the sandbox lives, and return the last limit that it has met since the last check, if any."""
+        """Check that the sandbox lives; return the latest limit reached since the previous check, if any."""
         if not await is_alive(self.sandbox):
             message = f"the sandbox has ended: {reason}" if reason else "the sandbox has ended"
             raise InfrastructureError(message[:600], kind=FailureKind.SESSION_LOST)
@@ -432,7 +424,7 @@ class Workspace:
 
 
 def raise_if_machine_error(error: OSError) -> None:
-    """Raise if a file error is the machine's and not the agent's.
+    """Raise if the machine, and not the agent, caused a file error.
 
     Raises:
         InfrastructureError: the machine's disk failed or is full, or no more files can be opened.
@@ -445,8 +437,8 @@ def raise_if_machine_error(error: OSError) -> None:
 async def is_alive(sandbox: Sandbox) -> bool:
     """Return whether the sandbox still runs.
 
-    A sandbox that cannot run ``echo`` may live: its agent may have removed the program or exhausted the process limit.
-    The provider's status then decides.
+    A sandbox that cannot run ``echo`` may live: the agent may have exhausted the process limit, for example. The
+    provider's status then decides.
 
     Raises:
         AgentError: sandboxed code ended the sandbox.
@@ -468,7 +460,7 @@ async def is_alive(sandbox: Sandbox) -> bool:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """Parse a toolbox reply; only texts and numbers within bounds are kept."""
+    """Parse an untrusted toolbox reply; keep texts and bounded integers only. ``None`` if malformed."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):

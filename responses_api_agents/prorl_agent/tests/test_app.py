@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's application: its routes, and configurations that it refuses."""
+"""Tests of the agent server: routes, and refused configurations."""
 
 from typing import Any
 

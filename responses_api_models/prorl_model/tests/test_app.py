@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model server in front of scripted turns; a real engine is in the repository's ``tests/policy``."""
+"""Tests of the model server with scripted turns; tests with real engines are in the repository's ``tests/policy``."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def test_a_turn_begins_with_what_the_turn_before_sampled() -> None:
 
 
 async def _two_turns() -> None:
-    """Of an agent that sends no token ids back, and that the server knows by its cookie."""
+    """Run two turns of an agent that sends no token ids back; a cookie identifies the agent."""
     call = {"name": "bash", "arguments": {"command": "ls"}}
     script = {"turns": [{"content": "I look.", "tool_calls": [call]}, {"content": "Done."}]}
     asked: dict[str, Any] = {

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of untrusted answers with expected ones. Pure.
+"""Comparison of untrusted answers with expected answers. Pure.
 
 Answers are untrusted text or JSON values: no answer may cause an exception or superlinear time.
 """
@@ -18,26 +18,24 @@ PADDED = re.compile(r"[+-]?0[0-9]")
 MAX_NUMBER_DIGITS = 5000
 """Maximum characters of a number; longer tokens are compared as text to bound the time of decimal arithmetic."""
 
-DEFAULT_TOLERANCE = 1e-6
+DEFAULT_TOLERANCE = 1e-6  # absolute and relative, of numbers with a fraction or exponent
 
 LONG_INTEGER = "prorl_long_integer"
 """Key of an object that encodes an integer with more digits than Python reads by default."""
 
 _ANY_CASE = ("yes", "no")
-"""Lines, or tokens of ``float``, compared without case, as contests do."""
+"""Words that contests compare without case: a whole line for ``lines``, a token for ``float``."""
 
 
 def number(token: str) -> Decimal | None:
-    """Return a token's number; ``None`` if the token is not a number."""
+    """Return a token's exact number; ``None`` if the token is no number or too long."""
     if len(token) > MAX_NUMBER_DIGITS or not NUMBER.fullmatch(token):
         return None
     return Decimal(token)
 
 
 def same_token(token: str, expected: str) -> bool:
-    """Compare tokens as text or exact numbers: ``1.50`` equals ``1.5``. Numbers padded with zeros are compared as
-    text.
-    """
+    """Compare tokens as text or exact numbers: ``1.50`` equals ``1.5``, but ``07`` (padded) does not equal ``7``."""
     if token == expected:
         return True
     if PADDED.match(expected) or PADDED.match(token):
@@ -47,7 +45,7 @@ def same_token(token: str, expected: str) -> bool:
 
 
 def same_tokens(tokens: list[str], expected: list[str]) -> bool:
-    """Compare lists of tokens with :func:`same_token`."""
+    """Return whether lists of tokens have equal lengths and equal tokens (:func:`same_token`)."""
     return len(tokens) == len(expected) and all(map(same_token, tokens, expected))
 
 
@@ -56,10 +54,10 @@ def exact(output: str, expected: str) -> bool:
 
 
 def lines(output: str, expected: str, *, strict: bool = False) -> bool:
-    """Compare stripped lines of the stripped texts.
+    """Compare texts line by line, without white space around lines and texts; tokens as in :func:`same_token`.
 
     Unless ``strict``, ``YES`` equals ``yes``, and numbers may differ by :data:`DEFAULT_TOLERANCE` if one has a
-    fraction, as in Gym's grader.
+    fraction or exponent, as in Gym's grader.
     """
     if output == expected:
         return True
@@ -86,8 +84,9 @@ def same_line(line: str, expected: str, strict: bool) -> bool:
 
 
 def near_integer(token: str, expected: str) -> bool:
-    """Return whether a fractional number is within the absolute tolerance of an expected integer; large integers
-    need exact equality.
+    """Return whether a number with a fraction or exponent is within the absolute tolerance of an expected number.
+
+    No relative tolerance applies, so large expected integers need exact equality.
     """
     value, wanted = number(token), number(expected)
     if value is None or wanted is None or not set(token) & set(".eE"):
@@ -96,12 +95,12 @@ def near_integer(token: str, expected: str) -> bool:
 
 
 def tokens(output: str, expected: str) -> bool:
-    """Compare tokens, ignoring white space."""
+    """Compare texts by their tokens (:func:`same_token`), so that line breaks and spaces do not matter."""
     return output == expected or same_tokens(output.split(), expected.split())
 
 
 def close(token: str, expected: str, absolute: float, relative: float) -> bool:
-    """Return whether tokens are equal, or within tolerance of an expected number with a fraction or exponent."""
+    """Return whether tokens are equal, or within a tolerance if the expected number has a fraction or exponent."""
     if same_token(token, expected):
         return True
     value, wanted = number(token), number(expected)
@@ -111,7 +110,7 @@ def close(token: str, expected: str, absolute: float, relative: float) -> bool:
 
 
 def floats(output: str, expected: str, absolute: float, relative: float) -> bool:
-    """Compare tokens, numbers within a tolerance; ``YES`` equals ``yes``."""
+    """Compare texts token by token, numbers with :func:`close`; ``YES`` equals ``yes``."""
     said, wanted = output.split(), expected.split()
     return len(said) == len(wanted) and all(
         close(one, other, absolute, relative) or (other.lower() in _ANY_CASE and one.lower() == other.lower())
@@ -120,7 +119,7 @@ def floats(output: str, expected: str, absolute: float, relative: float) -> bool
 
 
 def same_value(value: Any, expected: Any, absolute: float, relative: float, strict: bool = False) -> bool:
-    """Compare JSON values; expected fractional numbers have a tolerance.
+    """Compare JSON values; floats in the expected value have a tolerance.
 
     A fractional number may differ from an expected integer by ``absolute``, unless ``strict``. ``1.0`` equals ``1``,
     as in the data sets' own graders; ``true`` does not equal ``1``.
@@ -147,14 +146,14 @@ def same_value(value: Any, expected: Any, absolute: float, relative: float, stri
         if isinstance(expected, float):
             return math.isclose(value, expected, rel_tol=relative, abs_tol=absolute)
         if strict or not isinstance(value, float) or value.is_integer():
-            return False  # integers must be equal
+            return False  # only a fractional value has a tolerance, unless strict
         return abs(value - expected) <= absolute
     except OverflowError:  # an integer too large for a float
         return False
 
 
 def outputs_match(output: str, expected: str, checker: dict[str, Any], *, strict: bool = False) -> bool:
-    """Apply the checker ``lines``, ``tokens``, ``exact`` or ``float``; ``strict`` applies to ``lines`` only."""
+    """Compare a program's output by the checker's ``kind``; ``strict`` applies to ``lines`` only."""
     kind = checker["kind"]
     if kind == "lines":
         return lines(output, expected, strict=strict)
@@ -164,7 +163,7 @@ def outputs_match(output: str, expected: str, checker: dict[str, Any], *, strict
 
 
 def values_match(value: Any, expected: Any, checker: dict[str, Any], *, strict: bool = False) -> bool:
-    """Compare a function's result; with ``wrapped``, a one-element expected list equals its element."""
+    """Compare a function's result; with ``wrapped``, an expected list of one element also matches the element."""
     absolute = checker.get("absolute", DEFAULT_TOLERANCE)
     relative = checker.get("relative", DEFAULT_TOLERANCE)
     if strict:

@@ -9,8 +9,8 @@ Three kinds of processes:
 - A *zygote* (:mod:`.zygote`) forks *children* and never receives an expected output.
 - A *child* runs one test and receives the input of that test only.
 
-A second zygote runs the row's checker program, if there is one, with the same restrictions, since the checker reads
-the candidate's output.
+A second zygote runs the row's checker program, if there is one, with the same restrictions, since the checker program
+reads untrusted output.
 
 Output and results of children arrive as text over pipes and are compared here. The grader prints two lines that start
 with the nonce: one before the candidate's source runs, and the report.
@@ -42,7 +42,7 @@ from nemo_gym_prorl.tasks.code.inside.zygote import (
 )
 
 
-CHUNK = 1 << 16  # bytes per read: the capacity of a pipe
+CHUNK = 1 << 16  # bytes per read: the default capacity of a pipe
 ANSWER_BYTES = 8 << 20
 """Maximum bytes of a function's JSON result, to bound memory."""
 
@@ -50,13 +50,13 @@ MAX_INT_DIGITS = 1 << 16
 """Maximum digits of an integer read from a candidate: parsing takes quadratic time."""
 
 EXCERPT_CHARS = 200
-"""Maximum characters of an input, expected output or output in the first failure's detail."""
+"""Maximum characters of the input and of each output in the detail of the first failure."""
 
 RETURNED = '["returned", '
 """Beginning of a child's report of a result."""
 
 MAX_FAILURES_REPORTED = 20
-"""Failed tests listed in the report, to bound its size."""
+"""Maximum failed tests in the report, to bound its size."""
 
 WALL_FACTOR = 3
 WALL_EXTRA_S = 2.0
@@ -65,14 +65,14 @@ sleep.
 """
 
 KILL_TIMEOUT_S = 60.0
-"""Seconds for the end of a killed child on a loaded machine."""
+"""Maximum seconds that a killed child needs to end on a loaded machine."""
 
 CHILD_VERDICTS = frozenset({"crashed", "memory", "no_solution"})
-"""Verdicts accepted from an untrusted child; none earns a reward."""
+"""Verdicts that an untrusted child may report; none earns a reward."""
 
 
 class ChildResult:
-    """Result of a child process."""
+    """Result of one child. ``verdict`` is ``None`` without a failure; ``killed``: SIGKILL, but not by the grader."""
 
     __slots__ = ("cpu_s", "killed", "mib", "output", "report", "spent_s", "status", "verdict", "why")
 
@@ -89,11 +89,11 @@ class ChildResult:
 
 
 class BrokenChecker(Exception):
-    """The row's checker program fails also on the expected output."""
+    """The row's checker program is not valid Python, or fails even on the expected output."""
 
 
 class ChildRunner:
-    """Runner of the tests of one source, in children of a zygote."""
+    """Runner of the tests of one source (a candidate or a checker program) in children of a zygote."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class ChildRunner:
         source: str,
         function: str | None,
         name: str,
-        place: ScratchFolder,
+        scratch: ScratchFolder,
     ) -> None:
         self.channel = zygote.channel
         self.limits = limits
         self.called = function is not None
         self.time_s = limits["time_s"]
-        self.place = place
-        settings = {"source": source, "function": function, "name": name, "folder": place.folder}
+        self.scratch = scratch
+        settings = {"source": source, "function": function, "name": name, "folder": scratch.folder}
         # RLIMIT_CPU counts ticks coarsely, so the limit has a margin; the measured CPU time decides.
         given = file_of(json.dumps({**settings, **limits, "cpu_s": math.ceil(1.25 * self.time_s) + 1}).encode())
         send(self.channel, "load", (given,))
@@ -117,7 +117,7 @@ class ChildRunner:
         self.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def ready(self, patience_s: float) -> dict[str, Any]:
-        """Return the zygote's reply after compiling the source."""
+        """Wait until the source is compiled. Return ``ready`` (Landlock's version) or ``refused`` (a reason)."""
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         if not poll.poll(patience_s * 1000):
@@ -135,7 +135,7 @@ class ChildRunner:
         return dict(answer)
 
     def run(self, given: bytes) -> ChildResult:
-        """Run one child and return its result after its end."""
+        """Run one child with ``given`` on standard input, and return its result."""
         ended = ChildResult()
         stdin = file_of(given)
         report, report_end = os.pipe()
@@ -152,7 +152,7 @@ class ChildRunner:
         finally:
             for descriptor in into:
                 os.close(descriptor)
-        self.place.renew()
+        self.scratch.renew()
         return ended
 
     def _attend(self, ended: ChildResult, into: dict[int, tuple[bytearray, int]]) -> None:
@@ -188,7 +188,7 @@ class ChildRunner:
                     self._end(pid, ended, "output_limit", f"more than {limit} bytes of output")
             if ready:
                 continue
-            # Time spent waiting for a processor does not count.
+            # The time for which the child waited for a processor does not count.
             if pid and not killed and time.monotonic() < (deadline := started + patience_s + waiting_s(pid)):
                 continue
             if not pid or killed:
@@ -215,7 +215,7 @@ class ChildRunner:
             ended.killed = by_signal == signal.SIGKILL
             ended.verdict, ended.why = "crashed", f"ended by signal {by_signal}"
         elif os.WEXITSTATUS(status):
-            kind, why = said(ended.report)
+            kind, why = parse_report(ended.report)
             ended.verdict = kind if kind in CHILD_VERDICTS else "crashed"
             ended.why = str(why)[:WHY_CHARS] or f"exit status {os.WEXITSTATUS(status)}"
 
@@ -224,8 +224,8 @@ def deadline_s(time_s: float) -> float:
     return WALL_FACTOR * time_s + WALL_EXTRA_S
 
 
-def said(report: bytes | bytearray) -> tuple[str, Any]:
-    """Parse a child's untrusted report; empty if malformed."""
+def parse_report(report: bytes | bytearray) -> tuple[str, Any]:
+    """Return kind and value of a child's untrusted report; two empty strings if malformed."""
     try:
         kind, value = json.loads(report.decode("ascii"), parse_int=bounded_int)
     except (ValueError, TypeError, RecursionError):
@@ -234,7 +234,7 @@ def said(report: bytes | bytearray) -> tuple[str, Any]:
 
 
 def bounded_int(digits: str) -> int:
-    """Parse an integer of bounded length, since parsing takes quadratic time."""
+    """Parse an integer of at most :data:`MAX_INT_DIGITS` digits; raises :class:`ValueError` for more."""
     if len(digits) > MAX_INT_DIGITS:
         raise ValueError("too many digits")
     return int(digits)
@@ -252,7 +252,7 @@ class ScratchFolder:
         os.mkdir(self._spent, 0)
 
     def renew(self) -> None:
-        """Move leftover files into a folder that children cannot access."""
+        """Move the files of the last test into a folder that children cannot access."""
         left = os.listdir(os.fsencode(self.folder))
         if not left:
             return
@@ -264,7 +264,7 @@ class ScratchFolder:
 
 
 class Checker:
-    """Comparison of answers with expected ones, by a built-in checker or the row's program."""
+    """Comparison of answers with expected answers, by a built-in checker or the row's checker program."""
 
     def __init__(self, job: dict[str, Any], zygote: Zygote) -> None:
         self._checker = job["checker"]
@@ -280,9 +280,9 @@ class Checker:
                 raise BrokenChecker(f"the checker is not valid Python: {answer['refused']}")
 
     def judge(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> tuple[bool, str]:
-        """Return whether an answer is correct, and the reason if not."""
+        """Return whether a child's answer is correct, and the reason if not; may raise :class:`BrokenChecker`."""
         if called:
-            kind, value = said(ended.report)
+            kind, value = parse_report(ended.report)
             if kind != "returned":
                 return False, str(value)[:WHY_CHARS] or "nothing that can be read was returned"
             if self._program is not None:
@@ -296,12 +296,12 @@ class Checker:
             return self._ask(test, output)
         return checkers.outputs_match(output, test["expected"], self._checker), ""
 
-    def strictly(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> bool:
-        """Return whether a correct answer is correct without the tolerance of ``lines``."""
+    def accepts_strictly(self, ended: ChildResult, test: dict[str, Any], *, called: bool) -> bool:
+        """Return whether an accepted answer is also correct without the tolerance of the checker ``lines``."""
         if self._checker["kind"] != "lines":
             return True
         if called:
-            return checkers.values_match(said(ended.report)[1], test["expected"], self._checker, strict=True)
+            return checkers.values_match(parse_report(ended.report)[1], test["expected"], self._checker, strict=True)
         output = ended.output.decode("utf-8", "surrogateescape")
         return checkers.outputs_match(output, test["expected"], self._checker, strict=True)
 
@@ -319,7 +319,7 @@ class Checker:
         ended = self._program.run(json.dumps([test["input"], answer, test["expected"]]).encode())
         if ended.killed:
             raise RuntimeError("the checker was killed")
-        kind, value = said(ended.report)
+        kind, value = parse_report(ended.report)
         if ended.verdict is not None or kind != "returned":
             return None, f"the checker did not judge it: {ended.why or value}"[:WHY_CHARS]
         why = ""
@@ -329,7 +329,7 @@ class Checker:
 
 
 class CandidateReport:
-    """Results of all tests."""
+    """Results of all tests of a candidate, and the verdict on the candidate."""
 
     def __init__(self, total: int) -> None:
         self.fields: dict[str, Any] = {
@@ -340,8 +340,8 @@ class CandidateReport:
         self.detail = ""
         self.killed = False
 
-    def add(self, index: int, verdict: str, why: str, ended: ChildResult | None = None, told: str = "") -> None:
-        """Add a test's result; the first failure is the candidate's verdict, with what is ``told`` of its test."""
+    def add(self, index: int, verdict: str, why: str, ended: ChildResult | None = None, values: str = "") -> None:
+        """Add a test's result. The first failure becomes the candidate's verdict; ``values`` extend its detail."""
         fields = self.fields
         if ended is not None:
             fields["run"] += 1
@@ -353,8 +353,8 @@ class CandidateReport:
             fields["passed"] += 1
             return
         if self.verdict == "passed":
-            told = "; ".join(filter(None, (why, told)))
-            self.verdict, self.detail = verdict, f"test {index + 1} of {fields['total']} failed: {told}"
+            detail = "; ".join(filter(None, (why, values)))
+            self.verdict, self.detail = verdict, f"test {index + 1} of {fields['total']} failed: {detail}"
         if len(fields["failures"]) < MAX_FAILURES_REPORTED:
             fields["failures"].append({"test": index, "verdict": verdict, "why": why})
 
@@ -367,20 +367,20 @@ def excerpt(value: Any) -> str:
     return repr(text) if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]!r} ({len(text)} characters)"
 
 
-def told_of(test: dict[str, Any], ended: ChildResult, verdict: str, *, called: bool) -> str:
+def details(test: dict[str, Any], ended: ChildResult, verdict: str, *, called: bool) -> str:
     """Return a failed test's input and, for a wrong answer, the expected and the actual output."""
-    told = f"input {excerpt(test['input'])}"
+    given = f"input {excerpt(test['input'])}"
     if verdict != "wrong_answer":
-        return told
+        return given
     # The report of a call is not parsed here, since it may be nested too deeply.
     actual = (ended.report[len(RETURNED) : -1] if called else ended.output).decode("utf-8", "replace")
-    return f"{told}, expected {excerpt(test['expected'])}, got {excerpt(actual)}"
+    return f"{given}, expected {excerpt(test['expected'])}, got {excerpt(actual)}"
 
 
-def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: ScratchFolder) -> CandidateReport:
+def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, scratch: ScratchFolder) -> CandidateReport:
     tests, report = job["tests"], CandidateReport(len(job["tests"]))
     spent_s = 0.0
-    runner = ChildRunner(candidate, job["limits"], job["source"], job["function"], "solution.py", place)
+    runner = ChildRunner(candidate, job["limits"], job["source"], job["function"], "solution.py", scratch)
     answer = runner.ready(deadline_s(runner.time_s))
     if "refused" in answer:
         report.verdict, report.detail = "syntax_error", answer["refused"]
@@ -398,9 +398,9 @@ def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Scr
         if verdict is None:
             right, why = checker.judge(ended, test, called=runner.called)
             verdict = "passed" if right else "wrong_answer"
-            report.fields["strict"] += right and checker.strictly(ended, test, called=runner.called)
+            report.fields["strict"] += right and checker.accepts_strictly(ended, test, called=runner.called)
         first = verdict != "passed" and report.verdict == "passed"
-        report.add(index, verdict, why, ended, told_of(test, ended, verdict, called=runner.called) if first else "")
+        report.add(index, verdict, why, ended, details(test, ended, verdict, called=runner.called) if first else "")
         if verdict in ("no_solution",) or (verdict != "passed" and job["stop_at_failure"]):
             break
     return report
@@ -422,12 +422,12 @@ def main() -> None:
     zygotes = Zygote(), Zygote()
     allow_long_integers(MAX_INT_DIGITS)
     job = json.loads(sys.stdin.buffer.read(), object_hook=long_integer)
-    sys.meta_path.clear()  # never import from a modified standard library
-    place = ScratchFolder()
-    # From here on the candidate may be the cause of a missing verdict.
+    sys.meta_path.clear()  # a later import could load a file that a candidate has modified
+    scratch = ScratchFolder()
+    # After this message the candidate may be the cause of a missing verdict.
     tell(job["nonce"], "begun")
     try:
-        report = examine(job, zygotes[0], Checker(job, zygotes[1]), place)
+        report = examine(job, zygotes[0], Checker(job, zygotes[1]), scratch)
     except BrokenChecker as error:
         tell(job["nonce"], {"row": str(error)})
         return

@@ -9,7 +9,8 @@ or leave data for the next test. Three irreversible restrictions prevent this:
 - A seccomp filter, passed with the job (``tasks/code/grading.py``): no new processes, no signals.
 - Landlock: writes are limited to one folder. Without Landlock (before Linux 5.13) other files stay writable.
 
-The zygote applies all of them once for all tests, except for the filter that forbids children to fork.
+The zygote applies all three once for all tests. Children add the filter that forbids to fork.
+Functions that install a restriction raise :class:`OSError` if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
 SECCOMP_MODE_FILTER = 2
 MAX_FILES = 4096
-"""Upper bound of this program's file descriptors."""
+"""Number above all file descriptors that this program opens."""
 
-# System calls and access rights of Landlock.
+# Landlock: system call numbers, and bits of access rights (linux/landlock.h).
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 WRITE_FILE, TRUNCATE, REFER = 1 << 1, 1 << 14, 1 << 13
 MAKE_AND_REMOVE = 0b1_1111_1111 << 4
@@ -43,21 +44,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def hide() -> None:
-    """Make this process and its descendants uninspectable for unprivileged processes of the same user.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Make this process and its forks uninspectable (not dumpable) for unprivileged processes of the same user."""
     if LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities irreversibly: a sandbox may run as root of its own user namespace.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Drop all capabilities irreversibly, since a sandbox may run as root of its own user namespace."""
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for capability in range(64):
@@ -69,12 +62,12 @@ def drop_privileges() -> None:
 
 
 def end_with_parent() -> None:
-    """Request SIGKILL when the parent process ends."""
+    """Ask the kernel to kill this process when its parent ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def limit(what: int, value: int, *, for_good: bool = True) -> None:
-    """Lower a resource limit of this process and its descendants; with ``for_good`` the hard limit too."""
+    """Set the soft limit of an ``RLIMIT_*`` resource, at most the hard limit; with ``for_good`` the hard limit too."""
     hard = resource.getrlimit(what)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -82,7 +75,7 @@ def limit(what: int, value: int, *, for_good: bool = True) -> None:
 
 
 def limit_thread_stacks(size: int) -> None:
-    """Set the stack size of threads, independent of the main thread's limit."""
+    """Set the stack bytes of new threads, independent of the main thread's; no-op without support in the C library."""
     attributes = (ctypes.c_char * 256)()
     if hasattr(LIBC, "pthread_setattr_default_np") and LIBC.pthread_attr_init(attributes) == 0:
         LIBC.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size))
@@ -90,17 +83,13 @@ def limit_thread_stacks(size: int) -> None:
 
 
 class FilterProgram(ctypes.Structure):
-    """The kernel's ``sock_fprog``."""
+    """The kernel's ``struct sock_fprog``: a BPF program and the number of its instructions."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def filter_calls(program: bytes) -> None:
-    """Install a seccomp filter.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Install a seccomp filter, given as BPF instructions of 8 bytes each."""
     given = FilterProgram(len(program) // 8, program)
     if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "seccomp")
@@ -112,11 +101,7 @@ def landlock_version() -> int:
 
 
 def write_only_in(folder: str, version: int) -> None:
-    """Restrict writing, creating and removing files to ``folder`` and a few devices.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Restrict writing, creating and removing files to ``folder`` and :data:`DEVICES`, by Landlock ``version``."""
     rights = WRITE_FILE | MAKE_AND_REMOVE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
     handled = ctypes.c_uint64(rights)
     ruleset = LIBC.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(8), 0)
@@ -124,12 +109,12 @@ def write_only_in(folder: str, version: int) -> None:
         raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
     for path, allowed in ((folder, rights), *((device, rights & (WRITE_FILE | TRUNCATE)) for device in DEVICES)):
         try:
-            place = os.open(path, os.O_PATH)
+            parent = os.open(path, os.O_PATH)
         except FileNotFoundError:
             continue
-        rule = struct.pack("=Qi", allowed, place)
+        rule = struct.pack("=Qi", allowed, parent)
         failed = LIBC.syscall(ADD_RULE, ruleset, 1, rule, 0) != 0
-        os.close(place)
+        os.close(parent)
         if failed:
             raise OSError(ctypes.get_errno(), "landlock_add_rule")
     if LIBC.syscall(RESTRICT_SELF, ruleset, 0) != 0:

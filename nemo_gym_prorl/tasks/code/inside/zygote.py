@@ -3,7 +3,7 @@
 """Zygote: a warm interpreter that forks one child per test.
 
 The *zygote* is forked from the grader before the grader reads its job. The zygote receives the source and the limits.
-Inputs arrive as open files, which the zygote passes to its child unread. The zygote never runs candidate code: it
+Inputs arrive as descriptors, which the zygote passes to its child unread. The zygote never runs candidate code: it
 imports the standard library modules that the source mentions, compiles the source and waits.
 
 Each *child* runs the source from its first line under :mod:`.process_hardening`, with its own input and output as its
@@ -31,9 +31,9 @@ from typing import Any, NoReturn
 from nemo_gym_prorl.tasks.code.inside import process_hardening
 
 
-MESSAGE_BYTES = 1 << 16  # messages only carry exit statuses, names and short errors
-STACK_BYTES = 256 << 20  # of the main thread, for deep recursion
-THREAD_STACK_BYTES = 8 << 20  # the usual default; larger stacks would exhaust the address space
+MESSAGE_BYTES = 1 << 16  # of one message, which only carries exit statuses, names and short errors
+STACK_BYTES = 256 << 20  # of a child's main thread, enough for RECURSION_LIMIT
+THREAD_STACK_BYTES = 8 << 20  # Linux' usual default; larger stacks would exhaust the address space
 RECURSION_LIMIT = 50_000
 """Recursion limit of Gym's grader: its data sets rely on this value."""
 
@@ -46,7 +46,7 @@ MAX_OPEN_FILES = 256
 REPORT = 3
 """Descriptor of a child's report."""
 
-WHY_CHARS = 300
+WHY_CHARS = 300  # characters of the reason of a failure, so that a message stays below MESSAGE_BYTES
 
 ADD_SEALS = 1033
 """``F_ADD_SEALS``, missing in Python 3.8. All four seals make a file immutable."""
@@ -79,7 +79,7 @@ def send(channel: socket.socket, message: Any, descriptors: tuple[int, ...] = ()
 
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
-    """Receive a message with file descriptors.
+    """Receive the next message and its file descriptors.
 
     Raises:
         ChannelClosed: the peer has closed the channel.
@@ -103,7 +103,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def file_of(data: bytes) -> int:
-    """Return a sealed, read-only file in memory."""
+    """Return a read-only descriptor of a sealed in-memory file that contains ``data``."""
     writable = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     write_all(writable, data)
     fcntl.fcntl(writable, ADD_SEALS, 0b1111)
@@ -112,11 +112,8 @@ def file_of(data: bytes) -> int:
     return readable
 
 
-# --- the zygote ---
-
-
-def mentioned(tree: ast.AST) -> list[str]:
-    """Return the imported modules that are safe to import in the zygote."""
+def warm_imports(tree: ast.AST) -> list[str]:
+    """Return the modules of :data:`WARM` that a source imports."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -145,7 +142,7 @@ def uses_unknown_names(tree: ast.AST) -> bool:
 
 
 def prelude() -> dict[str, Any]:
-    """Return the names available without an import."""
+    """Return values of the names that a source may use without an import; see :data:`PRELUDE_MODULES`."""
     prelude_names: dict[str, Any] = {}
     for name in PRELUDE_MODULES:
         exec(f"from {name} import *", prelude_names)
@@ -155,18 +152,18 @@ def prelude() -> dict[str, Any]:
 
 
 def compile_source(job: dict[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Compile the source and return the code with its prelude names.
+    """Compile the source and import its modules. Return the code, and the prelude if the source uses unknown names.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: the source is not valid Python.
     """
     tree = ast.parse(job["source"], job["name"])
     prelude_names = prelude() if uses_unknown_names(tree) else {}
-    for name in mentioned(tree):
+    for name in warm_imports(tree):
         try:
             __import__(name)
         except ImportError:
-            continue  # the source raises the error itself
+            continue  # the source's import statement raises the error in the child
     code = compile(tree, job["name"], "exec", dont_inherit=True)
     return code, prelude_names
 
@@ -194,10 +191,10 @@ def zygote_main(channel: socket.socket) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         process_hardening.limit(what, value)
-    # The soft limit only, since many programs raise it; memory is limited separately.
+    # The soft limit only, since many programs raise their stack limit; memory is limited separately.
     process_hardening.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
     process_hardening.limit_thread_stacks(THREAD_STACK_BYTES)
-    send(channel, {"limited": True})  # a zygote that ends earlier is the machine's failure, later the source's
+    send(channel, {"limited": True})  # an earlier end of the zygote is the machine's failure, a later one the source's
     try:
         code, prelude_names = compile_source(job)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -236,14 +233,14 @@ def waiting_s(pid: int) -> float:
 
 
 class Zygote:
-    """The grader's handle of a zygote."""
+    """Handle of a zygote in the grader; the constructor forks the zygote."""
 
     def __init__(self) -> None:
         self.channel, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             try:
                 os.setsid()
-                # Above all descriptors of children.
+                # A high number, since the zygote replaces or closes all lower descriptors.
                 channel = socket.socket(fileno=os.dup2(channel.detach(), MAX_OPEN_FILES - 1))
                 null = os.open(os.devnull, os.O_RDWR)
                 for standard in range(3):
@@ -256,9 +253,6 @@ class Zygote:
         channel.close()
 
 
-# --- a child ---
-
-
 def run_child(
     channel: socket.socket,
     job: dict[str, Any],
@@ -267,7 +261,7 @@ def run_child(
     alone: bytes,
     descriptors: list[int],
 ) -> NoReturn:
-    """Run one test and exit; never returns into the zygote's code."""
+    """Run one test in a child and exit; never returns into the zygote's code."""
     status = 1
     try:
         os.setsid()
@@ -313,13 +307,13 @@ def main_module(name: str, file: str, prelude_names: dict[str, Any]) -> types.Mo
 
 
 def allow_long_integers(digits: int) -> None:
-    """Raise Python's limit on the digits of integers, in versions that have one."""
+    """Raise this process' limit on the digits of integers; no-op in Python versions without a limit."""
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(digits)
 
 
 def open_standard_files() -> None:
-    """Reopen standard streams over the file types that tests use."""
+    """Reopen the standard streams on a file (input) and a pipe (output), which children replace by their own."""
     descriptors = (file_of(b""), os.pipe()[1])
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
@@ -353,10 +347,10 @@ def run_program(job: dict[str, Any], code: types.CodeType, prelude_names: dict[s
 def finish() -> None:
     """Run the parts of interpreter shutdown that affect output.
 
-    Objects of the program's module are destroyed with the module, so that a ``__del__`` still finds its names.
+    Objects of the program's module are destroyed with the module, so that a ``__del__`` can use the module's names.
     """
     if "threading" in sys.modules:
-        sys.modules["threading"]._shutdown()  # waits for threads
+        sys.modules["threading"]._shutdown()  # waits for threads, as the interpreter does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stdout = sys.__stdout__
@@ -367,7 +361,7 @@ def finish() -> None:
 
 
 def call_function(job: dict[str, Any], code: types.CodeType, prelude_names: dict[str, Any]) -> int:
-    """Call the function with the input's values and return the exit status."""
+    """Call the function under test with the JSON list on standard input, and return the exit status."""
     module = main_module("solution", job["name"], prelude_names)
     with open(0, encoding="utf-8", closefd=False) as file:
         arguments = json.loads(file.read())
@@ -391,7 +385,7 @@ def call_function(job: dict[str, Any], code: types.CodeType, prelude_names: dict
 
 
 def find_function(module: types.ModuleType, name: str) -> Any:
-    """Return the module's function, or the method of its class ``Solution``."""
+    """Return the module's function, or the method of an instance of its class ``Solution``; ``None`` without one."""
     found = module.__dict__.get(name)
     if found is None and isinstance(solution := module.__dict__.get("Solution"), type):
         found = getattr(solution(), name, None)
