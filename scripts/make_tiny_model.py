@@ -4,8 +4,8 @@
 
 The model is a Qwen3-shaped decoder with under a million parameters. Its byte-level BPE is trained on Python's standard
 library, so that token boundaries are as irregular as in a code model's vocabulary. The vocabulary contains the special
-tokens of several chat template families. Weights are random, or trained on lessons to write mostly well-formed tool
-calls.
+tokens of several chat template families. Weights are random, or trained on example turns (``--lessons``), so that the
+model mostly writes well-formed tool calls.
 
 Runs in the environment of ``setup_vllm.sh`` (torch, transformers, tokenizers):
 
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = """{%- if tools %}
 """ChatML with tools in the system message and calls in Hermes' format."""
 BATCH = 16
 WINDOW = 160
-"""Prompt tokens of a lesson that are used, from its end; bounds the training time."""
+"""Maximum prompt tokens of a lesson, counted from the prompt's end; bounds the training time."""
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
@@ -56,11 +56,11 @@ SPECIAL = [
     *("<|assistant|>", "<|tool|>", "<start_of_turn>", "<end_of_turn>"),
 ]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-"""Added tokens that a decoder does not skip as special."""
+"""Added tokens that are not special, so decoders do not skip them."""
 
 
 def train_tokenizer() -> Tokenizer:
-    """Train a byte-level BPE on the standard library's sources."""
+    """Train a byte-level BPE on sources of Python's standard library."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,7 +77,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
-    """Train on the expected outputs of lessons and return the mean of the last losses."""
+    """Train the model on the expected outputs of lessons; return the mean loss of the last 50 steps."""
     examples = []
     for line in lessons.read_text().splitlines():
         prompt, reply = (tokenizer.encode(part, add_special_tokens=False).ids for part in json.loads(line))
