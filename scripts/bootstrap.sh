@@ -1,8 +1,7 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-# Create the Python environment .venv at the root of the repository: find Python, find or install uv, install this
-# package.
+# Create the Python environment .venv at the root of the repository, with Python, uv and this package.
 #
 #   scripts/bootstrap.sh          packages for running
 #   scripts/bootstrap.sh dev      and packages for tests, linter and type checker

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles: agent programs with all dependencies, in the cache folder, for sandboxes without a network.
 
-npm or uv installs a bundle once, on a machine that reaches the registry. Node and Python are part of a bundle.
-Invariants:
+npm or uv installs a bundle once, on a machine that reaches the registry. Node and Python are included. Invariants:
 
 - Program, version, C library, processor and a digest of the packages name a bundle, so a bundle never changes.
 - No code of a package runs during the build: npm skips install scripts, and uv installs wheels only.
@@ -56,7 +55,6 @@ def find_bundles(harness: Harness, name: str = "", libc: Libc | None = None) -> 
     """Return the folders of a harness's bundles by C library; empty if the image contains the program.
 
     Args:
-        harness: the harness.
         name: the harness's name or file, for the build command in the error.
         libc: C library of the image; ``None`` for any.
 
@@ -141,8 +139,7 @@ def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | N
     options: list[str | Path] = ["--quiet", "--python", prefix / "bin" / "python3", "--only-binary=:all:"]
     compile_lock = ["compile", *options, f"--exclude-newer={packages.before}", "--generate-hashes", "--output-file"]
     run_step([*pip, *compile_lock, lock, lock.with_suffix(".in")], "uv can't resolve the packages")
-    # Compiled now, since sandboxes can't write into the bundle. Copied, since chmod would also change linked files in
-    # uv's cache.
+    # Sandboxes can't write compiled modules to the bundle. Hard links to uv's cache would share ``_protect``'s modes.
     install = ["install", *options, "--break-system-packages", "--compile-bytecode", "--link-mode=copy", "-r", lock]
     run_step([*pip, *install], "uv can't install the packages")
 

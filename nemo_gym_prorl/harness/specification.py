@@ -153,8 +153,7 @@ class Harness(_Table):
             prompt: task of the row.
             origin: the policy's base URL inside the sandbox, without ``/v1``.
             model: name of the model.
-            home: HOME of the program, a writable folder of the sandbox; not below ``/tmp``, where Codex refuses to
-                create its helper programs.
+            home: HOME of the program, writable in the sandbox; not below ``/tmp``, where Codex creates no helpers.
             context: context window of the model, in tokens.
             libc: C library of the sandbox's image.
 

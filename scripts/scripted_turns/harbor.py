@@ -38,7 +38,6 @@ def example_row(name: str, variant: str = "oracle") -> dict[str, Any]:
 
 
 def _oracle(folder: Path) -> list[Turn]:
-    """Run the commands of the reference solutions, one step after the other."""
     solutions = [folder / "steps/sort/solution", folder / "steps/merge/solution", folder / "solution"]
     turns = []
     for path in [one / "solve.sh" for one in solutions if one.is_dir()]:

@@ -206,7 +206,6 @@ def pull(puller: Puller, images: Sequence[RegistryImage], jobs: int, console: Co
 def _run(
     jobs: Sequence[ImageJob], store: ImageStore, parallel: int, max_gb: float | None, console: Console
 ) -> list[ImageOutcome]:
-    """Run jobs with a progress bar and return the outcomes."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found: list[ImageOutcome] = []
     if not jobs:
@@ -384,10 +383,7 @@ def show(store: ImageStore, console: Console) -> None:
 def collect(
     store: ImageStore, max_gb: float | None, older_than: float | None, dry_run: bool, console: Console
 ) -> None:
-    """Remove images and unpacked copies that are not in use, except this version's images of :data:`BUILTIN_IMAGES`.
-
-    ``max_gb`` is in GiB, ``older_than`` in days; ``None`` for no limit.
-    """
+    """Remove unused images and unpacked copies by size (GiB) and age (days); keep this version's built-in images."""
     current = map(image_path, BUILTIN_IMAGES)
     removed, leftovers = store.collect(
         [path.parent.name for path in current if path],

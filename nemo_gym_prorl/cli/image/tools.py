@@ -144,7 +144,6 @@ def make_tools(
     """Make or complete a tools folder.
 
     Args:
-        target: the folder.
         sets: requirement sets that the folder must serve.
         pythons: versions that uv installs, or folders of relocatable installations that are copied. Versions that
             ``sets`` name are added; sets without a version use the first Python.
@@ -220,11 +219,7 @@ def _required_elsewhere(wheels: Path) -> set[str]:
 
 
 def _check(one: RequirementSet, target: Path) -> None:
-    """Install a requirement set from the folder alone, as a verifier does.
-
-    Raises:
-        InfrastructureError: the folder lacks a package or the Python.
-    """
+    """Install a requirement set from the folder alone, as a verifier does; raises InfrastructureError otherwise."""
     with tempfile.TemporaryDirectory() as scratch:
         environ = verifier_environment(str(target.resolve()), scratch) | {"HOME": scratch, "PATH": os.defpath}
         python = ["--python", one.python] if one.python else []

@@ -63,11 +63,7 @@ class BadRequest(Exception):
 
 
 class ScriptedPolicy:
-    """Stateless request handlers: request body in, :data:`Answer` out.
-
-    Raises:
-        BadRequest, ScriptError: the request is invalid.
-    """
+    """Stateless handlers from request body to :data:`Answer`; invalid requests raise BadRequest or ScriptError."""
 
     def __init__(self, config: ScriptedConfig) -> None:
         self.config = config

@@ -246,11 +246,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 def script_of[Problem](
     variants: Mapping[str, Callable[[Problem], list[Turn]]], problem: Problem, variant: str
 ) -> dict[str, list[Turn]]:
-    """Return the script of one variant for a problem.
-
-    Raises:
-        CallerError: the variant is unknown.
-    """
+    """Return the script of one variant for a problem; raises CallerError if the variant is unknown."""
     if variant not in variants:
         raise CallerError(f"no script {variant!r}; scripts: {', '.join(variants)}", field="variant")
     return {"turns": variants[variant](problem)}

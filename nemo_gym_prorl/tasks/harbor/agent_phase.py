@@ -103,7 +103,6 @@ class AgentPhase:
     """Steps of a task in the agent's sandbox of one session.
 
     Args:
-        task: the task.
         sandbox: a fresh sandbox of the task's image.
         snapshot_name: prefix of the names of snapshots.
 

@@ -221,11 +221,8 @@ class Grader:
     async def _verified(
         self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
     ) -> _Verified:
-        """Verify the steps, again if a verdict is missing. The agent is charged for a result without a verdict.
-
-        Raises:
-            TaskError: there is no verdict, and no solution to compare with.
-        """
+        """Verify the steps, again if a verdict is missing. Raises TaskError without a verdict and without a solution;
+        with a solution, the agent is charged for a missing verdict."""
         verified = await self._verify_steps(task, work, strict, open_sandbox)
         if not verified.no_verdict:
             return verified
@@ -265,10 +262,7 @@ class Grader:
         return _Verified([*rewards, *([{}] * missing)], outcomes, "; ".join(notes))
 
     async def _control(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> _Control:
-        """Return the result of the control run, which all rollouts of the task share.
-
-        The control run continues if a rollout that waits for the result is cancelled.
-        """
+        """Return the result of the task's control run, which continues if a waiting rollout is cancelled."""
         harbor = task.row.harbor
         key = (task.row.image, harbor.digest, str(self._settings.tools))
         began, playing = self._controls.get(key, (0.0, None))

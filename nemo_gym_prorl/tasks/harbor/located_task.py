@@ -51,7 +51,6 @@ class LocatedTask:
         """Return the task of a row; the folder is not read.
 
         Args:
-            row: the row.
             root: base folder of a relative ``harbor.folder``.
             variables: environment variables of the server that ``env`` tables may use.
 
@@ -119,11 +118,8 @@ class LocatedTask:
         )
 
     def _verifier_network(self, step: Step) -> Network | None:
-        """Return the network of the tests; ``None`` for the server's default.
-
-        The first that is set counts: the verifier's, that of its environment, the row's. The row's does not count if
-        the task sets a network for the agent's phase.
-        """
+        """Return the network of the tests: the verifier's, its environment's, else the row's; ``None``: the server's.
+        The row's network does not count if it is one that the task sets for the agent's phase only."""
         agents = [self.config.agent, *([step.agent] if step else [])]
         agent_differs = any(table.network_mode is not None for table in agents)
         own = self.separate_environment(step) if self.config.is_separate(step) else self.config.environment

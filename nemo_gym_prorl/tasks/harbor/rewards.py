@@ -151,11 +151,7 @@ def _read_rewards(folder: Path, name: str, key: str) -> dict[str, float]:
 
 
 def _passed(name: str, content: bytes) -> int | None:
-    """Return the number of passed tests in a JUnit XML or JSON report.
-
-    Raises:
-        Unreadable: the report has another format.
-    """
+    """Return the number of passed tests in a JUnit XML or JSON report; raises Unreadable for another format."""
     text = content.decode("utf-8", "replace")
     if suites := _SUITE.findall(text):
         counts = [{count: int(value) for count, value in _COUNT.findall(suite)} for suite in suites]

@@ -230,11 +230,9 @@ def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
 
 
 def _extract(packed: bytes, target: Path) -> None:
-    """Write the files and folders of an archive. ``tarfile`` is not used, since it follows the archive's links, and
-    limits neither headers nor sparse files.
+    """Write the files and folders of an archive; raises an error if the archive is unsafe or broken.
 
-    Raises:
-        OSError, ValueError, EOFError, tarfile.TarError, zlib.error: the archive is unsafe or broken.
+    ``tarfile`` is not used, since it follows the archive's links, and limits neither headers nor sparse files.
     """
     source, left = io.BytesIO(packed), MAX_TASK_BYTES
     stream = gzip.GzipFile(fileobj=source) if packed.startswith(_GZIP) else source

@@ -168,7 +168,6 @@ class EnvironmentConfig(NetworkOverride):
     @model_validator(mode="before")
     @classmethod
     def _upgrade(cls, value: Any) -> Any:
-        """Rename the keys of older schema versions."""
         if not isinstance(value, Mapping):
             return value
         table = dict(value)
@@ -203,8 +202,7 @@ class EnvironmentConfig(NetworkOverride):
 class VerifierConfig(NetworkOverride):
     """Table ``[verifier]``. Without ``environment_mode``, a verifier with an ``environment`` is separate.
 
-    A step's verifier without ``environment_mode`` and ``environment`` inherits the mode of the task's verifier, see
-    :meth:`TaskConfig.is_separate`.
+    A step's verifier without ``environment_mode`` and ``environment`` inherits the mode of the task's verifier.
     """
 
     timeout_sec: Seconds = 600.0
@@ -332,8 +330,7 @@ def parse_task_config(text: str) -> TaskConfig:
     """Return the configuration of a ``task.toml``.
 
     Raises:
-        CallerError: the text is not TOML, or a value is wrong or unsupported; names the key, for example
-            ``environment.gpus``.
+        CallerError: the text is no TOML, or a value is wrong or unsupported; names the key, as ``environment.gpus``.
     """
     if len(text) > MAX_CHARACTERS:
         raise CallerError(f"has more than {MAX_CHARACTERS >> 10} KiB", field="task.toml")

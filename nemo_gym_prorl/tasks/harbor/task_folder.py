@@ -367,10 +367,7 @@ class _Images:
 
 def _verifier_images(config: TaskConfig, images: _Images, image: str) -> dict[str, VerifierImage]:
     """Return the images of separate verifiers: of the step's verifier, else the task's verifier, else ``image``.
-
-    Raises:
-        CallerError: a step has neither a test script nor a verifier's image, or needs an unsupported feature.
-    """
+    Raises CallerError if a step has no test script and no verifier's image, or needs an unsupported feature."""
     folder, found = images.folder, {}
     steps: tuple[StepConfig | None, ...] = config.steps or (None,)
     for step in steps:

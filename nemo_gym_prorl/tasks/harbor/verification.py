@@ -121,7 +121,6 @@ async def verify(
     """Run the tests on the state of a step.
 
     Args:
-        task: the task.
         step: the step; ``None`` for a task without steps.
         state: name of the snapshot after the step.
         mode: agent's files in the sandbox; ``SEPARATE`` if and only if the step has a separate verifier.
@@ -188,11 +187,7 @@ async def collected(
 
 @contextlib.asynccontextmanager
 async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) -> AsyncIterator[HasContainer]:
-    """Start a sandbox from the snapshot ``state``.
-
-    Raises:
-        SetupFailed: all attempts failed in a way that the agent's files may cause.
-    """
+    """Start a sandbox from the snapshot ``state``; SetupFailed if the agent's files may be why all attempts failed."""
     async with contextlib.AsyncExitStack() as stack:
         for tries_left in reversed(range(TRIES)):
             try:

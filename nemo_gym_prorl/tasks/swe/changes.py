@@ -227,8 +227,7 @@ def pytest_settings(path: str, content: bytes | None) -> Any:
     text = (content or b"").decode()
     if path.endswith(".toml"):
         return tomllib.loads(text).get("tool", {}).get("pytest")
-    # iniconfig 1 splits lines like a text file, iniconfig 2 with str.splitlines: refuse line ends on which they
-    # disagree.
+    # iniconfig 1 splits lines like a text file, iniconfig 2 with str.splitlines: refuse ambiguous line ends.
     if _ODD_LINES.search(text):
         raise ValueError("ambiguous line ends")
     sections = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
@@ -344,9 +343,7 @@ def unquote(path: str) -> str:
 
 
 def read_contents(stream: bytes) -> dict[str, bytes]:
-    """Parse the output of ``git cat-file --batch`` into contents by blob id; contents that do not match their id are
-    skipped.
-    """
+    """Parse the output of ``git cat-file --batch`` into contents by blob id; contents with another id are skipped."""
     contents: dict[str, bytes] = {}
     at = 0
     while (end := stream.find(b"\n", at)) != -1:

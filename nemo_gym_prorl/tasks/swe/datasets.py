@@ -337,7 +337,6 @@ def _belongs_to_fix(part: Mapping[str, Any]) -> bool:
 
 
 def _diff_lines(part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the patch lines of one file of an R2E-Gym commit."""
     path = part["header"]["file"]["path"]
     yield f"diff --git a/{path} b/{path}"
     if misc := part["header"].get("misc_line"):  # such as "new file mode 100644"

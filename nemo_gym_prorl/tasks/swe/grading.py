@@ -72,9 +72,7 @@ class GradingLimits:
 
 
 _POSSIBLY_ROW_FAULTS = (SweVerdict.FAILED, SweVerdict.CRASHED, SweVerdict.BROKE, SweVerdict.LOG_UNREADABLE)
-"""Verdicts that may be the row's fault. If no test has an outcome, the policy is charged only if tests have outcomes
-with the reference fix.
-"""
+"""Verdicts for which the row is at fault if no test has an outcome, not even with the reference fix."""
 
 MAX_REMEMBERED_ROWS = 10_000  # rows whose fix was tried; bounds memory
 

@@ -150,9 +150,7 @@ class _Text:
         return start, end, b"(not (%s))" % self._source[start:end]
 
     def rename_as_helper(self, function: Function, dice: Random) -> list[Edit]:
-        """Return the edit that renames a test like a helper, so that no runner collects it; none for fixtures, and if
-        the old or new name occurs elsewhere in the file.
-        """
+        """Return the edit that renames a test like a helper, so no runner collects it; none for names in other use."""
         said = dice.choice(_HELPERS)
         taken = self._words[said + function.name.removeprefix("test")]
         if self._words[function.name] > 1 or taken or "fixture" in map(_name, function.decorator_list):
@@ -220,9 +218,7 @@ def _reached(root: ast.AST) -> Iterator[ast.AST]:
 
 
 def _expected(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[tuple[list[ast.expr], bool]]:
-    """Yield the expected values of each assertion (several for a table column), and whether the comparison has a
-    tolerance.
-    """
+    """Yield the expected values of each assertion, and whether the comparison has a tolerance."""
     for root in roots:
         for node in _reached(root):
             operands: Sequence[ast.expr] = ()

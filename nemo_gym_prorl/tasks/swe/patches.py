@@ -319,9 +319,7 @@ class Repositories:
 
 
 async def _variables(work: WorkFolder) -> Mapping[str, str]:
-    """Return the variables that activation of the image's environment sets, even if activation fails, and git's
-    ``safe.directory``.
-    """
+    """Return the variables that activation of the image's environment sets (failures are ignored), and git's trust."""
     before, after = [await _environment(work, name) for name in ("before", "setup-done")]
     changed = {name: value for name, value in after.items() if before.get(name) != value}
     # git refuses repositories of other users, and the image's repository may have another owner.
@@ -337,7 +335,6 @@ async def _environment(work: WorkFolder, name: str) -> dict[str, str]:
 
 
 def _names(paths: Iterable[str]) -> str:
-    """Format paths relative to the repository for ``xargs -0``."""
     return "".join(f"./{path}\0" for path in sorted(paths))
 
 

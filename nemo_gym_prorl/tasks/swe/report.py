@@ -127,7 +127,6 @@ def answer(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _resolved_by_swebench(spec: Any, exit_code: int, log: str) -> bool:
-    """Return swebench's result for a log in the format of its scripts."""
     from swebench.harness import constants, grading
 
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
@@ -316,9 +315,7 @@ def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Repo
 
 
 def _is_a_test(name: str, instance: SweInstance) -> bool:
-    """Return whether a name in the row's lists is a test. SWE-bench's lists contain artefacts of its log parsers, such
-    as ``[100%]``, which only the log contains.
-    """
+    """Return whether a listed name is a test, not an artefact of SWE-bench's log parsers such as ``[100%]``."""
     return instance.kind_of_runner is not Runner.PYTEST or "::" in name
 
 
