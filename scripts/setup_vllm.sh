@@ -4,9 +4,9 @@
 #
 # Install vLLM's CPU build in a virtual environment of its own, for the tests and benchmarks of the model server.
 #
-# vLLM's CPU build needs Python 3.11 here, and its pinned versions conflict with NeMo Gym's; tests only use its HTTP
-# API. The environment is cached, so a second call returns at once. The last line of output is the path of the
-# environment's Python.
+# The CPU build needs Python 3.11, and its pinned versions conflict with NeMo Gym's; tests only use its HTTP API. The
+# environment is cached, so a second call returns at once. The last line of output is the path of the environment's
+# Python.
 #
 #   PRORL_VLLM_PYTHON  Python 3.11 to build with (default: the first one found)
 #   PRORL_VLLM_HOME    folder of the environment (default: $XDG_CACHE_HOME/nemo-gym-prorl/vllm-VERSION)

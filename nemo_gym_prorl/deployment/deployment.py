@@ -414,7 +414,7 @@ class GymDeployment:
     async def _end_now(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
-            # The reaper interrupts Gym, waits, and kills the processes that Gym leaves behind.
+            # On SIGTERM, the reaper interrupts Gym, waits, and kills the processes that Gym leaves behind.
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:

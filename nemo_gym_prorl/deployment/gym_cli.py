@@ -50,7 +50,7 @@ def load_merged(paths: Iterable[str]) -> DictConfig:
         OSError, YAMLError, OmegaConfBaseException: a file cannot be read.
     """
     files, names = [OmegaConf.create({})], [*map(str, paths)]
-    for name in names:  # the loop body appends to the list
+    for name in names:  # the loop appends the files' config_paths
         content = OmegaConf.load(find_file(name))
         if not isinstance(content, DictConfig):
             raise OmegaConfBaseException(f"{name} must be a mapping")
@@ -73,9 +73,8 @@ def has_servers(folder: Path) -> bool:
 
 
 def link_roots(folder: Path, roots: Sequence[Path]) -> Path:
-    """Recreate ``folder`` with links to the servers and environments of all roots; the first root with a name wins.
-
-    Other entries are linked from the first root only. nemo-gym 0.4 searches a single root.
+    """Recreate ``folder`` with symlinks to the servers and environments of all roots, for nemo-gym 0.4, which searches
+    a single root. If several roots have a name, the first wins. Other entries are linked from the first root only.
     """
     shutil.rmtree(folder, ignore_errors=True)
     kinds = (*SERVER_TYPES, "environments")
@@ -95,7 +94,7 @@ def _roots() -> list[Path]:
 
 
 def find_file(path: str) -> Path:
-    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder.
+    """Find a file below :data:`ROOTS_VARIABLE`'s folders, the current directory, Gym's folder or this project's.
 
     Raises:
         FileNotFoundError: no such file; the error lists the folders searched.

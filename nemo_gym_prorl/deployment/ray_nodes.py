@@ -108,7 +108,7 @@ class NodeActor:
         return instance.url
 
     async def watch(self) -> NoReturn:
-        """Watch the deployment; never returns.
+        """Watch the deployment, and tell its model servers how many nodes share the engines. Never returns.
 
         Raises:
             DeploymentError: Gym itself has ended.
@@ -170,7 +170,7 @@ class RayNodes:
         return ", ".join(f"{what} of node {name}" for name, what in self._awaited.items())
 
     async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
-        """Yield nodes that join or leave."""
+        """Yield an event for each node that joins or leaves."""
         polling = self._loops.start("ray-nodes", self._poll)
         try:
             while True:

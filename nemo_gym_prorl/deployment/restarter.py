@@ -54,7 +54,7 @@ def supervise(up: Path, events: Path, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     environ = dict(os.environ)
-    # The server may start "python" by name, which must not be a restarter.
+    # A "python" that the server starts by name must be the interpreter, not another restarter.
     folders = os.environ.get("PATH", "").split(os.pathsep)
     environ["PATH"] = os.pathsep.join(entry for entry in folders if not _has_restarter(Path(entry)))
     early = 0

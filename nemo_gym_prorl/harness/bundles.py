@@ -139,7 +139,7 @@ def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | N
     options: list[str | Path] = ["--quiet", "--python", prefix / "bin" / "python3", "--only-binary=:all:"]
     compile_lock = ["compile", *options, f"--exclude-newer={packages.before}", "--generate-hashes", "--output-file"]
     run_step([*pip, *compile_lock, lock, lock.with_suffix(".in")], "uv can't resolve the packages")
-    # Sandboxes can't write compiled modules to the bundle. Hard links to uv's cache would share ``_protect``'s modes.
+    # Sandboxes can't compile modules in the bundle. With hard links, ``_protect`` would change files of uv's cache.
     install = ["install", *options, "--break-system-packages", "--compile-bytecode", "--link-mode=copy", "-r", lock]
     run_step([*pip, *install], "uv can't install the packages")
 

@@ -38,7 +38,7 @@ BUNDLE_FOLDER = "/opt/harness"
 """Folder inside the sandbox with the bundles, one per C library, mounted read-only."""
 
 DUMMY_KEY = "sk-sandbox"
-"""Key that programs send; the sandbox's egress replaces the key."""
+"""Placeholder that programs send as the policy's key; the sandbox's egress proxy inserts the real key."""
 
 MAX_ARGUMENT_BYTES = (128 << 10) - 1
 """Longest argument that Linux passes to a program (MAX_ARG_STRLEN)."""

@@ -271,7 +271,7 @@ class _HarborBuild:
 
     def make(self, store: ImageStore, runtime: Runtime) -> Path:
         folder = Path(self.task.folder, self.task.builds[self.name])
-        # Harbor builds at the start of each trial, so task authors set short limits; here an image is built once.
+        # In Harbor the limit bounds the start of each trial, so it may be short; here an image is built only once.
         timeout_s = max(BUILD_TIMEOUT_S, self.task.config.environment.build_timeout_sec)
         request = DockerfileRequest(folder, self.name, replaced=self.replaced, timeout_s=timeout_s)
         return build_dockerfile(request, store, runtime, ignore_progress)

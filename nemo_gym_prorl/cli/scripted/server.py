@@ -72,7 +72,7 @@ class ScriptedPolicy:
         self._log_probs = [round(math.log(1.0 - generator.random() ** 3), 6) for _ in range(4096)]
 
     def chat_completions(self, body: dict[str, Any]) -> Answer:
-        """``POST /v1/chat/completions``."""
+        """Answer ``POST /v1/chat/completions``; streaming and several choices are refused."""
         messages = _messages(body)
         prompt = text.render_prompt(messages, body.get("tools"))
         script = _script(body)
@@ -107,7 +107,7 @@ class ScriptedPolicy:
         return answer, self.config.latency_s + turn.latency_s
 
     def completions(self, body: dict[str, Any]) -> Answer:
-        """``POST /v1/completions`` with a rendered prompt, as text or token ids."""
+        """Answer ``POST /v1/completions`` for a rendered prompt, as text or token ids."""
         given = body.get("prompt")
         if isinstance(given, str):
             prompt = given.encode()
@@ -139,7 +139,7 @@ class ScriptedPolicy:
         return answer, self.config.latency_s + turn.latency_s
 
     def tokenize(self, body: dict[str, Any]) -> Answer:
-        """``POST /tokenize`` with messages or a prompt string: returns count, tokens and context window, no delay."""
+        """Answer ``POST /tokenize`` for messages or a prompt string: token ids, their count and the context window."""
         self._check_model(body)
         if "messages" in body:
             rendered = text.render_prompt(_messages(body), body.get("tools"))

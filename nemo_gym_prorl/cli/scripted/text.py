@@ -147,7 +147,7 @@ def next_turn(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def call_id(turn: int, position: int) -> str:
-    """Return a new tool-call id that contains the turn, for :func:`next_turn`."""
+    """Return a new tool-call id that contains the turn's index, for :func:`next_turn`."""
     return f"call_{turn}_{position}_{secrets.token_hex(4)}"
 
 

@@ -128,7 +128,7 @@ class AgentPhase:
 
     @property
     def is_last(self) -> bool:
-        """Return whether no step follows."""
+        """Return whether the current step is the last."""
         return self.number == len(self.task.steps) - 1
 
     async def set_up(self) -> None:

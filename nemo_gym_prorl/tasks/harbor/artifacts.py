@@ -33,7 +33,7 @@ ARTIFACTS_FOLDER = "/logs/artifacts"
 ARCHIVE = "artifacts.tar"
 """File name of the archive into which all artifacts are merged."""
 
-COLLECT_TIMEOUT_S = 600.0  # for all artifacts: reading gigabytes from a loaded disk
+COLLECT_TIMEOUT_S = 600.0  # seconds for all artifacts of a step: gigabytes from a loaded disk
 
 MAX_ARCHIVE_BYTES = 1 << 30  # per artifact: the size limit of a sandbox's downloads
 
@@ -48,7 +48,7 @@ MAX_KEPT_DEPTH = 100  # nesting levels; deleting a folder may recurse
 
 MAX_HEADER_BYTES = 10 << 10  # an extended tar header may contain two paths of 4 KiB
 
-MEMBER_BYTES = 256  # counted per character of a member's name, plus 100 characters: names are kept in memory
+MEMBER_BYTES = 256  # charged per character of a member's name, and for 100 more: names are kept in memory
 SANITIZE_CPU_S = 60.0  # three times the CPU time of 100,000 members
 
 _LAST_TIME = 2**33 - 1  # seconds; the maximum of a plain tar header
@@ -91,7 +91,7 @@ async def collect(sandbox: HasContainer, artifacts: Sequence[Artifact], folder: 
         member = shlex.quote(path.lstrip("/") or ".")
         command = f"tar -cf - -C / {excluded} -- {member} | head -c {MAX_ARCHIVE_BYTES} > {_UNSANITIZED}"
         await sandbox.exec(command, cwd="/", timeout_s=max(1.0, deadline - time.monotonic()))
-        # Without an archive the verifier decides on nothing.
+        # A missing archive is no error: the verifier judges without the artifact.
         with contextlib.suppress(CallerError):
             await sandbox.download(_UNSANITIZED, archive := target / f"raw-{number}")
             found[number] = path.strip("/"), archive
@@ -194,8 +194,8 @@ class _Merged:
         ``None`` if the member is left out, and for damage, which ends the iteration."""
         size = source.stat().st_size
         with source.open("rb") as data, _Headers(source) as headers:
-            with contextlib.suppress(Exception):  # damage
-                archive = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # headers is closed
+            with contextlib.suppress(Exception):  # tarfile raises many types of errors for a damaged archive
+                archive = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # closing ``headers`` suffices
                 while not archive.pax_headers and time.thread_time() < self._end_s:
                     if (member := archive.next()) is None and size < MAX_ARCHIVE_BYTES:
                         return

@@ -55,7 +55,7 @@ Strict = Literal["auto"] | bool
 RETRY_CONTROL_S = 600.0
 """Seconds before a control run without a reward is repeated: the machine may have been at fault."""
 
-MAX_REMEMBERED_CONTROLS = 10_000  # bounds memory
+MAX_REMEMBERED_CONTROLS = 10_000  # control runs; bounds memory
 
 DETAIL_CHARS = 1000
 

@@ -156,12 +156,12 @@ class LocatedTask:
         return {"DEBIAN_FRONTEND": "noninteractive", **own}
 
     def agent_user(self, step: Step) -> str | int | None:
-        """Return the user of the agent; ``None`` for the image's."""
+        """Return the user that runs the agent's commands; ``None`` for the image's user."""
         own = step.agent.user if step else None
         return self.config.agent.user if own is None else own
 
     def verifier_user(self, step: Step) -> str | int | None:
-        """Return the user of the tests; ``None`` for the image's."""
+        """Return the user that runs the tests; ``None`` for the image's user."""
         own = step.verifier.user if step else None
         return self.config.verifier.user if own is None else own
 

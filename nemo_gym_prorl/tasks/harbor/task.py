@@ -79,7 +79,7 @@ class HarborTools:
         return await self.workspace.run_script(script, timeout_s=timeout_s)
 
     async def start_sessions(self, offered: Collection[str]) -> None:
-        """Start the shell if the policy may use it."""
+        """Start the shell in advance if the policy is offered a tool that needs the shell."""
         await self.workspace.start_sessions(offered)
 
     async def close(self) -> None:

@@ -225,7 +225,7 @@ class VerifierConfig(NetworkOverride):
 
 
 class SolutionConfig(_Table):
-    """Table ``[solution]``."""
+    """Table ``[solution]``: environment variables of the reference solution."""
 
     env: Mapping[str, str] = Field(default_factory=dict)
 

@@ -61,7 +61,7 @@ TRIES = 2
 
 LAY_TIMEOUT_S = 600.0  # seconds to unpack GiBs of artifacts on a busy machine
 CHECK_LOGS_S = 2.0  # seconds between measurements of writable mounts, which no disk limit of the sandbox covers
-MAX_LOG_FILES = 10_000  # that the tests may add to a writable mount
+MAX_LOG_FILES = 10_000  # files that the tests may add to each writable mount; bounds the time of counting
 MAX_LOG_DEPTH = 64  # nesting levels; os.fwalk holds one open descriptor per level
 
 _LAY_OUT = f"""\
@@ -266,7 +266,7 @@ async def _run_tests(
 
 async def _wait_until_full(limits: Mapping[Path, tuple[float, float]]) -> None:
     """Return when a folder exceeds its limits of bytes and files."""
-    while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # no event tells the size
+    while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # no event reports the size
         await asyncio.sleep(CHECK_LOGS_S)
 
 

@@ -243,7 +243,7 @@ def _helpers(path: PurePosixPath) -> str | None:
 
 
 def _module(path: str, folder: str) -> str | None:
-    """Return the top-level module that Python would import from a file; ``None`` if the folder does not offer one."""
+    """Return the top-level module that ``path`` provides to imports from ``folder``; ``None`` if it provides none."""
     if folder and not path.startswith(folder + "/"):
         return None
     name, slash, rest = path[len(folder) + 1 if folder else 0 :].partition("/")
@@ -350,7 +350,7 @@ def read_contents(stream: bytes) -> dict[str, bytes]:
         words = stream[at:end].split()
         at = end + 1
         if len(words) != 3 or not words[2].isdigit():
-            continue  # "<hash> missing"
+            continue  # git's reply "<hash> missing"
         size = int(words[2])
         content, at = stream[at : at + size], at + size + 1
         if len(content) == size and hash_of(content) == words[0].decode("latin-1"):

@@ -82,7 +82,7 @@ class SweInstance(BaseModel):
             ``network`` of the row.
         test_timeout_s: seconds for the tests, if lower than the server's limit.
         runner: test runner; ``None``: inferred from ``test_command``.
-        expected_output: R2E-Gym's map of test to status, instead of the two lists.
+        expected_output: expected status by test, for R2E-Gym; replaces the two lists of tests.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)

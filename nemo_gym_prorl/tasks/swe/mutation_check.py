@@ -156,7 +156,8 @@ class _Text:
         if self._words[function.name] > 1 or taken or "fixture" in map(_name, function.decorator_list):
             return []
         start = self._source.find(function.name.encode(), self.at(function)[0])
-        return [(start, start + 4, said.encode())] if start >= 0 else []  # Python NFKC-normalizes identifiers
+        # Not found if the source spells the name differently: ast normalizes identifiers to NFKC.
+        return [(start, start + 4, said.encode())] if start >= 0 else []
 
     def append_failure(self, function: Function) -> list[list[Edit]]:
         """Return the edit that appends a failing line; none if the test may return early or is expected to fail."""
@@ -289,7 +290,7 @@ def _column_names(node: ast.expr) -> list[str]:
 def _cells(row: ast.expr) -> list[ast.expr]:
     if isinstance(row, ast.List | ast.Tuple):
         return row.elts
-    return row.args if isinstance(row, ast.Call) else []  # pytest.param
+    return row.args if isinstance(row, ast.Call) else []  # arguments of pytest.param
 
 
 def _is_value(node: ast.expr) -> bool:

@@ -103,7 +103,7 @@ def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_
 
 
 def warm_up() -> None:
-    """Import swebench's grading and its slow dependencies."""
+    """Import swebench, so that the children forked for each job need not."""
     import swebench.harness.grading  # noqa: F401
 
 
@@ -177,7 +177,7 @@ _SUMMED_UP = (
     TestStatus.PASSED, TestStatus.SKIPPED, TestStatus.XFAIL, _XPASS, TestStatus.ERROR, TestStatus.FAILED
 )  # fmt: skip
 """Order of statuses in the output of ``pytest -rA``."""
-_SHOWN = 50
+_MAX_FAILURES = 50  # per list, in the rollout's row
 _MAX_NAME_CHARS = 300
 
 
@@ -273,12 +273,12 @@ class Report:
         return not any(self.wrong.values())
 
     def as_fields(self) -> dict[str, Any]:
-        """Return the fields of the rollout's row, bounded in size."""
+        """Return counts per list and at most 50 failures, as fields of the rollout's row."""
         return {
             name: {
                 "passed": self.right[name],
                 "failed": len(wrong),
-                "failures": {test[:_MAX_NAME_CHARS]: was for test, was in list(wrong.items())[:_SHOWN]},
+                "failures": {test[:_MAX_NAME_CHARS]: was for test, was in list(wrong.items())[:_MAX_FAILURES]},
             }
             for name, wrong in self.wrong.items()
         }

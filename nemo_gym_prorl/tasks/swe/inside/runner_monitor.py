@@ -87,7 +87,7 @@ _pytest.assertion.rewrite
 """pytest's modules with assertions, which installed plugins may modify while they load."""
 
 _SUBTESTS = "_pytest.unittest.TestCaseFunction.addSkip"
-"""Replaced by the plugin pytest-subtests. A skipped test does not count as passed, so replacing it gains nothing."""
+"""Not checked, since pytest-subtests replaces this method. A cheat gains nothing: a skipped test does not pass."""
 
 
 def _parts(module):
@@ -131,7 +131,7 @@ class RunnerIntegrity:
                     channel.send("changed", name)
 
     def _changed(self):
-        """Return the names of at most 20 modified or removed objects; added objects do not count."""
+        """Return the names of at most 20 objects that differ from the snapshot or are gone; new objects are fine."""
         found = [
             "builtins." + name for name, was in self._builtins.items() if getattr(builtins, name, None) is not was
         ]
