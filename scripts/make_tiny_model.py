@@ -76,7 +76,7 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
+def train(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
     """Train the model on the expected outputs of lessons; return the mean loss of the last 50 steps."""
     examples = []
     for line in lessons.read_text().splitlines():
@@ -91,10 +91,10 @@ def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, l
         batch = batches[torch.randint(len(batches), ()).item()]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch])
-        taught = torch.tensor([[start <= at < len(ids) for at in range(1, width)] for ids, start in batch])
+        trained = torch.tensor([[start <= at < len(ids) for at in range(1, width)] for ids, start in batch])
         # The output layer dominates the cost, so logits are computed for trained positions only.
-        logits = model.lm_head(model.model(input_ids=ids).last_hidden_state[:, :-1][taught])
-        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][taught])
+        logits = model.lm_head(model.model(input_ids=ids).last_hidden_state[:, :-1][trained])
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][trained])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
@@ -158,7 +158,7 @@ def main() -> None:
     model = model.to(torch.float32)
     if arguments.lessons:
         torch.set_num_threads(1)  # more threads are slower for such small matrices
-        teach(model, tokenizer, arguments.lessons, arguments.steps)
+        train(model, tokenizer, arguments.lessons, arguments.steps)
     model.save_pretrained(output, safe_serialization=True)
     model.generation_config.eos_token_id = stops
     model.generation_config.save_pretrained(output)

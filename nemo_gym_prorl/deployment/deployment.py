@@ -192,7 +192,7 @@ class GymDeployment:
                     on_death(death)
                 reported = len(deaths)
             else:
-                gone = [item.name for item in self.instances.values() if not _lives(item.pid)]
+                gone = [item.name for item in self.instances.values() if not _is_running(item.pid)]
                 if gone:
                     raise DeploymentError(f"{', '.join(gone)} of the deployment died; {self.log.tail()}")
             self._raise_if_ended("while it was in use")
@@ -441,7 +441,7 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
         return None
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Return whether a process runs; ``False`` for a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()

@@ -6,9 +6,9 @@
 directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, shares one Python
 environment among all servers, and marks the processes of a command so that all of them can be ended.
 
-A batch system kills all processes of a job, including a deployment's reaper, so its Ray folder with the policy's key
-would remain. Each deployment therefore holds a lock on its folder. The kernel frees the lock when both the owner and
-the reaper are gone; the user's next deployment then removes the orphan.
+A batch system kills all processes of a job, including the reaper that deletes the deployment's Ray folder with the
+policy's key. Each deployment therefore holds a lock on its Ray folder. The kernel frees the lock when both the owner
+and the reaper are gone; the user's next deployment then removes the orphan.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ REUSE_VARIABLE = "PRORL_GYM_REUSE"
 
 _IGNORED_EXTRAS = frozenset({"nemo-gym", "nemo-gym-prorl"})
 """Packages whose extras need not be installed. Gym's servers require ``nemo-gym[dev]`` but run without ``dev``. A
-server of this project that lacks an extra ends at start and names the extra. An environment built by Gym would lack
-nemo-gym-prorl itself, which may be on no index.
+server of this project that lacks an extra ends at start and names the package to install. An environment built by Gym
+would lack nemo-gym-prorl itself, which may be on no index.
 """
 
 

@@ -148,10 +148,10 @@ def _protect(folder: Path) -> None:
     """Make the bundle readable for every user, and its files read-only."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
-            path.chmod(0o755 if path.is_dir() else 0o555 if _runs(path) else 0o444)
+            path.chmod(0o755 if path.is_dir() else 0o555 if _is_program(path) else 0o444)
 
 
-def _runs(file: Path) -> bool:
+def _is_program(file: Path) -> bool:
     """Return whether a file is a program; npm installs some ELF files without the executable bit."""
     with file.open("rb") as start:
         return bool(file.stat().st_mode & stat.S_IXUSR) or start.read(4) == b"\x7fELF"

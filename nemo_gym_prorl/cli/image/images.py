@@ -72,7 +72,7 @@ class ImageOutcome:
         name: registry address or name of the image.
         state: how the job ended.
         reason: why the image is missing; empty if it exists.
-        seconds: duration; 0 unless the image was pulled or built, or failed.
+        seconds: duration of the pull or build, also of a failed one; 0 if none was begun.
         bytes: size of a new image on disk; 0 otherwise, and if another job has made the same image.
     """
 
@@ -97,9 +97,9 @@ def make_images(
         max_bytes: limit for all images of the store; ``None`` for no limit. No job is begun if the running jobs may
             reach the limit, or if the disk is nearly full.
     """
-    room = _DiskBudget(store, max_bytes)
+    budget = _DiskBudget(store, max_bytes)
     with ThreadPoolExecutor(parallel) as pool:
-        futures = [pool.submit(_make, job, room) for job in jobs]
+        futures = [pool.submit(_make, job, budget) for job in jobs]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -109,17 +109,17 @@ def make_images(
             raise
 
 
-def _make(job: ImageJob, room: _DiskBudget) -> ImageOutcome:
+def _make(job: ImageJob, budget: _DiskBudget) -> ImageOutcome:
     started = time.monotonic()
     try:
         if job.find():
             return ImageOutcome(job.name, ImageState.PRESENT)
-        if reason := room.enter():
+        if reason := budget.enter():
             return ImageOutcome(job.name, ImageState.NO_ROOM, reason)
         try:
-            size = room.take(job.make())
+            size = budget.take(job.make())
         finally:
-            room.leave()
+            budget.leave()
     except Exception as error:  # a bug that one image triggers must not stop the others
         reason = error.reason if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         return ImageOutcome(job.name, ImageState.FAILED, reason, time.monotonic() - started)

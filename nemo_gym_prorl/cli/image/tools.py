@@ -112,12 +112,12 @@ def _check_packages(needs: Mapping[str, VerifierNeeds], folder: Path, tools: Pat
     fix = f"prorl image tools {tools or 'FOLDER'} --tasks {folder}, and set verifier_tools to that folder"
     if tools is None:
         return Check(name, Level.WARN, f"{found}, which needs a network", fix)
-    if lacking := dict.fromkeys(what for one in sets for what in _lacking(one, tools)):
-        return Check(name, Level.WARN, f"{found}; {tools} lacks {'; '.join(lacking)}", fix)
+    if missing := dict.fromkeys(what for one in sets for what in _missing_parts(one, tools)):
+        return Check(name, Level.WARN, f"{found}; {tools} lacks {'; '.join(missing)}", fix)
     return Check(name, Level.OK, f"{found}; {tools} has them")
 
 
-def _lacking(one: RequirementSet, tools: Path) -> list[str]:
+def _missing_parts(one: RequirementSet, tools: Path) -> list[str]:
     """Return what a tools folder lacks for a requirement set: Python, packages, or the whole set if they conflict."""
 
     def installs(*packages: str) -> bool:
@@ -163,23 +163,23 @@ def make_tools(
         copy = Path(shutil.copy2(Path(uv.find_uv_bin()).with_name(name), target / BIN / f"{name}.new"))
         copy.rename(target / BIN / name)
     (target / APT_CONFIG).write_text(APT_SETTINGS)
-    have: dict[str, Path] = {}
+    installed: dict[str, Path] = {}
     for python in pythons:
         progress(f"adding Python {python}")
         version, program = install_python(python, target / PYTHON)
-        have[version] = program
+        installed[version] = program
     for version in dict.fromkeys(one.python for one in sets if one.python):
-        if _serving(have, version) is None:
+        if _python_for(installed, version) is None:
             progress(f"adding Python {version}")
             version, program = install_python(version, target / PYTHON)
-            have[version] = program
-    if not have:
+            installed[version] = program
+    if not installed:
         version, program = install_python(DEFAULT_PYTHON, target / PYTHON)
-        have[version] = program
+        installed[version] = program
     problems = []
     for one in sets:
         progress(f"downloading {', '.join(one.packages)}")
-        program = _serving(have, one.python) or next(iter(have.values()))
+        program = _python_for(installed, one.python) or next(iter(installed.values()))
         try:
             _download(program, one, target, build)
             _check(one, target)
@@ -188,8 +188,8 @@ def make_tools(
     return problems
 
 
-def _serving(have: Mapping[str, Path], wanted: str) -> Path | None:
-    return next((path for version, path in have.items() if f"{version}.".startswith(f"{wanted}.")), None)
+def _python_for(installed: Mapping[str, Path], wanted: str) -> Path | None:
+    return next((path for version, path in installed.items() if f"{version}.".startswith(f"{wanted}.")), None)
 
 
 def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> None:
@@ -209,12 +209,12 @@ def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> 
 def _required_elsewhere(wheels: Path) -> set[str]:
     """Return requirements of wheels for which the folder has no wheel, such as requirements on other platforms."""
     found = [one for wheel in wheels.glob("*.whl") for one in distributions(path=[str(wheel)])]
-    have = {canonicalize_name(one.name) for one in found}
+    present = {canonicalize_name(one.name) for one in found}
     needed = [Requirement(line) for one in found for line in one.requires or ()]
     return {
         f"{one.name}{one.specifier}"
         for one in needed
-        if "extra" not in str(one.marker) and canonicalize_name(one.name) not in have
+        if "extra" not in str(one.marker) and canonicalize_name(one.name) not in present
     }
 
 

@@ -78,9 +78,9 @@ class ScriptedPolicy:
         script = _script(body)
         index = text.next_turn(messages)
         max_tokens = _first(body, "max_completion_tokens", "max_tokens")
-        generated, whole, turn = self._generate(body, prompt, script, index, max_tokens)
-        calls = turn.tool_calls if whole else ()
-        content = turn.content if whole else generated.decode()
+        generated, complete, turn = self._generate(body, prompt, script, index, max_tokens)
+        calls = turn.tool_calls if complete else ()
+        content = turn.content if complete else generated.decode()
         choice: dict[str, Any] = {
             "index": 0,
             "message": {
@@ -96,7 +96,7 @@ class ScriptedPolicy:
                 ],
             },
             "logprobs": None,
-            "finish_reason": "length" if not whole else "tool_calls" if calls else "stop",
+            "finish_reason": "length" if not complete else "tool_calls" if calls else "stop",
         }
         if body.get("logprobs"):
             choice["logprobs"] = {"content": self._chat_log_probs(body, generated)}
@@ -117,12 +117,12 @@ class ScriptedPolicy:
             raise BadRequest("prompt: must be a string or a non-empty list of token ids")
         index = text.generated_turns(prompt)
         max_tokens = body.get("max_tokens", 16)  # vLLM's default
-        generated, whole, turn = self._generate(body, prompt, _script(body), index, max_tokens)
+        generated, complete, turn = self._generate(body, prompt, _script(body), index, max_tokens)
         choice: dict[str, Any] = {
             "index": 0,
-            "text": (generated[:-1] if whole else generated).decode(),
+            "text": (generated[:-1] if complete else generated).decode(),
             "logprobs": None,
-            "finish_reason": "stop" if whole else "length",
+            "finish_reason": "stop" if complete else "length",
         }
         if body.get("logprobs") is not None:
             ids_as_tokens = bool(body.get("return_tokens_as_token_ids"))
@@ -168,8 +168,8 @@ class ScriptedPolicy:
         if body.get("n") not in (None, 1):
             raise BadRequest("n: the scripted policy answers with one choice; send n=1")
         turn = script.turn(index) if script else NO_SCRIPT_TURN
-        generated, whole = text.finish(turn.body, self._room(len(prompt), max_tokens))
-        return generated, whole, turn
+        generated, complete = text.finish(turn.body, self._token_limit(len(prompt), max_tokens))
+        return generated, complete, turn
 
     def _check_model(self, body: dict[str, Any]) -> None:
         model = body.get("model", self.config.model)
@@ -178,7 +178,7 @@ class ScriptedPolicy:
                 f"The model `{model}` does not exist; this is `{self.config.model}`.", status=404, kind="NotFoundError"
             )
 
-    def _room(self, prompt_tokens: int, max_tokens: Any) -> int:
+    def _token_limit(self, prompt_tokens: int, max_tokens: Any) -> int:
         """Return the maximum number of generated tokens. Errors have vLLM's messages: clients match on the text."""
         window = self.config.max_model_len
         room = window - prompt_tokens

@@ -99,7 +99,7 @@ class ScriptTurn:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Script:
-    """Turns of one rollout, in order."""
+    """Scripted turns of one rollout, in order."""
 
     turns: tuple[ScriptTurn, ...]
 

@@ -104,7 +104,7 @@ def sanitize(archives: Archives, target: Path) -> None:
     Only files, folders and links at or below the path of their artifact are copied. Symlinks that lead out of all
     artifacts are left out, and so are paths below a symlink.
     """
-    merged = _Merged([path for path, _ in archives.values()])
+    merged = _MemberFilter([path for path, _ in archives.values()])
     with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as out:
         for path, archive in archives.values():
             for member, data in merged.members(path, archive):
@@ -134,7 +134,7 @@ def keep(artifacts: Sequence[Artifact], archives: Archives, folder: Path) -> lis
             status = "skipped"
         elif number in archives:
             path, archive = archives[number]
-            for member, data in _Merged([path]).members(path, archive):
+            for member, data in _MemberFilter([path]).members(path, archive):
                 left_out += member is None or not _write(member, data, target, path, left)
             if target.exists():
                 status = "empty" if target.is_dir() and not any(target.iterdir()) else "ok"
@@ -170,7 +170,7 @@ def _write(member: tarfile.TarInfo, data: BinaryIO, target: Path, path: str, lef
     return True
 
 
-class _Headers(io.FileIO):
+class _BoundedReader(io.FileIO):
     """Untrusted archive that refuses long headers: ``tarfile`` reads them into memory, and takes quadratic time."""
 
     def read(self, size: int | None = -1) -> bytes | Any:
@@ -179,7 +179,7 @@ class _Headers(io.FileIO):
         return super().read(size)
 
 
-class _Merged:
+class _MemberFilter:
     """Filter of archive members; paths, symlinks and sizes of earlier archives count for later ones."""
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -193,7 +193,7 @@ class _Merged:
         """Yield a clean header of each member at or below ``path``, and a file at the member's data. The header is
         ``None`` if the member is left out, and for damage, which ends the iteration."""
         size = source.stat().st_size
-        with source.open("rb") as data, _Headers(source) as headers:
+        with source.open("rb") as data, _BoundedReader(source) as headers:
             with contextlib.suppress(Exception):  # tarfile raises many types of errors for a damaged archive
                 archive = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # closing ``headers`` suffices
                 while not archive.pax_headers and time.thread_time() < self._end_s:

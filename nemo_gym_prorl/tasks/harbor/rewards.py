@@ -180,7 +180,7 @@ def _tail(path: Path, limit: int) -> str:
 
 
 def below_minimum(rewards: Mapping[str, float], minimum: float | Mapping[str, float] | None) -> str:
-    """Return why a step's rewards are below the step's ``min_reward``, or an empty text. A missing key is below it."""
+    """Return why rewards miss a step's ``min_reward``, or an empty text. A missing key misses any minimum."""
     if minimum is None:
         return ""
     thresholds = minimum if isinstance(minimum, Mapping) else {REWARD_KEY: minimum}

@@ -252,7 +252,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def is_uploaded(folder: Path) -> bool:
-    """Return whether the files of ``environment`` are uploaded to the sandbox: without a Dockerfile beside them."""
+    """Return whether the files of ``environment`` are uploaded to the sandbox, since they contain no Dockerfile."""
     return not (folder / "environment" / "Dockerfile").exists()
 
 

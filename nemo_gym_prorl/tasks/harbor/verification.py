@@ -59,12 +59,12 @@ TIMED_OUT = "the tests did not end within"
 TRIES = 2
 """Attempts to start a sandbox from the agent's files, before the files are held responsible."""
 
-LAY_TIMEOUT_S = 600.0  # seconds to unpack GiBs of artifacts on a busy machine
+SCRIPT_TIMEOUT_S = 600.0  # the longest script unpacks GiBs of artifacts on a busy machine
 CHECK_LOGS_S = 2.0  # seconds between measurements of writable mounts, which no disk limit of the sandbox covers
 MAX_LOG_FILES = 10_000  # files that the tests may add to each writable mount; bounds the time of counting
 MAX_LOG_DEPTH = 64  # nesting levels; os.fwalk holds one open descriptor per level
 
-_LAY_OUT = f"""\
+_UNPACK = f"""\
 mkdir -p -- {{folder}} /logs/agent /logs/artifacts && chmod 0777 /logs/agent /logs/artifacts && \
 tar -xf {ARTIFACTS}/{ARCHIVE} -C /"""
 
@@ -194,7 +194,7 @@ async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) 
                 sandbox = await stack.enter_async_context(open_sandbox(needs, state))
                 break
             except RolloutError as error:
-                if not _may_be_by_files(error):
+                if not _may_be_files_fault(error):
                     raise
                 if not tries_left:
                     raise SetupFailed(f"no sandbox starts from the agent's files: {error.reason}") from error
@@ -202,7 +202,7 @@ async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) 
         yield sandbox
 
 
-def _may_be_by_files(error: RolloutError) -> bool:
+def _may_be_files_fault(error: RolloutError) -> bool:
     """Return whether the agent's files may be the cause of an error at the start of a sandbox."""
     if isinstance(error, CallerError):
         return error.field == "checkpoint.snapshot"
@@ -216,17 +216,17 @@ async def _run_tests(
     if mode is GradingMode.SEPARATE:
         own = task.separate_environment(step)
         folder = posixpath.normpath(own.workdir or sandbox.published[0] or "/")
-        done = await sandbox.exec(_LAY_OUT.format(folder=shlex.quote(folder)), cwd="/", timeout_s=LAY_TIMEOUT_S)
+        done = await sandbox.exec(_UNPACK.format(folder=shlex.quote(folder)), cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
         if done.return_code:
             return f"the artifacts could not be laid out: {excerpt(done)}"
         if not task.separate_image(step).has_tests:
             await upload_environment(sandbox, task, folder)
         await check_health(sandbox, own.healthcheck, folder)
         # In the verifier's own image, the test script may lack the executable bit.
-        await sandbox.exec(f"chmod +x {TESTS}/test.sh", cwd="/", timeout_s=LAY_TIMEOUT_S)
+        await sandbox.exec(f"chmod +x {TESTS}/test.sh", cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
     else:
         paths = shlex.join([folder, *paths_of(task.artifacts(step), folder)])
-        found = await sandbox.exec(_HAS_LINKS_INTO_TESTS.format(paths=paths), cwd="/", timeout_s=LAY_TIMEOUT_S)
+        found = await sandbox.exec(_HAS_LINKS_INTO_TESTS.format(paths=paths), cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
         if found.return_code == 0:
             return "a link of the agent leads to the tests"
     wanted = task.verifier_user(step)
@@ -258,7 +258,7 @@ async def _run_tests(
         await asyncio.wait((running, watching))
     if user is not None:
         # This server could not delete files that other users of the sandbox created.
-        await sandbox.exec(f"chmod -R a+rwX {LOGS} {TESTS}", cwd="/", timeout_s=LAY_TIMEOUT_S)
+        await sandbox.exec(f"chmod -R a+rwX {LOGS} {TESTS}", cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
     if done.error_type == "timeout":
         return f"{TIMED_OUT} {limit_s:g} s"
     return "" if done.error_type is None else f"the tests could not run: {excerpt(done)}"

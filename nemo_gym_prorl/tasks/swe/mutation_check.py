@@ -85,10 +85,10 @@ class MutationCheck:
         without a changed test, or with a syntax error, is returned unchanged.
         """
         try:
-            tree = ast.parse(source.decode())  # ast counts columns in UTF-8 bytes
+            tree = ast.parse(source.decode())  # columns of ast are UTF-8 bytes, so other encodings are refused
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return source, frozenset()
-        text, tables = _Text(source), _set_once(tree)
+        text, tables = _Source(source), _set_once(tree)
         dice = Random(f"{self.seed} {path}")
         words: dict[str, dict[str, None]] = {}
         for test in (*self.tests, *self.others):
@@ -128,7 +128,7 @@ def mutation_check_for(tests: Iterable[str], seed: str, others: Iterable[str] = 
     return MutationCheck(tuple(deciding), tuple(Random(seed).sample(left, min(len(left), MAX_OTHER_TESTS))), seed)
 
 
-class _Text:
+class _Source:
     """Source of a test file; returns edits of syntax nodes, and applies edits."""
 
     def __init__(self, source: bytes) -> None:
@@ -187,15 +187,15 @@ def _tests(tree: ast.Module | ast.ClassDef) -> Iterator[Function]:
             yield node
 
 
-def _mutations(function: Function, tables: Mapping[str, ast.expr], text: _Text, dice: Random) -> list[list[Edit]]:
+def _mutations(function: Function, tables: Mapping[str, ast.expr], text: _Source, dice: Random) -> list[list[Edit]]:
     """Return the possible changes of a test's expectation; one change is a list of edits."""
-    reached = list(_reached(function))
-    roots = [node.test for node in reached if isinstance(node, ast.Assert)]
-    calls = [node for node in reached if isinstance(node, ast.Call) and "assert" in _name(node)]
+    evaluated = list(_evaluated(function))
+    roots = [node.test for node in evaluated if isinstance(node, ast.Assert)]
+    calls = [node for node in evaluated if isinstance(node, ast.Call) and "assert" in _name(node)]
     wanted = [*roots, *(call for call in calls if _name(call) != "assertFalse")]
     found = _expected(wanted, _table_values(function, tables))
     alternatives = [[edit for node in nodes for edit in _replace(node, text, dice, close)] for nodes, close in found]
-    for node in reached:
+    for node in evaluated:
         if isinstance(node, ast.Call) and _RAISES.search(_name(node)) and node.args:
             alternatives.append([text.to(node.args[0], _OTHER_EXCEPTION)])
     if possible := [edits for edits in alternatives if edits]:
@@ -204,7 +204,7 @@ def _mutations(function: Function, tables: Mapping[str, ast.expr], text: _Text, 
     return [[text.negated(root)] for root in [*roots, *truths]]
 
 
-def _reached(root: ast.AST) -> Iterator[ast.AST]:
+def _evaluated(root: ast.AST) -> Iterator[ast.AST]:
     """Yield the syntax nodes that every passing run of a test evaluates, whatever the solution."""
     called = {
         node.func.id for node in ast.walk(root) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
@@ -221,7 +221,7 @@ def _reached(root: ast.AST) -> Iterator[ast.AST]:
 def _expected(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[tuple[list[ast.expr], bool]]:
     """Yield the expected values of each assertion, and whether the comparison has a tolerance."""
     for root in roots:
-        for node in _reached(root):
+        for node in _evaluated(root):
             operands: Sequence[ast.expr] = ()
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.Is | ast.In):
                 operands = [node.left, node.comparators[0]]
@@ -299,7 +299,7 @@ def _is_value(node: ast.expr) -> bool:
     return all(call in of_texts or _BUILDERS.fullmatch(_name(call)) for call in calls) and any(_constants(node))
 
 
-def _replace(expected: ast.expr, text: _Text, dice: Random, tolerant: bool) -> list[Edit]:
+def _replace(expected: ast.expr, text: _Source, dice: Random, tolerant: bool) -> list[Edit]:
     constants = list(_constants(expected))
     if not constants:
         return []

@@ -319,7 +319,7 @@ class Repositories:
 
 
 async def _variables(work: WorkFolder) -> Mapping[str, str]:
-    """Return the variables that activation of the image's environment sets (failures are ignored), and git's trust."""
+    """Return the variables that activation sets, even if activation fails, and git's ``safe.directory``."""
     before, after = [await _environment(work, name) for name in ("before", "setup-done")]
     changed = {name: value for name, value in after.items() if before.get(name) != value}
     # git refuses repositories of other users, and the image's repository may have another owner.

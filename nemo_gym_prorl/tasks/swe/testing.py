@@ -112,7 +112,7 @@ class Run:
 
     Attributes:
         timed_out: whether ``before_tests`` or the test command exceeded its time limit.
-        exit_code: exit code of the last command.
+        exit_code: exit code of the test command, or of ``before_tests`` if no tests ran.
         records: records of the plugin; ``None`` if the runner has no plugin or did not start.
         rewritten: test files that were modified during the run.
         problem: why no log can be parsed; ``None`` if one can.
