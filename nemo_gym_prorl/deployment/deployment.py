@@ -95,7 +95,7 @@ class GymDeployment:
             the model server gets engines later.
         policy_model_name: name of the model at the endpoint.
         policy_api_key: key of the endpoint, stored in a file that only the user can read while the deployment lives.
-        private: more configuration for that file; other users can read command lines.
+        private: more configuration for the key's file, since other users can read command lines.
         overrides: more Hydra overrides; these win.
         work_dir: folder for logs and Gym's files. Default: a temporary folder, removed after a run without an error.
         python, cwd, folder, env, head_port: see :class:`GymCli`.

@@ -3,8 +3,8 @@
 """Run Gym's own command line, for a wheel or checkout of this package and for nemo-gym 0.4 or later.
 
 ``gym`` expects to run in Gym's checkout: it builds a virtual environment per server, searches servers in the working
-directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, shares one Python
-environment among all servers, and marks the processes of a command so that all of them can be ended.
+directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, and shares one Python
+environment among all servers. Processes of a command are marked, so that all of them can be ended.
 
 A batch system kills all processes of a job, including the reaper that deletes the deployment's Ray folder with the
 policy's key. Each deployment therefore holds a lock on its Ray folder. The kernel frees the lock when both the owner

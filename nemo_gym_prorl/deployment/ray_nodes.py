@@ -121,7 +121,7 @@ class NodeActor:
             sharing.cancel()
 
     async def share(self, parts: int) -> None:
-        """Set the number of nodes that share the engines; the model servers are told within :data:`_SHARE_S`."""
+        """Set the number of nodes that share the engines; the model servers receive it within :data:`_SHARE_S`."""
         self._parts = parts
 
     async def _share(self, deployment: GymDeployment) -> float:

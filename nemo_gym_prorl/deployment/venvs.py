@@ -8,7 +8,7 @@ requirements of a server, the server gets a symlink to this environment, which G
 ``skip_venv_if_present``. Gym builds the environments of all other servers.
 
 :class:`~nemo_gym_prorl.deployment.gym_cli.GymCli` uses a folder per deployment. The Hydra plug-in
-(``hydra_plugins/prorl_gym``) gives ``gym env start`` the folder of :func:`shared_venvs` without a setting.
+(``hydra_plugins/prorl_gym``) makes ``gym env start`` use the folder of :func:`shared_venvs` without a setting.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def link_environments(
 def satisfies_requirements(server: Path, version_of: Callable[[str], str | None]) -> bool:
     """Return whether an environment satisfies a server's ``pyproject.toml`` or ``requirements.txt``.
 
-    Extras count as unsatisfied, except those of :data:`_IGNORED_EXTRAS`, and so do missing or unreadable requirements.
+    Missing or unreadable requirements count as unsatisfied, and so do extras, except those of :data:`_IGNORED_EXTRAS`.
     """
     try:
         requirements = list(_requirements(server))

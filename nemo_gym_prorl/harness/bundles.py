@@ -81,7 +81,7 @@ def build_bundle(
     Args:
         name: name of the harness, or path of its file.
         libc: C library of the images.
-        python: folder of a relocatable Python, for machines on which uv can't download one; ``None`` downloads it.
+        python: folder of a relocatable Python, for machines on which uv can't download Python; ``None`` lets uv do so.
         progress: receives a line for each step.
 
     Raises:

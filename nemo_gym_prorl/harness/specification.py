@@ -181,7 +181,7 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def platform_values(libc: Libc) -> dict[str, str]:
-    """Return the placeholders that depend on the machine and the image."""
+    """Return the values of the placeholders ``cpu``, ``machine`` and ``musl`` on this machine."""
     return {
         "cpu": {"x86_64": "x64", "aarch64": "arm64"}.get(machine(), machine()),
         "musl": "-musl" if libc == "musl" else "",

@@ -316,7 +316,7 @@ def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, conso
 
 
 def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
-    """Return the images that rows name, in order, with the task that contains the Dockerfile; ``None`` to pull it."""
+    """Return the images that rows name, in order, with the task that contains an image's Dockerfile, else ``None``."""
     found: dict[str, HarborTask | None] = {}
     for number, row in json_lines(rows):
         try:

@@ -65,7 +65,7 @@ Archives = Mapping[int, tuple[str, Path]]
 
 
 class ScratchFolder(Protocol):
-    """Folder of the host for bind mounts. ``close`` blocks until it is removed; the server's death also removes it."""
+    """Folder of the host for bind mounts; removed by ``close``, which blocks, and after the server's death."""
 
     @property
     def path(self) -> Path: ...

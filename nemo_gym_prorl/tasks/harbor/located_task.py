@@ -140,7 +140,7 @@ class LocatedTask:
         return self.row.harbor.verifier_images.get(step.name if step else "") or VerifierImage(image=self.row.image)
 
     def working_folder(self, published: str) -> str:
-        """Return the agent's working folder: the task's, else the Dockerfile's, else the image's ``published`` one."""
+        """Return the agent's working folder: the task's, the Dockerfile's, the image's (``published``), else ``/``."""
         return posixpath.normpath(self.config.environment.workdir or self.row.harbor.image_workdir or published or "/")
 
     def env(self, table: EnvironmentConfig) -> dict[str, str]:

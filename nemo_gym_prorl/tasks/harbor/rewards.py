@@ -199,7 +199,7 @@ def total(steps: Sequence[Mapping[str, float]], strategy: Literal["mean", "final
 
 
 def scalar(rewards: Mapping[str, float], key: str) -> float | None:
-    """Return the reward of ``key``, else the only reward; ``None`` if other keys have no or several rewards."""
+    """Return the reward of ``key``, or the only reward if it has another key; otherwise ``None``."""
     if key in rewards:
         return rewards[key]
     return next(iter(rewards.values())) if len(rewards) == 1 else None

@@ -28,7 +28,7 @@ SETUP_FAILED = "Submitted. The next step could not be set up, so the task is ove
 class HarborTools:
     """Shell, editor and ``submit`` of one session; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
 
-    ``submit`` ends a step, saves its state and begins the next one.
+    ``submit`` ends a step, takes a snapshot and begins the next step.
 
     Attributes:
         sandbox: the agent's sandbox.

@@ -279,7 +279,7 @@ def _is_full(limits: Mapping[Path, tuple[float, float]]) -> bool:
 def _usage(folder: Path, most_bytes: float = math.inf, most_files: float = math.inf) -> tuple[float, float]:
     """Return bytes and number of files in a folder; infinite with an unreadable subfolder or too many levels.
 
-    Counting stops above one of the limits. The sandbox's disk limit covers files without a name.
+    Counting stops above one of the limits. Deleted files that are still open count for the sandbox's disk limit only.
     """
     size = files = 0
     # By descriptor, since the path of a deep folder may be too long to open.

@@ -169,7 +169,7 @@ def _commands(script: str) -> Iterator[list[str]]:
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (``python`` or ``with``, value) of the options before the first other word."""
+    """Yield (``python`` or ``with``, value) for the leading options among a command's arguments."""
     rest = iter(words)
     for word in rest:
         if not word.startswith("-"):

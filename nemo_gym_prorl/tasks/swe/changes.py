@@ -206,7 +206,7 @@ class ProtectedFiles:
         return None
 
     def depends_on_settings(self, path: str) -> bool:
-        """Return whether a changed file's pytest settings decide if the change is ignored, in whatever folder."""
+        """Return whether a change is ignored only if it modifies pytest settings, which pytest reads in any folder."""
         return PurePosixPath(path).name in SETTINGS_FILES and path not in self.fix
 
 

@@ -6,8 +6,8 @@ Each deciding test is run again with one expected value changed. A correct solut
 solution that hardcodes values, overrides comparison, forges records or prints a runner's lines passes both versions.
 
 The changed value is an operand of ``==``, ``is`` or ``in`` in an assertion, an argument of an asserting call, a cell
-of a table of test cases, or an expected exception. A test may never reach the changed line. So a changed test that
-passes is evidence only if the test fails with the row's reference fix.
+of a table, or an expected exception. A test may never reach the changed line. So a changed test that passes is
+evidence only if the test fails with the row's reference fix.
 
 A sample of the tests that must keep passing is changed too, since a solution may replace the code that they test. A
 failing line is appended to a test in which no expected value is found.
@@ -150,7 +150,7 @@ class _Source:
         return start, end, b"(not (%s))" % self._source[start:end]
 
     def rename_as_helper(self, function: Function, dice: Random) -> list[Edit]:
-        """Return the edit that renames a test like a helper, so no runner collects it; none for names in other use."""
+        """Return the edit that renames a test like a helper, so no runner collects it; none if a name is used twice."""
         said = dice.choice(_HELPERS)
         taken = self._words[said + function.name.removeprefix("test")]
         if self._words[function.name] > 1 or taken or "fixture" in map(_name, function.decorator_list):

@@ -139,7 +139,7 @@ rm -rf "$work/objects" "$work/test.patch"  # leave no copy of the hidden tests
 """
     + _SHOW_HIDDEN
 )
-"""Own arguments: base commit; non-empty to store tests and hidden files in ``kept.tar``; hidden paths."""
+"""Arguments after the repository: base commit; a text, not empty to store tests in ``kept.tar``; hidden paths."""
 
 APPLY_TESTS = (
     SCRIPT_HEADER

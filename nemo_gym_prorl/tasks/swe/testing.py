@@ -115,7 +115,7 @@ class Run:
         exit_code: exit code of the test command, or of ``before_tests`` if no tests ran.
         records: records of the plugin; ``None`` if the runner has no plugin or did not start.
         rewritten: test files that were modified during the run.
-        problem: why no log can be parsed; ``None`` if one can.
+        problem: why the log cannot be parsed; ``None`` if it can.
         ended_early: why no tests ran; ``None`` if tests ran.
     """
 

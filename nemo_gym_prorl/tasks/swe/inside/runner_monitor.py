@@ -27,7 +27,7 @@ class Channel:
 
     Args:
         named: ``SECRET:INODE:RECORDS``: descriptor and inode of the pipe with the secret, and descriptor of the file
-            for records. Any other text gives a closed channel.
+            for records. With any other text, the channel is closed.
     """
 
     def __init__(self, named):
