@@ -156,7 +156,7 @@ class AppliedSolution:
         patch: all changes, including ignored ones.
         files: blob id by path, of every file after application.
         tests: paths of the test files.
-        kept: base64 of the archive of tests and hidden files, which are not in the sandbox; empty if they are.
+        kept: base64 archive of tests and hidden files that are not in the sandbox yet; empty if all are.
     """
 
     work: WorkFolder
