@@ -1,18 +1,18 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-# Create the Python environment .venv at the root of the repository: find Python, get uv, install this package.
+# Create the Python environment .venv at the root of the repository, with Python, uv and this package.
 #
 #   scripts/bootstrap.sh          packages for running
 #   scripts/bootstrap.sh dev      and packages for tests, linter and type checker
 #   scripts/bootstrap.sh bench    and packages that the benchmarks compare with
 #
-# PYTHON=/path/to/python selects the interpreter. Default: a Python on which the newest NeMo Gym installs, from this
-# machine or from uv, else any Python from 3.12. The script writes only to .venv, the user's cache folder and uv's
-# folder of Pythons. A stamp file makes later runs return at once, until pyproject.toml, launcher or interpreter change.
+# PYTHON=/path/to/python selects the interpreter. Default: a Python for the newest NeMo Gym, from this machine or from
+# uv, else any Python from 3.12. The script writes only to .venv, the user's cache folder and uv's folder of Pythons. A
+# stamp file makes later runs return at once, until pyproject.toml, launcher or interpreter change.
 #
-# The package is installed editable. NeMo Gym searches server folders next to its own package, where an editable install
-# has none, so the script links them there.
+# The package is installed editable. NeMo Gym searches servers next to its own package, so the script links this
+# repository's server folders there.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -26,8 +26,8 @@ started=$(date +%s)
 say() { echo "==> $*"; }
 fail() { echo "bootstrap: $*" >&2; exit 1; }
 
-# Print the real interpreter behind a name if its version suffices. Shims of version managers are resolved, because
-# they only work in some folders.
+# Print the path of the interpreter $1 if its version is at least $2. Shims of version managers are resolved, because
+# they depend on the working directory.
 interpreter() {
     "$1" -c "import sys; sys.exit(sys.version_info < $2)" </dev/null >/dev/null 2>&1 &&
         "$1" -c 'import os, sys; print(os.path.realpath(sys._base_executable or sys.executable))' </dev/null
@@ -41,7 +41,7 @@ find_python() {
     look_for "$newest" 3.13 3.14 || get_python || look_for "$any" 3.12 3.13 3.14 || interpreter python3 "$any" || true
 }
 
-# Find one of these versions, as installed by packages, version managers and uv.
+# Print the first interpreter of the versions $2..., at least $1, among those of the distribution, pyenv and uv.
 look_for() {
     least=$1; shift
     for version; do
@@ -54,14 +54,14 @@ look_for() {
     return 1
 }
 
-# Let uv download a Python (30 MB); fail without a network, so that the machine's own is used.
+# Let uv download a Python (30 MB). Without a network this fails at once, and the caller falls back to any version.
 get_python() {
     uv=$(find_uv) || return
     UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=0 "$uv" python install --quiet --no-bin 3.13 </dev/null >/dev/null 2>&1 || return
     interpreter "$("$uv" python find --no-project --managed-python 3.13)" "$newest"
 }
 
-# Print uv from PATH, or install a copy into the cache.
+# Print the path of uv: from PATH, else from the cache, else installed into the cache with the Python $1.
 find_uv() {
     if command -v uv; then return; fi
     if [ -x "$cache/uv/bin/uv" ]; then echo "$cache/uv/bin/uv"; return; fi
@@ -72,7 +72,7 @@ find_uv() {
     "$with" -m venv "$fresh" >&2 || { rm -rf "$fresh"; fail "'$with -m venv' failed: install uv, or python3-venv"; }
     "$fresh/bin/python" -m pip install --quiet --disable-pip-version-check uv >&2 ||
         { rm -rf "$fresh"; fail "pip could not install uv; see above, or install uv yourself"; }
-    # A parallel bootstrap may have created the folder; its uv is as good.
+    # A parallel bootstrap may have created the folder meanwhile; then its uv is used.
     mv -T "$fresh" "$cache/uv" 2>/dev/null || rm -rf "$fresh"
     echo "$cache/uv/bin/uv"
 }
@@ -109,7 +109,7 @@ if [ -n "${PYTHON:-}" ]; then
     [ "$(interpreter "$venv/bin/python" "$any" || true)" = "$python" ] || rm -f "$venv"/.prorl-stamp*
 fi
 stamps=$stamp
-# The environments with an extra contain all packages for running.
+# An environment with an extra also contains the packages for running.
 [ -n "$extra" ] || stamps="$stamp $stamp-dev $stamp-bench"
 for present in $stamps; do
     if is_current "$present"; then
@@ -136,7 +136,7 @@ if [ ! -e "$venv" ]; then
         fail "uv could not create $venv with Python $python; see above, or set PYTHON=/path/to/python"
 fi
 say "Installing nemo-gym-prorl${extra:+ with the extra '$extra'} (first time: 1.4 GB)"
-# Reinstalled each time, because uv does not detect a changed launcher in an editable install.
+# --reinstall-package: uv does not detect that the launcher's sources of an editable install have changed.
 "$uv" pip install --python "$venv/bin/python" --reinstall-package nemo-gym-prorl --editable ".${extra:+[$extra]}"
 link_servers
 stamp_text > "$stamp"

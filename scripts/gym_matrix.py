@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the wheel with Gym's command line on several versions of Gym and Python, and print the time of each step.
 
-python scripts/gym_matrix.py                                  # 0.4.0 on Python 3.12, 0.7.0 on Python 3.13
-python scripts/gym_matrix.py 0.7.0=/path/to/python3.14 …      # others
+python scripts/gym_matrix.py                                  # Gym 0.4.0 on Python 3.12, 0.7.0 on Python 3.13
+python scripts/gym_matrix.py 0.7.0=/path/to/python3.14 …      # other pairs GYM=PYTHON
 """
 
 import argparse
@@ -31,7 +31,7 @@ DEFAULT = ("0.4.0=python3.12", "0.7.0=python3.13")
 
 
 def main() -> None:
-    """Test all pairs; exit with 1 if one fails."""
+    """Test all pairs of versions; exit with 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", default=DEFAULT, metavar="GYM=PYTHON")
     pairs = [pair.split("=", 1) for pair in parser.parse_args().pairs]

@@ -4,8 +4,8 @@
 
 The model is a Qwen3-shaped decoder with under a million parameters. Its byte-level BPE is trained on Python's standard
 library, so that token boundaries are as irregular as in a code model's vocabulary. The vocabulary contains the special
-tokens of several chat template families. Weights are random, or trained on lessons to write mostly well-formed tool
-calls.
+tokens of several chat template families. Weights are random, or trained on example turns (``--lessons``), so that the
+model mostly writes well-formed tool calls.
 
 Runs in the environment of ``setup_vllm.sh`` (torch, transformers, tokenizers):
 
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = """{%- if tools %}
 """ChatML with tools in the system message and calls in Hermes' format."""
 BATCH = 16
 WINDOW = 160
-"""Prompt tokens of a lesson that are used, from its end; bounds the training time."""
+"""Maximum prompt tokens of a lesson, counted from the prompt's end; bounds the training time."""
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
@@ -56,11 +56,11 @@ SPECIAL = [
     *("<|assistant|>", "<|tool|>", "<start_of_turn>", "<end_of_turn>"),
 ]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-"""Added tokens that a decoder does not skip as special."""
+"""Added tokens that are not special, so decoders do not skip them."""
 
 
 def train_tokenizer() -> Tokenizer:
-    """Train a byte-level BPE on the standard library's sources."""
+    """Train a byte-level BPE on sources of Python's standard library."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,8 +76,8 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
-    """Train on the expected outputs of lessons and return the mean of the last losses."""
+def train(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
+    """Train the model on the expected outputs of lessons; return the mean loss of the last 50 steps."""
     examples = []
     for line in lessons.read_text().splitlines():
         prompt, reply = (tokenizer.encode(part, add_special_tokens=False).ids for part in json.loads(line))
@@ -91,10 +91,10 @@ def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, l
         batch = batches[torch.randint(len(batches), ()).item()]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch])
-        taught = torch.tensor([[start <= at < len(ids) for at in range(1, width)] for ids, start in batch])
+        trained = torch.tensor([[start <= at < len(ids) for at in range(1, width)] for ids, start in batch])
         # The output layer dominates the cost, so logits are computed for trained positions only.
-        logits = model.lm_head(model.model(input_ids=ids).last_hidden_state[:, :-1][taught])
-        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][taught])
+        logits = model.lm_head(model.model(input_ids=ids).last_hidden_state[:, :-1][trained])
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][trained])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
@@ -158,7 +158,7 @@ def main() -> None:
     model = model.to(torch.float32)
     if arguments.lessons:
         torch.set_num_threads(1)  # more threads are slower for such small matrices
-        teach(model, tokenizer, arguments.lessons, arguments.steps)
+        train(model, tokenizer, arguments.lessons, arguments.steps)
     model.save_pretrained(output, safe_serialization=True)
     model.generation_config.eos_token_id = stops
     model.generation_config.save_pretrained(output)

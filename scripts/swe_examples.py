@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the images of the example rows of ``prorl_swe`` from source distributions, without a registry.
 
-A row has the patch that mends its bug and the patch that adds its hidden tests. Its repository is the published
-package with both patches taken back, as one commit with a fixed identity and date.
+A row contains the patch that fixes the bug and the patch that adds the hidden tests. The repository of a row is the
+published package with both patches reverted, as one commit with a fixed identity and date.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SHA256 = {
     "simpleeval": "b417f869c11f2de034eb919820a825f35d12ce99f63a43971947ce73679eb9ba",
     "tabulate": "e2cfde8f79420f6deeffdeda9aaec3b6bc5abce947655d17ac662b126e48a60d",
 }
-"""Hashes of the source distributions."""
+"""SHA-256 of the source distributions by package."""
 
-TIMEOUT_S = 900.0  # for downloads over a slow connection
+TIMEOUT_S = 900.0  # seconds for one command, such as a download over a slow connection
 
 _PACKAGING = re.compile(r"PKG-INFO|.*\.egg-info|\.git.*")
 """Files that packaging adds to a source distribution."""
@@ -68,10 +68,10 @@ def rows() -> list[dict[str, object]]:
 
 
 def download(package: str, version: str, folder: Path) -> Path:
-    """Download a package's source distribution with pip and the user's pip settings; returns its file.
+    """Download a package's source distribution with the user's pip settings, and return the archive.
 
     Raises:
-        InfrastructureError: the download failed, or its hash differs.
+        InfrastructureError: the download failed, or the archive has another hash.
     """
     wanted = folder / "wanted.txt"
     wanted.write_text(f"{package}=={version} --hash=sha256:{SHA256[package]}\n")
@@ -85,7 +85,7 @@ def download(package: str, version: str, folder: Path) -> Path:
 
 
 def make_repository(archive: Path, swe: SweInstance, target: Path) -> None:
-    """Make the repository of a row in the new folder ``target``.
+    """Create the repository of a row in the new folder ``target``.
 
     Raises:
         InfrastructureError: git failed, or the commit is not the row's.
@@ -102,7 +102,7 @@ def make_repository(archive: Path, swe: SweInstance, target: Path) -> None:
     (target / ".git/info/exclude").write_text("__pycache__/\n*.pyc\n.pytest_cache/\n")
     shutil.rmtree(target / ".git/hooks")
     _git(target, "apply", "--reverse", "-", text=swe.patch + swe.test_patch)
-    # --force: files matched by the package's .gitignore belong to the base.
+    # --force: files that the package's .gitignore matches are part of the base commit.
     _git(target, "add", "--all", "--force")
     _git(target, "commit", "--quiet", "--message=The package as it is")
     if (made := _git(target, "rev-parse", "HEAD").strip()) != swe.base_commit:
@@ -132,7 +132,7 @@ def _run(command: list[str], cwd: Path, text: str = "", environ: dict[str, str] 
 
 
 def build_image(row: dict[str, object], base: Path) -> Path:
-    """Build the image of a row on the default image ``base``; an existing one is reused.
+    """Build the image of a row on the default sandbox image ``base``, unless the image exists.
 
     Raises:
         InfrastructureError: a download, git or the build failed.
@@ -150,7 +150,7 @@ def build_image(row: dict[str, object], base: Path) -> Path:
 
 
 def main() -> int:
-    """Build all images; returns the exit code."""
+    """Build the images of all example rows; return the exit code."""
     try:
         base = ensure_image(DEFAULT, print)
         for row in rows():

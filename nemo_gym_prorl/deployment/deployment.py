@@ -5,7 +5,7 @@
 ``gym env start`` may orphan servers when it is interrupted, and reports failures only in its output.
 
 Invariants: entering returns when every server answers. After leaving, no process of the deployment lives, or leaving
-raises. A server that dies raises an error with the log's tail; in a supervised deployment it is restarted instead.
+raises. A server that dies raises an error with the log's tail; a supervised deployment restarts the server instead.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, is_por
 _REAPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
 _WATCH_S = 0.5
 START_TIMEOUT_S = 900.0
-"""Default limit of a start. An idle machine needs a minute; a busy one, or the build of a sandbox image, many."""
+"""Default limit of a start in seconds. A start takes minutes on a busy machine, or if sandbox images are built."""
 
-WAITING_S = 15.0  # between two lines about a start's progress
+WAITING_S = 15.0  # seconds between two lines about a start's progress
 _RAY_TIMED_OUT = "The current node timed out during startup"
-"""Ray's error for a start above its limit, as happens on a busy machine; retried once with a longer limit."""
+"""Ray's error if its start exceeds the limit, as on a busy machine; the start is retried with a longer limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +89,18 @@ class GymDeployment:
 
     Args:
         config_paths: Gym configuration files: absolute paths, or names that Gym resolves.
-        environment: name of an environment that Gym finds (``--environment``).
+        environment: name of a Gym environment (``--environment``); ``None`` for none.
         model_type: Gym's model server (``--model-type``); ``None`` if the configuration files have one.
         policy_base_url: URL of the inference endpoint, ending in ``/v1``, or a list of URLs. The list may be empty if
             the model server gets engines later.
         policy_model_name: name of the model at the endpoint.
         policy_api_key: key of the endpoint, stored in a file that only the user can read while the deployment lives.
-        private: more configuration for that file; other users can read command lines.
+        private: more configuration for the key's file, since other users can read command lines.
         overrides: more Hydra overrides; these win.
-        work_dir: folder for logs and Gym's files. Default: a temporary folder, removed unless there was an error.
+        work_dir: folder for logs and Gym's files. Default: a temporary folder, removed after a run without an error.
         python, cwd, folder, env, head_port: see :class:`GymCli`.
         supervised: restart servers that die, instead of ending the deployment; see :meth:`watch`.
-        start_timeout_s: limit of the time until every server answers.
+        start_timeout_s: seconds until every server must answer.
 
     Raises:
         DeploymentError: on entering, a server does not come up; on leaving, a process cannot be ended.
@@ -179,7 +179,7 @@ class GymDeployment:
         """Watch the deployment until it ends or the caller is cancelled.
 
         Args:
-            on_death: called for every server that ended and is restarted; only in a supervised deployment.
+            on_death: called for every death of a server in a supervised deployment.
 
         Raises:
             DeploymentError: Gym ended, or, without supervision, a server ended; with the log's tail.
@@ -192,7 +192,7 @@ class GymDeployment:
                     on_death(death)
                 reported = len(deaths)
             else:
-                gone = [item.name for item in self.instances.values() if not _lives(item.pid)]
+                gone = [item.name for item in self.instances.values() if not _is_running(item.pid)]
                 if gone:
                     raise DeploymentError(f"{', '.join(gone)} of the deployment died; {self.log.tail()}")
             self._raise_if_ended("while it was in use")
@@ -201,8 +201,8 @@ class GymDeployment:
     async def report_start(self, say: Callable[[str], None], marker: str) -> NoReturn:
         """Report the progress of a start until cancelled.
 
-        Progress lines of servers are passed on. Every 15 s a line names the servers that do not answer yet, the load
-        of the machine, and the last line of the log.
+        Progress lines of servers are reported as they are. Every 15 s, another line names the servers that do not
+        answer yet, the load of the machine, and the last line of the log.
 
         Args:
             say: called with each line.
@@ -263,7 +263,7 @@ class GymDeployment:
     async def _end_and_clean_up(self, error: BaseException | None) -> None:
         try:
             await self._end()
-        except asyncio.CancelledError:  # by a second signal
+        except asyncio.CancelledError:  # a second signal, after the servers have ended
             await self._clean_up(error)
             raise
         await self._clean_up(error)
@@ -388,7 +388,7 @@ class GymDeployment:
                 await asyncio.sleep(0.2)
 
     async def _require_own(self, name: str, url: str, fix: str) -> None:
-        """Raise unless the listener is a process of this deployment: two deployments may race for a port."""
+        """Raise DeploymentError unless this deployment owns the listener: deployments may race for a port."""
         port = URL(url).port
         own = await asyncio.to_thread(self.cli.mark.processes)
         if port and await asyncio.to_thread(is_port_taken_by_others, port, own):
@@ -398,12 +398,12 @@ class GymDeployment:
         if self._process is not None and self._process.returncode is not None:
             status = self._process.returncode
             why = f"log {self.log.path}"
-            if not self._up.exists():  # Gym's last words name the cause of a failed start only
+            if not self._up.exists():  # only after a failed start does Gym's log end with the cause
                 why = f"{error}; {why}" if (error := start_error(self.log.lines())) else self.log.tail()
             raise DeploymentError(f"gym env start ended with status {status} {when}; {why}")
 
     async def _end(self) -> None:
-        # A second cancellation of the caller must not leave servers behind.
+        # A second cancellation of the caller must not orphan servers.
         ending = asyncio.create_task(self._end_now())
         try:
             await asyncio.shield(ending)
@@ -414,7 +414,7 @@ class GymDeployment:
     async def _end_now(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
-            # The reaper interrupts Gym, waits, and kills the processes that Gym leaves behind.
+            # On SIGTERM, the reaper interrupts Gym, waits, and kills the processes that Gym leaves behind.
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
@@ -441,8 +441,8 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
         return None
 
 
-def _lives(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
+def _is_running(pid: int) -> bool:
+    """Return whether a process runs; ``False`` for a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (FileNotFoundError, ProcessLookupError):

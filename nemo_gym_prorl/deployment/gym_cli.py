@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run Gym's own command line, for a wheel or checkout of this package and for nemo-gym 0.4 or later.
 
-``gym`` expects a terminal in Gym's checkout: it builds a virtual environment per server, finds servers by the working
-directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, shares one Python
-environment among all servers, and marks the processes of a command so that none is left behind.
+``gym`` expects to run in Gym's checkout: it builds a virtual environment per server, searches servers in the working
+directory, and has one fixed port. :class:`GymCli` gives each deployment its own port and folder, and shares one Python
+environment among all servers. Processes of a command are marked, so that all of them can be ended.
 
-A batch system kills all processes of a job, including a deployment's reaper, so its Ray folder with the policy's key
-would remain. Each deployment therefore holds a lock on its folder. The kernel frees the lock when both the owner and
-the reaper are gone; the user's next deployment then removes the orphan.
+A batch system kills all processes of a job, including the reaper that deletes the deployment's Ray folder with the
+policy's key. Each deployment therefore holds a lock on its Ray folder. The kernel frees the lock when both the owner
+and the reaper are gone; the user's next deployment then removes the orphan.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
 
 
 def load_merged(paths: Iterable[str]) -> DictConfig:
-    """Merge files and the files in their ``config_paths``; later files win. References are not resolved.
+    """Merge configuration files and the files in their ``config_paths``; later files win. Interpolations stay.
 
     Raises:
         FileNotFoundError: a file does not exist.
         OSError, YAMLError, OmegaConfBaseException: a file cannot be read.
     """
     files, names = [OmegaConf.create({})], [*map(str, paths)]
-    for name in names:  # grows while files name more files
+    for name in names:  # the loop appends the files' config_paths
         content = OmegaConf.load(find_file(name))
         if not isinstance(content, DictConfig):
             raise OmegaConfBaseException(f"{name} must be a mapping")
@@ -66,16 +66,15 @@ def environment_names() -> set[str]:
 
 
 def has_servers(folder: Path) -> bool:
-    """Return whether a folder has a user's own servers or environments; Gym's and this project's do not count."""
+    """Return whether a folder has a user's own servers or environments; ``False`` for Gym's and this project's."""
     here = running_installation()
     installed = (here.gym_root, here.our_root)
     return folder not in installed and any((folder / kind).is_dir() for kind in (*SERVER_TYPES, "environments"))
 
 
 def link_roots(folder: Path, roots: Sequence[Path]) -> Path:
-    """Recreate ``folder`` with links to the servers and environments of all roots; the first root with a name wins.
-
-    Other entries are linked from the first root only. nemo-gym 0.4 searches a single root.
+    """Recreate ``folder`` with symlinks to the servers and environments of all roots, for nemo-gym 0.4, which searches
+    a single root. If several roots have a name, the first wins. Other entries are linked from the first root only.
     """
     shutil.rmtree(folder, ignore_errors=True)
     kinds = (*SERVER_TYPES, "environments")
@@ -95,7 +94,7 @@ def _roots() -> list[Path]:
 
 
 def find_file(path: str) -> Path:
-    """Find a file as Gym does: below the current directory, Gym's folder or this project's folder.
+    """Find a file below :data:`ROOTS_VARIABLE`'s folders, the current directory, Gym's folder or this project's.
 
     Raises:
         FileNotFoundError: no such file; the error lists the folders searched.
@@ -112,7 +111,7 @@ MARK_NAME = "PRORL_GYM_DEPLOYMENT"
 """Environment variable that marks the processes of a deployment."""
 
 RAY_START_S = (90, 300)
-"""Limits of Ray's start in the first and second attempt: Ray's default of 30 s is too short on a busy machine."""
+"""Seconds for Ray's start in the first and second attempt: Ray's default of 30 s is too short on a busy machine."""
 
 _HEAD_PORTS = range(20_001, 32_000)
 """Ports for Gym's head server: above Gym's range for servers (10001-20000), and below the kernel's range for outgoing
@@ -134,8 +133,8 @@ print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), 
 def ray_auth_mode() -> str:
     """Return the value of ``RAY_AUTH_MODE`` for a process that joins a running Ray.
 
-    The variable wins; otherwise the mode is ``token`` if a token exists. ``ray start --head`` applies the same rule;
-    ``ray.init`` with an address ignores the token.
+    A ``RAY_AUTH_MODE`` that is set wins; otherwise the mode is ``token`` if a token exists. ``ray start --head``
+    applies the same rule, but ``ray.init`` with an address does not.
     """
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     has_token = os.environ.get("RAY_AUTH_TOKEN") or file.is_file()
@@ -151,7 +150,7 @@ class GymCli:
 
     Args:
         work_dir: folder for Gym's files; the caller removes it.
-        python: the interpreter whose nemo-gym is used; all servers share its environment.
+        python: interpreter with nemo-gym; all servers share its environment.
         cwd: working directory of commands about servers. Default: a folder of links if ``folder`` has servers, else
             the checkout if this package runs from one (nemo-gym 0.4 searches only there), else ``work_dir``.
         folder: folder of a user's own servers and environments. Default: the current directory. Commands about servers
@@ -225,8 +224,8 @@ class GymCli:
         """Return command line, environment and working directory of a Gym command."""
         installation = await self.prepare()
         words = [str(installation.bin / "gym"), *arguments]
-        # Hydra creates a folder "outputs" in the working directory. Some listings have no option for another folder,
-        # but listings work in any folder.
+        # Hydra creates a folder "outputs" in the working directory. Commands that only list work in any folder, and
+        # some have no option for the folder "outputs".
         if arguments[:1] not in (("env",), ("eval",), ("dataset",)):
             return words, self._environment(installation), self.work_dir
         words += [*self.overrides, f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
@@ -257,8 +256,8 @@ class GymCli:
         return env | self._given_env
 
     async def _probe(self) -> tuple[Installation, dict[str, str]]:
-        # A checkout that is importable only through the current directory must be importable in the child as well.
-        # For another interpreter the checkout must not be importable: cwd "/" keeps "python -c" from finding it.
+        # A checkout that is only importable through the current directory must be importable in the child as well.
+        # Another interpreter must not import the checkout: "python -c" searches its cwd, which is therefore "/".
         env = dict(os.environ) | self._given_env
         if self._python == sys.executable:
             env["PYTHONPATH"] = _join_paths(Path(__file__).parents[2], env.get("PYTHONPATH"))
@@ -351,8 +350,8 @@ def without_interrupts(lines: list[str]) -> list[str]:
 def start_error(lines: Sequence[str]) -> str | None:
     """Return the exception that ended a start, in one line; ``None`` if the log has none.
 
-    Gym's own exception comes last and only names the server that ended. The reason is that server's exception. Once a
-    server runs, its lines begin with its name, and lines of several servers alternate.
+    Gym's own exception comes last and only names the server that ended; the exception of this server is the reason.
+    Lines of a running server begin with its name, and lines of several servers alternate.
     """
     by_server: defaultdict[str, list[str]] = defaultdict(list)
     for line in lines:
@@ -367,7 +366,7 @@ def start_error(lines: Sequence[str]) -> str | None:
 
 
 def _exceptions(lines: list[str]) -> list[str]:
-    """Return the last line of each traceback; of chained exceptions, only the last."""
+    """Return the last line of each traceback; only the last exception of a chain counts."""
     found: list[str] = []
     lines = without_interrupts(lines)
     rest, chained = iter(enumerate(lines)), False
@@ -386,7 +385,7 @@ def _exceptions(lines: list[str]) -> list[str]:
 
 
 def _invalid_fields(lines: Sequence[str], count: int) -> str:
-    """Return pydantic's invalid fields with reasons: a line with the name, then an indented line with the reason."""
+    """Return pydantic's invalid fields with reasons. In the log, an indented line with the reason follows the name."""
     names = [number for number, line in enumerate(lines[:-1]) if not line.startswith(" ")][:count]
     pairs = [(lines[number], lines[number + 1].strip().split(" [type=")[0]) for number in names]
     return "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in pairs)
@@ -403,7 +402,8 @@ def lock_deployment(folder: Path, mark: ProcessMark, temporary: Path | None) -> 
 
     Args:
         folder: the deployment's Ray folder, below :data:`RAY_FOLDERS`.
-        temporary: another folder to remove with an orphan.
+        mark: mark of the deployment's processes.
+        temporary: folder to remove too if the deployment is orphaned; ``None`` for no folder.
     """
     new_file = folder / f".{_LOCK_FILE}"
     descriptor = os.open(new_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -417,7 +417,7 @@ async def remove_orphans() -> None:
     """Remove the processes and folders of orphaned deployments; running deployments are not touched."""
     for folder, held in _orphans():
         try:
-            # The file is empty after a power failure, and missing if another start removed the orphan.
+            # The lock file is empty after a power failure, and missing if another start has removed the orphan.
             with suppress(OSError, ValueError, LookupError, TypeError):
                 owner = orjson.loads((folder / _LOCK_FILE).read_bytes())
                 await ProcessMark(*owner["mark"]).kill(settle_s=0)
@@ -429,7 +429,7 @@ async def remove_orphans() -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder, its lock file last, so that an interrupted removal is found again."""
+    """Remove a folder, its lock file last, so that the next start can continue an interrupted removal."""
     with suppress(FileNotFoundError):
         for path in [path for path in folder.iterdir() if path.name != _LOCK_FILE]:
             if path.is_dir() and not path.is_symlink():

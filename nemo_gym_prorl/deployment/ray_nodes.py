@@ -3,11 +3,11 @@
 """Nodes of a Ray cluster, each with its own Gym deployment.
 
 A node of the fleet is a Ray node with the resource ``prorl_node`` (``ray start --resources='{"prorl_node": 1}'``). On
-each an actor owns a supervised deployment. Ray detects dead nodes and restarts actors: a pending call of the actor
-fails when the actor or its node dies.
+each node, an actor owns a supervised deployment. Ray detects dead nodes and restarts actors: a pending call of the
+actor fails when the actor or its node dies.
 
 The processes of a deployment end with their actor (:mod:`nemo_gym_prorl.processes`), and Ray ends the actors with the
-gateway process that created them. The actor holds little memory, so Ray's memory monitor does not select it.
+gateway process that created them. An actor uses little memory, so Ray's memory monitor kills other processes first.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 RESOURCE = "prorl_node"
 """Ray resource of nodes that run sandboxes."""
 
-POLL_S = 2.0  # between two listings of Ray's nodes: short against the start of a deployment
+POLL_S = 2.0  # seconds between two listings of Ray's nodes: short compared with the start of a deployment
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Bounds of the doubling pause before a failed deployment is restarted."""
-LATE_S = 60.0  # an actor that starts later is reported: Ray may have no free node for it
-_END_S = 30.0  # limit of ending all deployments on shutdown; Ray then kills the actors
+"""Bounds in seconds of the doubling backoff before a failed deployment is restarted."""
+LATE_S = 60.0  # seconds; an actor that starts later is reported, since Ray may have no free node for it
+_END_S = 30.0  # seconds for ending all deployments on shutdown; Ray then kills the actors
 
 _SHARE_S = 5.0
-"""Interval at which a node's model servers get the number of nodes that share their engines; a restarted server has
-lost it."""
+"""Seconds between two requests that tell a node's model servers how many nodes share their engines: a restarted model
+server has lost the number."""
 
 _MODEL = "responses_api_models/prorl_model"
 _AGENT = "responses_api_agents/prorl_agent"
@@ -56,9 +56,9 @@ class NodeDeployment:
 
     Attributes:
         deployment: arguments of :class:`~.deployment.GymDeployment`.
-        agent: instance name of its ``prorl_agent``.
+        agent: instance name of the deployment's ``prorl_agent``.
         token: the agent's key; ``None`` only if every node listens on loopback.
-        log_dir: folder for one log folder per node; ``None`` for temporary folders.
+        log_dir: parent of one log folder per node; ``None`` for temporary folders.
     """
 
     deployment: Mapping[str, Any]
@@ -88,7 +88,7 @@ class NodeActor:
                 f"the node's agent would listen on {host} without a key: set PRORL_TOKEN", field="--token"
             )
         agent = {} if spec.token is None else {"control_token": spec.token}
-        # An override, because configuration files of the environment are read after the private file and set loopback.
+        # An override, because the environment's configuration files are read after the private file and set loopback.
         host_override = f"++{spec.agent}.responses_api_agents.prorl_agent.host={host}"
         context = ray.get_runtime_context()
         node = context.get_node_id()[:12]
@@ -108,7 +108,7 @@ class NodeActor:
         return instance.url
 
     async def watch(self) -> NoReturn:
-        """Watch the deployment; never returns.
+        """Watch the deployment, and tell its model servers how many nodes share the engines. Never returns.
 
         Raises:
             DeploymentError: Gym itself has ended.
@@ -121,7 +121,7 @@ class NodeActor:
             sharing.cancel()
 
     async def share(self, parts: int) -> None:
-        """Set the number of nodes that sample from the same engines."""
+        """Set the number of nodes that share the engines; the model servers receive it within :data:`_SHARE_S`."""
         self._parts = parts
 
     async def _share(self, deployment: GymDeployment) -> float:
@@ -145,13 +145,13 @@ class RayNodes:
     Args:
         spec: the deployment of each node.
         say: called with a line when a node does not start.
-        loops: background loops that run the poll of Ray and the supervision of each node.
+        loops: background loops for polling Ray and for supervising each node.
     """
 
     def __init__(self, spec: NodeDeployment, say: Callable[[str], None], loops: BackgroundLoops) -> None:
         self._spec, self._say, self._loops = spec, say, loops
         self._shared = 0
-        self._awaited: dict[str, str] = {}  # by node name: the part whose start the node still waits for
+        self._awaited: dict[str, str] = {}  # by node name: what has not started yet
         self._changes: asyncio.Queue[NodeJoined | NodeLeft] = asyncio.Queue()
         self._supervised: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}
@@ -159,18 +159,18 @@ class RayNodes:
 
     @property
     def present(self) -> Sequence[NodeJoined]:
-        """Empty: every node joins later, once its deployment is up."""
+        """No nodes: each node joins later, once its deployment is up."""
         return ()
 
     @property
     def awaited(self) -> str:
-        """Conditions that the start waits for, in words; empty if every node has joined."""
+        """Parts of nodes that have not started yet, in words; empty if every node has joined."""
         if not self._supervised:
             return f"a node with the resource {RESOURCE}"
         return ", ".join(f"{what} of node {name}" for name, what in self._awaited.items())
 
     async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
-        """Yield nodes that join or leave."""
+        """Yield an event for each node that joins or leaves."""
         polling = self._loops.start("ray-nodes", self._poll)
         try:
             while True:
@@ -203,7 +203,7 @@ class RayNodes:
     async def _supervise(self, node: str) -> None:
         """Run a deployment on a node until the node dies. A node that returns has a new id."""
         name, pause = node[:12], FIRST_PAUSE_S
-        if node not in self._actors:  # after a restart of this loop the actor still holds the node's resource
+        if node not in self._actors:  # after a restart of this loop, the old actor still owns the node's resource
             self._actors[node] = self._actor.options(
                 num_cpus=0,
                 resources={RESOURCE: 1},
@@ -247,7 +247,7 @@ class RayNodes:
 
 
 def exposed_host() -> str | None:
-    """Return a node's address beyond loopback, at which an agent without a key would be exposed, or ``None``."""
+    """Return a node's address that is not loopback, where an agent without a key would be exposed; else ``None``."""
     return next((host for node in _nodes() if not is_loopback(host := node["NodeManagerAddress"])), None)
 
 

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restarter of one server of a Gym deployment: restarts the server when it dies.
 
-``gym env start`` ends the whole deployment when a server is gone. In a supervised deployment
-(:class:`~nemo_gym_prorl.deployment.deployment.GymDeployment`) Gym therefore starts this program in place of the
+``gym env start`` ends the whole deployment when a server has ended. In a supervised deployment
+(:class:`~nemo_gym_prorl.deployment.deployment.GymDeployment`) Gym therefore starts this program instead of the
 interpreter, and this program runs the server. Gym passes configuration, host and port in environment variables, so a
 restarted server has the same address.
 
 Until the deployment is up, the end of the server ends this program too, so Gym reports a wrong configuration as usual.
-Afterwards the server is restarted after a pause that doubles with every early death. This module imports only the
-standard library, because one copy runs per server.
+Afterwards the server is restarted after a backoff that doubles with every early death. This module imports only the
+standard library, because each server has a process of this program.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import NoReturn
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-STABLE_S = 60.0  # a server that ran longer resets the pause: the start is not the cause
-END_S = 20.0  # time limit of a server's shutdown, then SIGKILL: Gym's own limit is longer
+STABLE_S = 60.0  # a server that ran this long did not fail at startup, so its backoff starts over
+END_S = 20.0  # seconds from SIGINT to SIGKILL; shorter than Gym's limit for the end of this program
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,20 +40,21 @@ def restarter_program(python: Path, up: Path, events: Path) -> str:
     """Return the text of the program that replaces ``python`` in a supervised deployment.
 
     Args:
-        up: a file that exists once the deployment is up.
-        events: a file that gets one JSON line for every death.
+        python: the interpreter.
+        up: file that exists once the deployment is up.
+        events: file to which one JSON line is appended for every death of the server.
     """
     words = [str(python), "-P", str(Path(__file__).resolve()), str(up), str(events), str(python)]
     return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
 
 
 def supervise(up: Path, events: Path, command: list[str]) -> int:
-    """Run a server until a signal, or until it ends before the deployment is up; return its exit status."""
+    """Run a server until a signal arrives, or the server ends before the deployment is up; return its exit status."""
     _die_with_parent(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     environ = dict(os.environ)
-    # Subprocesses of the server that are called "python" must not run under a restarter.
+    # A "python" that the server starts by name must be the interpreter, not another restarter.
     folders = os.environ.get("PATH", "").split(os.pathsep)
     environ["PATH"] = os.pathsep.join(entry for entry in folders if not _has_restarter(Path(entry)))
     early = 0
@@ -115,7 +116,7 @@ class _Stop(Exception):
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    # Later signals must not interrupt the wait for the child.
+    # Further signals must not interrupt the wait for the server's end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     raise _Stop

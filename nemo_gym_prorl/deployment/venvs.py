@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shares one Python environment among servers, through links where Gym expects a virtual environment per server.
+"""Share one Python environment among servers, through symlinks where Gym expects a virtual environment per server.
 
-Gym builds a virtual environment for each server with uv at ``<uv_venv_dir>/<type>/<server>/.venv``. Each takes about a
-minute and a gigabyte, and fails for a package that is on no index. A server whose requirements the running environment
-satisfies gets a link to the running environment instead, which Gym accepts with ``skip_venv_if_present``. Gym builds
-the environments of all other servers.
+Gym builds a virtual environment for each server with uv at ``<uv_venv_dir>/<type>/<server>/.venv``. A build takes
+about a minute and a gigabyte, and fails for a package that is on no index. If the running environment satisfies the
+requirements of a server, the server gets a symlink to this environment, which Gym accepts with
+``skip_venv_if_present``. Gym builds the environments of all other servers.
 
 :class:`~nemo_gym_prorl.deployment.gym_cli.GymCli` uses a folder per deployment. The Hydra plug-in
-(``hydra_plugins/prorl_gym``) gives ``gym env start`` the folder of :func:`shared_venvs` without a setting.
+(``hydra_plugins/prorl_gym``) makes ``gym env start`` use the folder of :func:`shared_venvs` without a setting.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ REUSE_VARIABLE = "PRORL_GYM_REUSE"
 """Environment variable that this project's configuration files use for ``skip_venv_if_present``."""
 
 _IGNORED_EXTRAS = frozenset({"nemo-gym", "nemo-gym-prorl"})
-"""Packages whose extras are ignored. Gym's servers require ``nemo-gym[dev]`` but run without it. A server of this
-project that lacks an extra ends at start and names the package to install; an environment built by Gym would lack
-nemo-gym-prorl itself, which may be on no index.
+"""Packages whose extras need not be installed. Gym's servers require ``nemo-gym[dev]`` but run without ``dev``. A
+server of this project that lacks an extra ends at start and names the package to install. An environment built by Gym
+would lack nemo-gym-prorl itself, which may be on no index.
 """
 
 
@@ -58,9 +58,10 @@ class Installation:
     """Folders of one interpreter's installation.
 
     Attributes:
+        prefix: ``sys.prefix``.
         bin: folder of the interpreter and of Gym's console script.
-        gym_root: the folder with ``nemo_gym`` and Gym's server folders.
-        our_root: the folder with ``nemo_gym_prorl`` and this project's server folders.
+        gym_root: folder with ``nemo_gym`` and Gym's server folders.
+        our_root: folder with ``nemo_gym_prorl`` and this project's server folders; ``None`` if not installed.
     """
 
     prefix: Path
@@ -70,7 +71,7 @@ class Installation:
 
     @property
     def checkout(self) -> Path | None:
-        """This project's folder, if it differs from Gym's, so that Gym needs it as another root."""
+        """This project's folder, which Gym must search too; ``None`` if it is also Gym's folder."""
         return self.our_root if self.our_root != self.gym_root else None
 
     def server_folders(self, cwd: Path | None = None) -> Iterator[Path]:
@@ -109,14 +110,14 @@ def link_environments(
     python: str | None = None,
     cwd: Path | None = None,
 ) -> None:
-    """Link the shared environment for every server whose requirements it satisfies.
+    """Link every server to the shared environment if the environment satisfies the server's requirements.
 
     Args:
         venvs: the folder for ``uv_venv_dir``.
         installation: the environment to share.
         version_of: returns a package's version in the environment by normalized name; ``None`` if not installed.
         python: text of a program that replaces the interpreter. Default: the interpreter itself.
-        cwd: Gym's working directory, in which Gym searches servers too. Default: the current directory.
+        cwd: Gym's working directory, in which Gym also searches servers. Default: the current directory.
     """
     target = installation.prefix
     if python is not None or not (target / "bin" / "activate").exists():
@@ -124,15 +125,15 @@ def link_environments(
     for server in installation.server_folders(cwd):
         link = venvs / server.parent.name / server.name / ".venv"
         if not satisfies_requirements(server, version_of):
-            if link.is_symlink():  # satisfied before an upgrade
+            if link.is_symlink():  # from before an upgrade of the environment
                 link.unlink(missing_ok=True)
         elif not (link.is_symlink() and link.readlink() == target):
             link.parent.mkdir(parents=True, exist_ok=True)
-            # Replaced atomically, because another deployment may use the link.
+            # Replace atomically: another deployment may use the symlink.
             new_link = link.with_name(f".venv-{os.getpid()}")
             new_link.unlink(missing_ok=True)
             new_link.symlink_to(target)
-            with contextlib.suppress(IsADirectoryError):  # an environment that Gym has built stays
+            with contextlib.suppress(IsADirectoryError):  # keep an environment that Gym has built
                 new_link.replace(link)
             new_link.unlink(missing_ok=True)
 
@@ -140,7 +141,7 @@ def link_environments(
 def satisfies_requirements(server: Path, version_of: Callable[[str], str | None]) -> bool:
     """Return whether an environment satisfies a server's ``pyproject.toml`` or ``requirements.txt``.
 
-    Extras of other packages and unreadable requirements count as unsatisfied, so Gym builds an environment.
+    Missing or unreadable requirements count as unsatisfied, and so do extras, except those of :data:`_IGNORED_EXTRAS`.
     """
     try:
         requirements = list(_requirements(server))
@@ -190,7 +191,7 @@ def _version_here(package: str) -> str | None:
 
 
 def _create_minimal_venv(folder: Path, installation: Installation, python: str | None) -> Path:
-    """Create a folder with the parts of a virtual environment that Gym uses.
+    """Create a folder with the files of a virtual environment that Gym uses: ``bin/python`` and ``bin/activate``.
 
     A Python outside of a virtual environment, as in many containers, needs such a folder, and so does a program that
     replaces the interpreter.

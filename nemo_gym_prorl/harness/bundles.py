@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles: agent programs with all dependencies, in the cache folder, for sandboxes without a network.
 
-npm or uv installs a bundle once, where the registry is. Node and Python are part of a bundle. Invariants:
+npm or uv installs a bundle once, on a machine that reaches the registry. Node and Python are included. Invariants:
 
 - Program, version, C library, processor and a digest of the packages name a bundle, so a bundle never changes.
-- No code of a package runs at the build: npm skips install scripts, and uv takes only wheels.
-- The lock file stays in the bundle.
+- No code of a package runs during the build: npm skips install scripts, and uv installs wheels only.
+- The bundle contains the lock file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, cache_dir, 
 
 
 STEP_TIMEOUT_S = 1800.0
-"""For one call of a package manager; the largest packages have a GB."""
+"""Seconds for one call of a package manager; the largest packages have 1 GB."""
 
 MAX_ERROR_CHARS = 600
 
@@ -52,16 +52,15 @@ def bundles() -> Entries:
 
 
 def find_bundles(harness: Harness, name: str = "", libc: Libc | None = None) -> dict[Libc, Path]:
-    """Return the folders of a harness's bundles by C library; empty if the image holds the program.
+    """Return the folders of a harness's bundles by C library; empty if the image contains the program.
 
     Args:
-        harness: the harness.
-        name: the harness's name or file, for the command of an error.
-        libc: C library of an image; ``None`` if any will do.
+        name: the harness's name or file, for the build command in the error.
+        libc: C library of the image; ``None`` for any.
 
     Raises:
         CallerError: the packages do not exist for the C library.
-        InfrastructureError: no such bundle is built on this machine; names the command.
+        InfrastructureError: the bundle is not built on this machine; names the build command.
     """
     if (packages := harness.bundle) is None:
         return {}
@@ -77,16 +76,16 @@ def find_bundles(harness: Harness, name: str = "", libc: Libc | None = None) -> 
 def build_bundle(
     name: str, libc: Libc = "glibc", python: Path | None = None, progress: Progress = ignore_progress
 ) -> Path | None:
-    """Install the bundle of a harness if it is missing; return its folder, or ``None`` if the harness has none.
+    """Install the bundle of a harness if it is missing; return the folder, or ``None`` for a harness without packages.
 
     Args:
         name: name of the harness, or path of its file.
         libc: C library of the images.
-        python: folder of a relocatable Python, where uv can't download one.
+        python: folder of a relocatable Python, for machines on which uv can't download Python; ``None`` lets uv do so.
         progress: receives a line for each step.
 
     Raises:
-        CallerError: no such harness, or its packages do not exist for the C library.
+        CallerError: the harness does not exist, or its packages do not exist for the C library.
         InfrastructureError: npm or uv is missing or failed.
     """
     harness = load_harness(name)
@@ -121,7 +120,7 @@ def _install_npm(packages: Bundle, folder: Path, libc: Libc, progress: Progress)
     wanted = {fill(name, values): fill(version, values) for name, version in packages.npm.items()}
     (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": wanted}))
     progress(f"installing {', '.join(wanted)}")
-    # --force: packages for another C library than this machine's are refused otherwise.
+    # Without --force, npm refuses packages for another C library than this machine's.
     options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", "--force", f"--libc={libc}"]
     run_step([npm, "install", *options, f"--before={packages.before}"], "npm can't install the packages", cwd=folder)
 
@@ -130,30 +129,30 @@ def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | N
     version = f"cpython-{packages.python}-linux-{machine()}-{'musl' if libc == 'musl' else 'gnu'}"
     progress(f"installing Python {packages.python}")
     _version, program = install_python(str(python.absolute()) if python else version, folder / ".python")
-    place = folder / "python"
-    program.resolve().parents[1].rename(place)
+    prefix = folder / "python"
+    program.resolve().parents[1].rename(prefix)
     shutil.rmtree(folder / ".python")
     pip: list[str | Path] = [uv.find_uv_bin(), "pip"]
     lock = folder / "requirements.txt"
     lock.with_suffix(".in").write_text("\n".join(packages.pip))
     progress(f"installing {', '.join(packages.pip)}")
-    options: list[str | Path] = ["--quiet", "--python", place / "bin" / "python3", "--only-binary=:all:"]
+    options: list[str | Path] = ["--quiet", "--python", prefix / "bin" / "python3", "--only-binary=:all:"]
     compile_lock = ["compile", *options, f"--exclude-newer={packages.before}", "--generate-hashes", "--output-file"]
     run_step([*pip, *compile_lock, lock, lock.with_suffix(".in")], "uv can't resolve the packages")
-    # Sandboxes can't write compiled modules into the bundle. Links to uv's cache would share its permissions.
+    # Sandboxes can't compile modules in the bundle. With hard links, ``_protect`` would change files of uv's cache.
     install = ["install", *options, "--break-system-packages", "--compile-bytecode", "--link-mode=copy", "-r", lock]
     run_step([*pip, *install], "uv can't install the packages")
 
 
 def _protect(folder: Path) -> None:
-    """Let every user read the bundle, and no user write its files."""
+    """Make the bundle readable for every user, and its files read-only."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
-            path.chmod(0o755 if path.is_dir() else 0o555 if _runs(path) else 0o444)
+            path.chmod(0o755 if path.is_dir() else 0o555 if _is_program(path) else 0o444)
 
 
-def _runs(file: Path) -> bool:
-    """Return whether a file is a program; npm leaves some ELF files without the permission."""
+def _is_program(file: Path) -> bool:
+    """Return whether a file is a program; npm installs some ELF files without the executable bit."""
     with file.open("rb") as start:
         return bool(file.stat().st_mode & stat.S_IXUSR) or start.read(4) == b"\x7fELF"
 
@@ -161,10 +160,10 @@ def _runs(file: Path) -> bool:
 def run_step(
     command: Sequence[str | Path], problem: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> str:
-    """Run one step of an installation and return its output.
+    """Run one command of an installation and return its output.
 
     Raises:
-        InfrastructureError: the step failed; has ``problem`` and the program's output.
+        InfrastructureError: the command failed or timed out; contains ``problem`` and the end of stderr.
     """
     try:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
@@ -178,14 +177,14 @@ def run_step(
 
 
 def install_python(python: str, folder: Path) -> tuple[str, Path]:
-    """Install a relocatable Python below a folder; return its version and program.
+    """Install a relocatable Python below a folder; return its version and the path of its program.
 
     Args:
         python: version that uv installs, or the folder of a relocatable installation, which is copied.
-        folder: receives the installation in a folder of its own.
+        folder: parent of the installation's folder.
 
     Raises:
-        CallerError: the folder holds no Python.
+        CallerError: the folder ``python`` contains no Python.
         InfrastructureError: uv can't install the version.
     """
     if "/" in python:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Description of a harness: an agent program that runs inside the sandbox and calls the policy by itself.
 
-A harness is a YAML file with the fields of :class:`Harness`: shipped ones are in ``programs/``, others are named by
-their path. Texts may contain placeholders, which :meth:`Harness.launch` fills::
+A harness is a YAML file with the fields of :class:`Harness`. ``programs/`` contains the shipped files; other files are
+named by path. Texts may contain placeholders, which :meth:`Harness.launch` fills::
 
     {prompt}    task of the row          {model}   name of the model
     {base_url}  policy's URL with /v1    {key}     key of the policy; a dummy, since the proxy adds the real one
@@ -12,8 +12,8 @@ their path. Texts may contain placeholders, which :meth:`Harness.launch` fills::
     {cpu}       x64 or arm64             {machine} x86_64 or aarch64
     {musl}      ``-musl`` in a bundle for musl, else empty
 
-``{{name}}`` is a literal ``{name}``. Unknown names are wrong, except in ``files``, where they stay: code has braces.
-A key never enters the sandbox. Each text is filled once, so placeholders in a prompt stay as they are.
+``{{name}}`` is a literal ``{name}``. An unknown name is an error, except in ``files``, which may contain code with
+braces. No key enters the sandbox. Each text is filled once, so placeholders in a prompt are not replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BUNDLE_FOLDER = "/opt/harness"
 """Folder inside the sandbox with the bundles, one per C library, mounted read-only."""
 
 DUMMY_KEY = "sk-sandbox"
-"""Key that programs send; the sandbox's egress replaces the key."""
+"""Placeholder that programs send as the policy's key; the sandbox's egress proxy inserts the real key."""
 
 MAX_ARGUMENT_BYTES = (128 << 10) - 1
 """Longest argument that Linux passes to a program (MAX_ARG_STRLEN)."""
@@ -62,7 +62,7 @@ class Bundle(_Table):
     """Packages of a bundle; either from npm or from PyPI.
 
     Attributes:
-        npm: versions of npm packages. Names of packages for one platform contain ``{cpu}`` and ``{musl}``.
+        npm: version by npm package. Names of packages for one platform contain ``{cpu}`` and ``{musl}``.
         pip: requirements of Python packages.
         python: version of the relocatable Python that runs the packages.
         libc: C libraries for which the packages exist.
@@ -84,7 +84,7 @@ class Bundle(_Table):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Filled command, variables besides the sandbox's, and texts of files by absolute path."""
+    """Filled command, environment variables besides the sandbox's, and texts of files by absolute path."""
 
     command: list[str]
     env: dict[str, str]
@@ -97,11 +97,11 @@ class Harness(_Table):
     Attributes:
         name: name of the program, in rows, metrics and reports.
         version: version of the program.
-        api: wire API over which it calls the policy.
-        bundle: packages that ``prorl harness build`` installs; absent if the image holds the program.
+        api: wire API over which the program calls the policy.
+        bundle: packages that ``prorl harness build`` installs; ``None`` if the image contains the program.
         command: program and arguments. The program runs in the task's working folder as the agent's user, and ends by
             itself.
-        env: variables.
+        env: environment variables besides HOME.
         files: text of files by path, written before the start; ``~`` at the beginning is the program's HOME.
         exit_codes: finish reasons by exit code; other codes give :data:`HARNESS_EXIT`.
     """
@@ -153,12 +153,12 @@ class Harness(_Table):
             prompt: task of the row.
             origin: the policy's base URL inside the sandbox, without ``/v1``.
             model: name of the model.
-            home: HOME of the program: a writable folder inside. Below ``/tmp``, Codex makes no helpers.
+            home: HOME of the program, writable in the sandbox; not below ``/tmp``, where Codex creates no helpers.
             context: context window of the model, in tokens.
             libc: C library of the sandbox's image.
 
         Raises:
-            CallerError: the prompt has a NUL, or is too long for an argument or a variable.
+            CallerError: the prompt or model has a NUL, or an argument or environment variable is too long.
         """
         values = {"prompt": prompt, "origin": origin, "base_url": f"{origin}/v1", "model": model, "home": home}
         values |= {"context": str(context), "key": DUMMY_KEY, "bundle": f"{BUNDLE_FOLDER}/{libc}"}
@@ -176,12 +176,12 @@ class Harness(_Table):
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace the placeholders that have a value, and double braces by single ones; others stay."""
+    """Replace the placeholders that have a value, and ``{{name}}`` by ``{name}``; other placeholders stay."""
     return _PLACEHOLDER.sub(lambda match: match[1] or values.get(match[2], match[0]), text)
 
 
 def platform_values(libc: Libc) -> dict[str, str]:
-    """Return the placeholders that depend on the machine and the image."""
+    """Return the values of the placeholders ``cpu``, ``machine`` and ``musl`` on this machine."""
     return {
         "cpu": {"x86_64": "x64", "aarch64": "arm64"}.get(machine(), machine()),
         "musl": "-musl" if libc == "musl" else "",
@@ -190,7 +190,7 @@ def platform_values(libc: Libc) -> dict[str, str]:
 
 
 def shipped_harnesses() -> list[str]:
-    """Return the names of the harnesses that this package describes."""
+    """Return the names of the harnesses in ``programs/``."""
     return sorted(path.stem for path in _PROGRAMS.glob("*.yaml"))
 
 
@@ -198,7 +198,7 @@ def load_harness(name: str) -> Harness:
     """Return a harness by name, or by the path of its YAML file.
 
     Raises:
-        CallerError: there is none, or its description is wrong; names the field.
+        CallerError: the harness or file does not exist, or is invalid; names the field.
     """
     is_own = name.endswith((".yaml", ".yml"))
     path = Path(name) if is_own else _PROGRAMS / f"{name}.yaml"

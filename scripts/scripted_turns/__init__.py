@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted policies for machines without a model: correct solutions, null solutions and cheats."""
+"""Scripts for the scripted policy, for machines without a model: correct solutions, null solutions and cheats."""

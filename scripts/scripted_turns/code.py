@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted turns for programming problems (:mod:`nemo_gym_prorl.cli.scripted.text`)."""
+"""Scripted turns for programming problems, in the format of :mod:`nemo_gym_prorl.cli.scripted.text`."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def oracle(source: str) -> dict[str, list[Turn]]:
 
 
 def null() -> dict[str, list[Turn]]:
-    """Return a script that submits without a change."""
+    """Return a script that submits the workspace unchanged."""
     return {"turns": [turn("I submit it as it is.", call("submit")), turn("Submitted.")]}

@@ -22,7 +22,7 @@ TASKS = ("word_count", "disk_report", "two_steps")
 
 
 def example_row(name: str, variant: str = "oracle") -> dict[str, Any]:
-    """Return the row of a shipped task on the image that set-up builds.
+    """Return the row of a shipped task, on the default sandbox image instead of the task's own.
 
     Raises:
         CallerError: the variant is unknown.
@@ -38,7 +38,6 @@ def example_row(name: str, variant: str = "oracle") -> dict[str, Any]:
 
 
 def _oracle(folder: Path) -> list[Turn]:
-    """Do what the solutions do, step by step."""
     solutions = [folder / "steps/sort/solution", folder / "steps/merge/solution", folder / "solution"]
     turns = []
     for path in [one / "solve.sh" for one in solutions if one.is_dir()]:

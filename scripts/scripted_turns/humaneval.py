@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted cheats for HumanEval, in addition to the scripts of the demonstration."""
+"""Scripted cheats for HumanEval, in addition to the scripts of ``prorl demo``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cheat(source: Callable[[HumanEvalProblem], str]) -> Callable[[HumanEvalProb
 
 
 def _source(body: str) -> Callable[[HumanEvalProblem], str]:
-    """Return a cheat's source; ``NAME`` stands for the function under test."""
+    """Return a function that creates a cheat's source for a problem; ``NAME`` in ``body`` is the tested function."""
     return lambda problem: body.replace("NAME", problem.entry_point)
 
 
@@ -128,10 +128,10 @@ CHEATS: Mapping[str, Callable[[HumanEvalProblem], str]] = {
         "import os, signal\ndef NAME(*a, **k):\n    os.kill(os.getppid(), signal.SIGKILL)\n    return None\n"
     ),
 }
-"""Cheats as the source of ``solution.py``; none may earn a reward."""
+"""Source of ``solution.py`` by name of the cheat; no cheat may earn a reward."""
 
 VARIANTS: Mapping[str, Callable[[HumanEvalProblem], list[Turn]]] = {
     **demo.VARIANTS,
     **{name: _cheat(source) for name, source in CHEATS.items()},
 }
-"""Turns by variant: ``reference`` and ``repair`` solve the problem; no other may earn a reward."""
+"""Turns by variant: ``reference`` and ``repair`` solve the problem; no other variant may earn a reward."""

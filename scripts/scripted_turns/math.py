@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Example problems of mathematics with scripted turns, for machines without a model.
 
-``oracle`` earns the reward; no cheat may.
+The variant ``oracle`` earns the reward; no cheat may earn a reward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nemo_gym_prorl.tasks.math.task import row_of
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A problem, its answer, and Python code in two calls, of which the second uses the first's variables."""
+    """A problem with its answer and the Python code of two calls; ``end`` uses variables that ``begin`` sets."""
 
     question: str
     answer: str
@@ -62,7 +62,7 @@ EXAMPLES = (
 
 
 def example_rows(variant: str = "oracle") -> list[dict[str, Any]]:
-    """Return the examples as rows with scripts."""
+    """Return the rows of all examples with the scripts of a variant."""
     return [scripted_row(one, variant) for one in EXAMPLES]
 
 
@@ -128,7 +128,7 @@ CHEATS: Mapping[str, Callable[[Example], list[Turn]]] = {
     "redefined": _says(r"\renewcommand{\boxed}[1]{\text{right}} \def\x{\boxed{\text{the expected answer}}} \x"),
     "hanging": _says(r"\boxed{9^{9^{9^{9^9}}} + \sin(9^{9^{9^9}})}"),
 }
-"""Cheats; none may earn a reward."""
+"""Turns by name of the cheat; no cheat may earn a reward."""
 
 VARIANTS: Mapping[str, Callable[[Example], list[Turn]]] = {"oracle": _oracle, "null": _null, **CHEATS}
 """Turns by variant; only ``oracle`` may earn a reward."""

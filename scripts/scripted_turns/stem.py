@@ -20,7 +20,6 @@ def script_for(problem: StemProblem, variant: str) -> dict[str, list[Turn]]:
 
 
 def _oracle(problem: StemProblem) -> list[Turn]:
-    """Search, use a Python variable in a second call, and answer."""
     return [
         turn("I look it up.", call("search", query=problem.question[:100])),
         turn("And note the answer.", call("python", code=f"answer = {problem.expected!r}")),

@@ -28,7 +28,7 @@ def scripted_row(row: Mapping[str, Any], variant: str) -> dict[str, Any]:
 
 
 def with_turns(row: Mapping[str, Any], turns: list[Turn]) -> dict[str, Any]:
-    """Return a row with turns for the scripted model server."""
+    """Return a row with a script of these turns for the scripted policy."""
     params = {**row["responses_create_params"], "metadata": {"script": json.dumps({"turns": turns}, sort_keys=True)}}
     return {**row, "responses_create_params": params}
 
@@ -50,4 +50,4 @@ def _null(_patch: str) -> list[Turn]:
 
 
 VARIANTS: Mapping[str, Callable[[str], list[Turn]]] = {"oracle": patching, "null": _null}
-"""Turns by variant, made from the reference fix: ``oracle`` resolves the issue, ``null`` changes nothing."""
+"""Turns by variant, given the reference fix: ``oracle`` applies it, ``null`` changes nothing."""

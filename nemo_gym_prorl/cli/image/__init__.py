@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl image`` and ``prorl harness``: sandbox images, tools for verifiers, and agent programs."""
+"""``prorl image``: sandbox images, and tools folders for verifiers without a network."""

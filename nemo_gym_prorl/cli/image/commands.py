@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands ``prorl image``: their arguments.
+"""Commands of ``prorl image`` and their arguments.
 
 Each command imports its modules when it runs, so ``prorl --help`` stays fast.
 """
@@ -77,7 +77,7 @@ def build_image(
 
 
 def parse_pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:
-    """Return the NAME=VALUE entries of a repeatable option."""
+    """Return the NAME=VALUE entries of a repeatable option as a mapping; the last of equal names counts."""
     from nemo_gym_prorl.failures import CallerError
 
     pairs = [entry.partition("=") for entry in values or ()]
@@ -160,9 +160,9 @@ def make_tools(
     build: Annotated[bool, typer.Option("--build", help="Build what has no wheel, which runs its code.")] = False,
 ) -> None:
     """Make a folder of uv, Python and wheels for tests without a network. Exit code 1 if a package is unavailable."""
-    from nemo_gym_prorl.cli.image.tools import show_tools
+    from nemo_gym_prorl.cli.image.tools import build_tools_folder
 
-    if show_tools(folder, tasks or (), packages or (), pythons or (), build):
+    if build_tools_folder(folder, tasks or (), packages or (), pythons or (), build):
         raise typer.Exit(1)
 
 

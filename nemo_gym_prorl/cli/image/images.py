@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl image``: pulls, builds, lists and removes sandbox images, and shows the progress of builds.
+"""Implementation of ``prorl image``: pull, build, list and remove sandbox images, with progress.
 
-Many images are made several at a time, within a limit of disk space, one outcome for each. A failed image does not
-stop the others. An image that exists is not made again, so an interrupted run continues image by image.
+Images are pulled or built in parallel, within a limit of disk space, with one outcome per image. A failed image does
+not stop the others. Existing images are skipped, so an interrupted run can be continued.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from nemo_gym_prorl.tasks.harbor.task_folder import HarborTask, built_image, par
 
 @dataclass(frozen=True, slots=True)
 class ImageJob:
-    """An image to make.
+    """An image to pull or build.
 
     Attributes:
-        find: returns the image's path; ``None`` if it has to be made.
-        make: makes the image and returns its path; raises :class:`RolloutError`.
+        name: registry address or name of the image.
+        find: returns the path of an existing image; ``None`` if the image is missing.
+        make: pulls or builds the image and returns its path; raises :class:`RolloutError`.
     """
 
     name: str
@@ -54,24 +55,25 @@ class ImageJob:
 
 
 class ImageState(StrEnum):
-    """Outcome of a job."""
+    """Outcome of an image job."""
 
     MADE = "made"
     PRESENT = "present"
     FAILED = "failed"
     NO_ROOM = "no_room"
+    """Not begun, for lack of disk space."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageOutcome:
-    """Result of a job.
+    """Result of an image job.
 
     Attributes:
         name: registry address or name of the image.
         state: how the job ended.
-        reason: why there is no image; empty if there is one.
-        seconds: duration.
-        bytes: size of the image on disk; 0 if another job has made the same image.
+        reason: why the image is missing; empty if it exists.
+        seconds: duration of the pull or build, also of a failed one; 0 if none was begun.
+        bytes: size of a new image on disk; 0 otherwise, and if another job has made the same image.
     """
 
     name: str
@@ -88,16 +90,16 @@ def pull_job(puller: Puller, wanted: RegistryImage) -> ImageJob:
 def make_images(
     jobs: Sequence[ImageJob], store: ImageStore, parallel: int, max_bytes: int | None = None
 ) -> Generator[ImageOutcome]:
-    """Make images, ``parallel`` at a time; yields one outcome for each, in order of completion. Closing the generator
+    """Run ``parallel`` jobs at a time and yield one outcome per job, in order of completion. Closing the generator
     ends all pulls and builds.
 
     Args:
-        max_bytes: limit for all images of the store. No further image is begun where the running ones may reach it, or
-            where the disk is nearly full.
+        max_bytes: limit for all images of the store; ``None`` for no limit. No job is begun if the running jobs may
+            reach the limit, or if the disk is nearly full.
     """
-    room = _Room(store, max_bytes)
+    budget = _DiskBudget(store, max_bytes)
     with ThreadPoolExecutor(parallel) as pool:
-        futures = [pool.submit(_make, job, room) for job in jobs]
+        futures = [pool.submit(_make, job, budget) for job in jobs]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -107,26 +109,26 @@ def make_images(
             raise
 
 
-def _make(job: ImageJob, room: _Room) -> ImageOutcome:
+def _make(job: ImageJob, budget: _DiskBudget) -> ImageOutcome:
     started = time.monotonic()
     try:
         if job.find():
             return ImageOutcome(job.name, ImageState.PRESENT)
-        if reason := room.enter():
+        if reason := budget.enter():
             return ImageOutcome(job.name, ImageState.NO_ROOM, reason)
         try:
-            size = room.take(job.make())
+            size = budget.take(job.make())
         finally:
-            room.leave()
-    except Exception as error:  # a defect that one image uncovers must not stop the others
+            budget.leave()
+    except Exception as error:  # a bug that one image triggers must not stop the others
         reason = error.reason if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         return ImageOutcome(job.name, ImageState.FAILED, reason, time.monotonic() - started)
     return ImageOutcome(job.name, ImageState.MADE, "", time.monotonic() - started, size)
 
 
 @dataclass(slots=True)
-class _Room:
-    """Disk space for further images. An unfinished image counts as the largest finished one."""
+class _DiskBudget:
+    """Disk space for further images. A running job counts with the size of the largest finished image."""
 
     store: ImageStore
     max_bytes: int | None
@@ -137,7 +139,7 @@ class _Room:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def enter(self) -> str:
-        """Count one image more as running; return why there is no room for it, or nothing."""
+        """Count one more running job, or return why the disk space does not suffice; empty if it does."""
         with self.lock:
             free = free_bytes(self.store.images.folder)
             if free < (self.running + 1) * MIN_FREE_BYTES:
@@ -150,7 +152,7 @@ class _Room:
         return ""
 
     def take(self, image: Path) -> int:
-        """Return the size of a new image; 0 if an earlier job has made it."""
+        """Record a new image and return its size in bytes; 0 if an earlier job has made the same image."""
         info = read_info(image.parent)
         with self.lock:
             size = info.bytes if info and image not in self.made else 0
@@ -177,7 +179,7 @@ DAY_S = 86400.0
 
 @contextmanager
 def progress_step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Show a step while it runs, then its last message and duration; yields the function that takes messages."""
+    """Show a spinner with messages, then the last message and the duration; yields the function for messages."""
     started = time.monotonic()
     last = ""
 
@@ -197,14 +199,13 @@ def progress_step(console: Console, title: str) -> Iterator[Callable[[str], None
 
 
 def pull(puller: Puller, images: Sequence[RegistryImage], jobs: int, console: Console) -> bool:
-    """Pull images with a progress bar; return whether all are present."""
+    """Pull images with a progress bar; return whether all images exist."""
     return print_outcomes(_run([pull_job(puller, one) for one in images], puller.store, jobs, None, console), console)
 
 
 def _run(
     jobs: Sequence[ImageJob], store: ImageStore, parallel: int, max_gb: float | None, console: Console
 ) -> list[ImageOutcome]:
-    """Make images with a progress bar; return the outcomes."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found: list[ImageOutcome] = []
     if not jobs:
@@ -223,7 +224,7 @@ def _run(
 
 
 def print_outcomes(outcomes: Sequence[ImageOutcome], console: Console) -> bool:
-    """Print counts and the reasons of failures; return whether all images are present."""
+    """Print counts of outcomes and the reasons of failures; return whether all images exist."""
     counts = Counter(outcome.state for outcome in outcomes)
     size, seconds = sum(one.bytes for one in outcomes), sum(one.seconds for one in outcomes)
     left = f", {counts[ImageState.NO_ROOM]} left out for lack of room" if counts[ImageState.NO_ROOM] else ""
@@ -241,12 +242,12 @@ def print_outcomes(outcomes: Sequence[ImageOutcome], console: Console) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _HarborBuild:
-    """An image that is built from a Dockerfile of a Harbor task.
+    """Image that is built from a Dockerfile of a Harbor task.
 
     Attributes:
-        task: the task of the first row that has the image.
-        replaced: bases that replace those of this Dockerfile.
-        bases: images of registries that the Dockerfile needs.
+        task: task of the first row that names the image.
+        replaced: by base image of the Dockerfile, the base to use instead.
+        bases: registry images that the Dockerfile needs.
     """
 
     name: str
@@ -256,7 +257,7 @@ class _HarborBuild:
 
     @classmethod
     def of(cls, name: str, task: HarborTask) -> _HarborBuild:
-        """Read the Dockerfile.
+        """Read the Dockerfile of the image ``name``.
 
         Raises:
             CallerError: the folder has changed since the row was made, or the Dockerfile cannot be built.
@@ -270,16 +271,16 @@ class _HarborBuild:
 
     def make(self, store: ImageStore, runtime: Runtime) -> Path:
         folder = Path(self.task.folder, self.task.builds[self.name])
-        # A shorter limit bounds a trial's start, which builds in Harbor, rather than an image that is made once.
+        # In Harbor the limit bounds the start of each trial, so it may be short; here an image is built only once.
         timeout_s = max(BUILD_TIMEOUT_S, self.task.config.environment.build_timeout_sec)
         request = DockerfileRequest(folder, self.name, replaced=self.replaced, timeout_s=timeout_s)
         return build_dockerfile(request, store, runtime, ignore_progress)
 
 
 def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, console: Console) -> list[ImageOutcome]:
-    """Pull or build the images of all rows, with a progress bar; return one outcome for each.
+    """Pull or build the images of all rows, with a progress bar; return one outcome per image.
 
-    Bases of Dockerfiles are pulled first, each once. The builds on an unavailable base fail by its name.
+    Bases of Dockerfiles are pulled first, each once. A build on an unavailable base fails with the base's name.
 
     Raises:
         CallerError: a row names no image, or is no valid row of a Harbor task; names the line.
@@ -315,7 +316,7 @@ def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, conso
 
 
 def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
-    """Return the images that rows name, in order; for an image to build, the task with the Dockerfile."""
+    """Return the images that rows name, in order, with the task that contains an image's Dockerfile, else ``None``."""
     found: dict[str, HarborTask | None] = {}
     for number, row in json_lines(rows):
         try:
@@ -337,7 +338,7 @@ def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
 
 
 def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
-    """Write outcomes as JSON lines, with the line of the Dockerfile that failed.
+    """Write outcomes as JSON lines, with the line of the Dockerfile at which a build failed.
 
     Raises:
         CallerError: the file cannot be written.
@@ -382,7 +383,7 @@ def show(store: ImageStore, console: Console) -> None:
 def collect(
     store: ImageStore, max_gb: float | None, older_than: float | None, dry_run: bool, console: Console
 ) -> None:
-    """Remove images and copies that are not in use, except the default images of this version."""
+    """Remove unused images and unpacked copies by size (GiB) and age (days); keep this version's built-in images."""
     current = map(image_path, BUILTIN_IMAGES)
     removed, leftovers = store.collect(
         [path.parent.name for path in current if path],

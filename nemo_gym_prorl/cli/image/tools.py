@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for verifiers that have no network: ``prorl image tools`` makes a folder, ``prorl doctor`` checks tasks.
+"""Offline tools folders for verifiers: ``prorl image tools`` builds one, ``prorl doctor`` checks which tasks need one.
 
-The folder is made once, where the network is. uv brings the Pythons, and pip chooses wheels with the settings of this
-machine (index, proxy, certificates). Only wheels are taken unless asked otherwise, so no code of a package runs here.
-At the end each set of packages is installed from the folder alone.
+A tools folder contains uv, Python installations and wheels. It is built once, on a machine with a network: uv installs
+Python, and pip selects wheels with this machine's settings (index, proxy, certificates). By default only wheels are
+downloaded, so no package code runs on this machine; ``build`` also builds source packages. Finally, each requirement
+set is installed from the folder alone, as a check.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from nemo_gym_prorl.tasks.harbor.verifier_tools import (
 
 
 DEFAULT_PYTHON = "3.13"
-"""Python of a folder for which no other is asked."""
+"""Python version of a tools folder if neither the user nor a requirement set names one."""
 
 
 def needs_of_tasks(folder: Path) -> dict[str, VerifierNeeds]:
-    """Return the downloads of each test script of the tasks below a folder.
+    """Return the downloads of test scripts by path of the task, for all tasks below a folder.
 
     Raises:
-        CallerError: there is no test script.
+        CallerError: the folder contains no task with a test script.
     """
     scripts = sorted(folder.rglob("tests/test.sh"))
     if not scripts:
@@ -57,16 +58,18 @@ def needs_of_tasks(folder: Path) -> dict[str, VerifierNeeds]:
 
 
 def sets_of_tasks(folder: Path) -> list[RequirementSet]:
-    """Return the packages that the test scripts of all tasks below a folder install."""
+    """Return the distinct requirement sets that the test scripts of all tasks below a folder install."""
     found = [one for needs in needs_of_tasks(folder).values() for one in needs.sets if one.packages]
     return list(dict.fromkeys(found))
 
 
-def show_tools(
+def build_tools_folder(
     folder: Path, tasks: Sequence[Path], packages: Sequence[str], pythons: Sequence[str], build: bool
 ) -> list[str]:
-    """Make a tools folder, show its steps, and return and print sets that cannot be installed; see
-    :func:`make_tools`.
+    """Build a tools folder (:func:`make_tools`) and print the progress.
+
+    Returns:
+        One line for each requirement set that cannot be installed; the lines are also printed.
     """
     sets = [one for path in tasks for one in sets_of_tasks(path)]
     sets += [RequirementSet("", tuple(sorted(words.split()))) for words in packages]
@@ -83,7 +86,8 @@ def check_tasks(folder: Path, tools: Path | None) -> list[Check]:
     """Check whether the verifiers of the tasks below a folder work without a network.
 
     Args:
-        tools: folder of tools; ``None`` if there is none.
+        folder: folder with Harbor tasks.
+        tools: the tools folder; ``None`` without one.
     """
     needs = needs_of_tasks(folder)
     checks = [_check_packages(needs, folder, tools)]
@@ -108,13 +112,13 @@ def _check_packages(needs: Mapping[str, VerifierNeeds], folder: Path, tools: Pat
     fix = f"prorl image tools {tools or 'FOLDER'} --tasks {folder}, and set verifier_tools to that folder"
     if tools is None:
         return Check(name, Level.WARN, f"{found}, which needs a network", fix)
-    if lacking := dict.fromkeys(what for one in sets for what in _lacking(one, tools)):
-        return Check(name, Level.WARN, f"{found}; {tools} lacks {'; '.join(lacking)}", fix)
+    if missing := dict.fromkeys(what for one in sets for what in _missing_parts(one, tools)):
+        return Check(name, Level.WARN, f"{found}; {tools} lacks {'; '.join(missing)}", fix)
     return Check(name, Level.OK, f"{found}; {tools} has them")
 
 
-def _lacking(one: RequirementSet, tools: Path) -> list[str]:
-    """Return a set's missing parts in a folder: its Python, packages, or the whole set if the packages conflict."""
+def _missing_parts(one: RequirementSet, tools: Path) -> list[str]:
+    """Return what a tools folder lacks for a requirement set: Python, packages, or the whole set if they conflict."""
 
     def installs(*packages: str) -> bool:
         with suppress(InfrastructureError):
@@ -140,15 +144,14 @@ def make_tools(
     """Make or complete a tools folder.
 
     Args:
-        target: the folder.
-        sets: packages to hold.
+        sets: requirement sets that the folder must serve.
         pythons: versions that uv installs, or folders of relocatable installations that are copied. Versions that
-            ``sets`` name are installed besides; the first one serves sets that name none.
-        progress: takes a line for each step.
-        build: whether to build packages that have no wheel, which runs their code with the user's rights.
+            ``sets`` name are added; sets without a version use the first Python.
+        progress: receives a line for each step.
+        build: whether to build packages without a wheel, which runs their code with the user's rights.
 
     Returns:
-        One line for each set that cannot be installed, with the reason.
+        One line for each requirement set that cannot be installed, with the reason.
 
     Raises:
         InfrastructureError: uv or a Python is unavailable.
@@ -156,27 +159,27 @@ def make_tools(
     for name in (BIN, PYTHON, WHEELS):
         (target / name).mkdir(parents=True, exist_ok=True)
     for name in ("uv", "uvx"):
-        # A program that runs cannot be written to, but replaced.
+        # Linux refuses to write to a running program, but not to replace its file.
         copy = Path(shutil.copy2(Path(uv.find_uv_bin()).with_name(name), target / BIN / f"{name}.new"))
         copy.rename(target / BIN / name)
     (target / APT_CONFIG).write_text(APT_SETTINGS)
-    have: dict[str, Path] = {}
+    installed: dict[str, Path] = {}
     for python in pythons:
         progress(f"adding Python {python}")
         version, program = install_python(python, target / PYTHON)
-        have[version] = program
+        installed[version] = program
     for version in dict.fromkeys(one.python for one in sets if one.python):
-        if _serving(have, version) is None:
+        if _python_for(installed, version) is None:
             progress(f"adding Python {version}")
             version, program = install_python(version, target / PYTHON)
-            have[version] = program
-    if not have:
+            installed[version] = program
+    if not installed:
         version, program = install_python(DEFAULT_PYTHON, target / PYTHON)
-        have[version] = program
+        installed[version] = program
     problems = []
     for one in sets:
         progress(f"downloading {', '.join(one.packages)}")
-        program = _serving(have, one.python) or next(iter(have.values()))
+        program = _python_for(installed, one.python) or next(iter(installed.values()))
         try:
             _download(program, one, target, build)
             _check(one, target)
@@ -185,8 +188,8 @@ def make_tools(
     return problems
 
 
-def _serving(have: Mapping[str, Path], wanted: str) -> Path | None:
-    return next((path for version, path in have.items() if f"{version}.".startswith(f"{wanted}.")), None)
+def _python_for(installed: Mapping[str, Path], wanted: str) -> Path | None:
+    return next((path for version, path in installed.items() if f"{version}.".startswith(f"{wanted}.")), None)
 
 
 def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> None:
@@ -197,26 +200,26 @@ def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> 
     while one.project and (missing := _required_elsewhere(target / WHEELS) - tried):
         tried |= missing
         for package in missing:
-            with suppress(InfrastructureError):  # `_check` decides whether the set is complete
+            with suppress(InfrastructureError):  # `_check` reports what is missing
                 run_step(
                     [*pip, "download", "--only-binary=:all:", "--no-deps", "--dest", target / WHEELS, package], ""
                 )
 
 
 def _required_elsewhere(wheels: Path) -> set[str]:
-    """Return requirements of wheels that no wheel of the folder meets, such as those on other platforms."""
+    """Return requirements of wheels for which the folder has no wheel, such as requirements on other platforms."""
     found = [one for wheel in wheels.glob("*.whl") for one in distributions(path=[str(wheel)])]
-    have = {canonicalize_name(one.name) for one in found}
+    present = {canonicalize_name(one.name) for one in found}
     needed = [Requirement(line) for one in found for line in one.requires or ()]
     return {
         f"{one.name}{one.specifier}"
         for one in needed
-        if "extra" not in str(one.marker) and canonicalize_name(one.name) not in have
+        if "extra" not in str(one.marker) and canonicalize_name(one.name) not in present
     }
 
 
 def _check(one: RequirementSet, target: Path) -> None:
-    """Install a set from the folder alone, as a verifier does."""
+    """Install a requirement set from the folder alone, as a verifier does; raises InfrastructureError otherwise."""
     with tempfile.TemporaryDirectory() as scratch:
         environ = verifier_environment(str(target.resolve()), scratch) | {"HOME": scratch, "PATH": os.defpath}
         python = ["--python", one.python] if one.python else []

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl demo``: HumanEval rollouts in a Gym deployment, submitted and reported as by ``prorl submit``.
+"""Implementation of ``prorl demo``: HumanEval rollouts in a Gym deployment, submitted like ``prorl submit``.
 
 Gym's command line starts the environment ``prorl_code``; tools and tests run in sandboxes. Without an endpoint in
 ``PRORL_MODEL_URL`` the policy is scripted; the demo then checks each rollout's reward against its script.
@@ -39,7 +39,7 @@ AGENT = "prorl_code_agent"
 ENVIRONMENT = "prorl_code"
 
 SCRIPTS = ("repair", "reference", "repair", "reference", "stub", "repair", "text_only", "forge_tests")
-"""Scripts of the demo's rollouts, in turn: correct solutions, missing solutions, and a forgery of tests."""
+"""Scripts of consecutive rollouts, repeated: correct solutions, missing solutions, and forged tests."""
 
 EXPECTED_REWARDS = {"repair": 1.0, "reference": 1.0, "stub": 0.0, "text_only": 0.0, "forge_tests": 0.0}
 """Expected reward by script."""
@@ -47,10 +47,11 @@ EXPECTED_REWARDS = {"repair": 1.0, "reference": 1.0, "stub": 0.0, "text_only": 0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Inference endpoint.
+    """Inference endpoint of the demo's policy.
 
     Attributes:
-        url: base URL, ending in ``/v1``.
+        url: base URL, usually ending in ``/v1``.
+        scripted: whether the endpoint is the scripted policy.
     """
 
     url: str
@@ -64,7 +65,9 @@ class Demo:
     """One run of the demo.
 
     Attributes:
+        rollouts: number of rollouts.
         output: JSONL file for the results; the rows are written to ``<name>.rows.jsonl`` in the same folder.
+        overrides: Hydra overrides for Gym's servers.
     """
 
     rollouts: int = 16
@@ -73,10 +76,10 @@ class Demo:
     console: Console = field(default_factory=lambda: Console(highlight=False))
 
     async def run(self) -> bool:
-        """Run the demo; return whether every rollout was scored, and every scripted one with the expected reward.
+        """Run the demo; return whether every rollout was scored, and every scripted rollout as expected.
 
         Raises:
-            RolloutError: a part that the demo needs is missing or fails.
+            RolloutError: the container runtime, an image, the endpoint or a server is missing or fails.
         """
         start = time.monotonic()
         check_overrides([ENVIRONMENT], "prorl_model", self.overrides)
@@ -121,7 +124,7 @@ class Demo:
             self.console.print(f"Policy: {endpoint.model} at {endpoint.url}", markup=False)
 
     def _write_rows(self, scripts: Sequence[str]) -> Path:
-        """Write one row per rollout, each with another problem; repeat problems if there are too few."""
+        """Write one row per rollout with a problem of its own; problems repeat if there are more rollouts."""
         all_problems = list(problems().values())
         lines = []
         for i, script in enumerate(scripts):
@@ -162,7 +165,7 @@ class Demo:
 
 @contextlib.asynccontextmanager
 async def _endpoint() -> AsyncIterator[Endpoint]:
-    """Yield the endpoint of the environment variables, or a scripted policy that runs while the context is open."""
+    """Yield the endpoint of ``PRORL_MODEL_URL``, or of a scripted policy that runs until the block ends."""
     url = os.environ.get("PRORL_MODEL_URL")
     if not url:
         async with scripted.serve() as base_url:
@@ -202,7 +205,7 @@ def script_for(problem: HumanEvalProblem, variant: str) -> dict[str, list[Turn]]
 
 
 def seeded_mistake(problem: HumanEvalProblem) -> tuple[str, str, str]:
-    """Return a solution with a syntax error: the source, the wrong line and the corrected line."""
+    """Return a solution without the colon after the signature: source, wrong line and corrected line."""
     start = problem.prompt.index(f"def {problem.entry_point}(")
     line = problem.prompt[start:].split("\n", 1)[0].rstrip()
     wrong = line.removesuffix(":")
@@ -253,7 +256,7 @@ def _text_only(problem: HumanEvalProblem) -> list[Turn]:
 
 
 def _forge_tests(problem: HumanEvalProblem) -> list[Turn]:
-    """Keep the stub, and forge passing tests, a verdict file and the standard library."""
+    """Submit no solution, and forge tests, verdict files and the standard library."""
     forgery = (
         "mkdir -p tests && echo 'def check(candidate): pass' > tests/test_solution.py && cp -r tests / 2>/dev/null; "
         'echo \'{"reason": "passed", "reward": 1}\' | tee verdict.json result.json; '
@@ -277,7 +280,7 @@ VARIANTS: Mapping[str, Callable[[HumanEvalProblem], list[Turn]]] = {
     "text_only": _text_only,
     "forge_tests": _forge_tests,
 }
-"""Turns by name of the variant: ``reference`` and ``repair`` solve the problem, the others must not be rewarded."""
+"""Turns by name of the variant: ``reference`` and ``repair`` solve the problem; other variants must earn nothing."""
 
 
 def create(source: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@
 Each request carries the script of its rollout in ``metadata.script``; Gym's model server forwards
 ``responses_create_params.metadata`` unchanged. The server is stateless, so one server serves any number of rollouts.
 
-The model's name is ``prorl-scripted-policy``, also in ``system_fingerprint`` of every answer. The answer to a request
-without a script reports the missing script.
+Every answer has ``prorl-scripted-policy`` as ``system_fingerprint``, and by default as the model's name. The answer to
+a request without a script reports the missing script.
 
 Start the server with ``prorl scripted --port 8000``, or in-process with :func:`serve`.
 """
@@ -39,7 +39,7 @@ class ScriptedConfig:
     Attributes:
         model: name of the model; requests for other models get a 404, as from vLLM.
         max_model_len: context window in tokens; a token is a byte.
-        latency_s: seconds that every generation takes.
+        latency_s: seconds before every generated answer.
         seed: seed of the log-probabilities.
     """
 
@@ -50,7 +50,7 @@ class ScriptedConfig:
 
 
 type Answer = tuple[dict[str, Any], float]
-"""Body of the answer, and latency in seconds."""
+"""Body of a 200 response, and the delay before the response in seconds."""
 
 
 class BadRequest(Exception):
@@ -63,24 +63,24 @@ class BadRequest(Exception):
 
 
 class ScriptedPolicy:
-    """Stateless request handlers."""
+    """Stateless handlers from request body to :data:`Answer`; invalid requests raise BadRequest or ScriptError."""
 
     def __init__(self, config: ScriptedConfig) -> None:
         self.config = config
         generator = random.Random(config.seed)
-        # A token's log-probability depends only on the seed, the token and its position.
+        # A token's log-probability only depends on the seed, the token and its position, so answers are reproducible.
         self._log_probs = [round(math.log(1.0 - generator.random() ** 3), 6) for _ in range(4096)]
 
     def chat_completions(self, body: dict[str, Any]) -> Answer:
-        """``POST /v1/chat/completions``."""
+        """Answer ``POST /v1/chat/completions``; streaming and several choices are refused."""
         messages = _messages(body)
         prompt = text.render_prompt(messages, body.get("tools"))
         script = _script(body)
         index = text.next_turn(messages)
         max_tokens = _first(body, "max_completion_tokens", "max_tokens")
-        generated, whole, turn = self._generate(body, prompt, script, index, max_tokens)
-        calls = turn.tool_calls if whole else ()
-        content = turn.content if whole else generated.decode()
+        generated, complete, turn = self._generate(body, prompt, script, index, max_tokens)
+        calls = turn.tool_calls if complete else ()
+        content = turn.content if complete else generated.decode()
         choice: dict[str, Any] = {
             "index": 0,
             "message": {
@@ -96,7 +96,7 @@ class ScriptedPolicy:
                 ],
             },
             "logprobs": None,
-            "finish_reason": "length" if not whole else "tool_calls" if calls else "stop",
+            "finish_reason": "length" if not complete else "tool_calls" if calls else "stop",
         }
         if body.get("logprobs"):
             choice["logprobs"] = {"content": self._chat_log_probs(body, generated)}
@@ -107,7 +107,7 @@ class ScriptedPolicy:
         return answer, self.config.latency_s + turn.latency_s
 
     def completions(self, body: dict[str, Any]) -> Answer:
-        """``POST /v1/completions`` with a rendered prompt, as text or token ids."""
+        """Answer ``POST /v1/completions`` for a rendered prompt, as text or token ids."""
         given = body.get("prompt")
         if isinstance(given, str):
             prompt = given.encode()
@@ -117,12 +117,12 @@ class ScriptedPolicy:
             raise BadRequest("prompt: must be a string or a non-empty list of token ids")
         index = text.generated_turns(prompt)
         max_tokens = body.get("max_tokens", 16)  # vLLM's default
-        generated, whole, turn = self._generate(body, prompt, _script(body), index, max_tokens)
+        generated, complete, turn = self._generate(body, prompt, _script(body), index, max_tokens)
         choice: dict[str, Any] = {
             "index": 0,
-            "text": (generated[:-1] if whole else generated).decode(),
+            "text": (generated[:-1] if complete else generated).decode(),
             "logprobs": None,
-            "finish_reason": "stop" if whole else "length",
+            "finish_reason": "stop" if complete else "length",
         }
         if body.get("logprobs") is not None:
             ids_as_tokens = bool(body.get("return_tokens_as_token_ids"))
@@ -139,7 +139,7 @@ class ScriptedPolicy:
         return answer, self.config.latency_s + turn.latency_s
 
     def tokenize(self, body: dict[str, Any]) -> Answer:
-        """``POST /tokenize`` with messages or a text."""
+        """Answer ``POST /tokenize`` for messages or a prompt string: token ids, their count and the context window."""
         self._check_model(body)
         if "messages" in body:
             rendered = text.render_prompt(_messages(body), body.get("tools"))
@@ -168,8 +168,8 @@ class ScriptedPolicy:
         if body.get("n") not in (None, 1):
             raise BadRequest("n: the scripted policy answers with one choice; send n=1")
         turn = script.turn(index) if script else NO_SCRIPT_TURN
-        generated, whole = text.finish(turn.body, self._room(len(prompt), max_tokens))
-        return generated, whole, turn
+        generated, complete = text.finish(turn.body, self._token_limit(len(prompt), max_tokens))
+        return generated, complete, turn
 
     def _check_model(self, body: dict[str, Any]) -> None:
         model = body.get("model", self.config.model)
@@ -178,8 +178,8 @@ class ScriptedPolicy:
                 f"The model `{model}` does not exist; this is `{self.config.model}`.", status=404, kind="NotFoundError"
             )
 
-    def _room(self, prompt_tokens: int, max_tokens: Any) -> int:
-        """Return the limit of generated tokens. Errors have vLLM's messages, because clients match on the text."""
+    def _token_limit(self, prompt_tokens: int, max_tokens: Any) -> int:
+        """Return the maximum number of generated tokens. Errors have vLLM's messages: clients match on the text."""
         window = self.config.max_model_len
         room = window - prompt_tokens
         if room <= 0:
@@ -200,9 +200,9 @@ class ScriptedPolicy:
         return max_tokens
 
     def _log_prob(self, body: dict[str, Any], position: int, token: int) -> float:
-        """Return a token's log-prob after sampling settings, as vLLM's processed ones: 0 for greedy sampling.
+        """Return a token's log-probability after temperature, like vLLM's ``processed_logprobs``; 0 if greedy.
 
-        The first token has at most -1 before settings, so that a client can detect whether settings apply.
+        Before temperature, the first token has at most -1, so that a client can detect whether temperature is applied.
         """
         temperature = 0.0 if body.get("top_k") == 1 else body.get("temperature")
         log_prob = self._log_probs[(token * 31 + position * 7) & 4095]
@@ -218,7 +218,7 @@ class ScriptedPolicy:
         for position, token in enumerate(generated):
             chosen = self._log_prob(body, position, token)
             entry = {"token": _token_name(token, ids_as_tokens), "logprob": chosen, "bytes": [token]}
-            # The chosen token comes first; the other tokens share at most the remaining probability.
+            # The chosen token comes first; no other token has more than the remaining probability.
             left = math.log1p(-math.exp(chosen)) if chosen < -1e-9 else chosen - 50
             others = ((token + rank) % text.VOCABULARY_SIZE for rank in range(top))
             entry["top_logprobs"] = [
@@ -287,7 +287,7 @@ def create_app(config: ScriptedConfig | None = None) -> FastAPI:
     async def models(request: Request) -> Response:
         return _json(policy.models())
 
-    # Plain routes, because FastAPI's argument parsing would dominate the time of a request.
+    # Starlette routes: FastAPI's parsing of arguments would dominate the time of a request.
     app.add_route("/health", health, methods=["GET"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/chat/completions", _endpoint(policy.chat_completions), methods=["POST"])
@@ -317,7 +317,7 @@ def _endpoint(handle: Callable[[dict[str, Any]], Answer]) -> Callable[[Request],
 
 
 async def _disconnects(request: Request, within_s: float) -> bool:
-    """Wait ``within_s`` seconds; return early with ``True`` if the client disconnects. Needs a body that was read."""
+    """Return whether the client disconnects within ``within_s`` seconds; discards unread parts of the body."""
     try:
         async with asyncio.timeout(within_s):
             while (await request.receive())["type"] != "http.disconnect":
@@ -338,7 +338,7 @@ def _error(error: BadRequest) -> Response:
 
 @contextlib.asynccontextmanager
 async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Run the server inside the current event loop.
+    """Run the server in the current event loop until the block ends.
 
     Args:
         config: settings of the policy.
@@ -356,7 +356,7 @@ async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1"
 
 
 async def run(config: ScriptedConfig, host: str, port: int) -> None:
-    """Serve until cancelled, for ``prorl scripted``.
+    """Print the server's address and serve until cancelled; implements ``prorl scripted``.
 
     Raises:
         InfrastructureError: the address is not available.

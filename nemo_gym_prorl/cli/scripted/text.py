@@ -7,15 +7,15 @@ script is JSON:
 ``{"turns": [{"content": str | null, "tool_calls": [{"name": str, "arguments": object}, ...]}, ...]}``. The last turn
 calls no tool, which ends the rollout.
 
-Tests of trainers need tokens that behave like a model's. The tokenizer has one token per UTF-8 byte. The chat template
-has the prefix property on which token-exact training relies, as long as clients return messages unchanged:
+Tests of trainers need tokens that behave like a model's. The tokenizer has one token per UTF-8 byte. If clients return
+messages unchanged, the chat template has the prefix property on which token-exact training relies:
 
     prompt ids of turn k+1 start with (prompt ids of turn k + generated ids of turn k)
 
 The two special tokens are the byte values 254 and 255, which UTF-8 never uses, so no text can forge a turn boundary.
 
-The protocol has no session, so the next turn is derived from the conversation. Ids of tool calls contain their turn,
-because clients may split a message with parallel calls. Without such ids, assistant messages are counted.
+The protocol has no session, so the next turn is derived from the conversation. Ids of tool calls contain the index of
+their turn, because clients may split a message with parallel calls. Without such ids, assistant messages are counted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class ToolCall:
-    """One scripted tool call; ``arguments`` is JSON text, as on the wire, or an object."""
+    """One scripted tool call; ``arguments`` is JSON text, as in OpenAI's protocol, or an object."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: Annotated[str, BeforeValidator(_as_json_text)] = "{}"
@@ -93,18 +93,18 @@ class ScriptTurn:
 
     @property
     def body(self) -> bytes:
-        """Generated text of this turn as bytes, without the end-of-turn token."""
+        """Text and tool calls of this turn as the model generates them, without the end-of-turn token."""
         return _assistant_body(None, self.content, ((call.name, call.arguments) for call in self.tool_calls))
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Script:
-    """Turns of one rollout, in order."""
+    """Scripted turns of one rollout, in order."""
 
     turns: tuple[ScriptTurn, ...]
 
     def turn(self, index: int) -> ScriptTurn:
-        """Return the turn at an index; past the end, a closing message without tool calls."""
+        """Return the turn at an index; past the end, a message that the script has ended, without tool calls."""
         if index < len(self.turns):
             return self.turns[index]
         return ScriptTurn(f"I am {MODEL_NAME}; my script of {len(self.turns)} turn(s) has ended.")
@@ -130,10 +130,10 @@ def parse_script(text: str) -> Script:
 
 
 def next_turn(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the index of the turn to play after ``messages``.
+    """Return the index of the script's turn that follows ``messages``.
 
-    The last tool-call id of this server gives its turn, and each later assistant message counts as one more turn.
-    Without such an id, all assistant messages count.
+    It is one more than the turn in the last tool-call id of this server, plus the number of later assistant messages.
+    Without such an id, it is the number of assistant messages.
     """
     index = 0
     for message in messages:
@@ -147,12 +147,12 @@ def next_turn(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def call_id(turn: int, position: int) -> str:
-    """Return a new tool-call id that contains the turn, for :func:`next_turn`."""
+    """Return a new tool-call id that contains the turn's index, for :func:`next_turn`."""
     return f"call_{turn}_{position}_{secrets.token_hex(4)}"
 
 
 def render_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> bytes:
-    """Render the prompt of the next assistant turn as bytes, for :func:`encode_ids`.
+    """Render the chat template up to the next assistant turn; each byte is a token.
 
     Raises:
         ScriptError: a message is malformed; names the message.
@@ -173,7 +173,7 @@ def _render_message(message: Mapping[str, Any], where: str) -> bytes:
     content = _text(message.get("content"), f"{where}.content")
     if message["role"] != "assistant":
         return content.encode()
-    # vLLM renamed reasoning_content to reasoning; Gym sends both.
+    # vLLM has renamed reasoning_content to reasoning; Gym sends both.
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     try:
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
@@ -224,8 +224,8 @@ def decode_ids(ids: Sequence[int]) -> bytes:
 def finish(body: bytes, max_tokens: int) -> tuple[bytes, bool]:
     """Return the tokens generated for ``body`` within ``max_tokens``, and whether the turn is complete.
 
-    A complete turn ends with the end-of-turn token. A truncated turn never ends inside a character, so its text
-    encodes to the same tokens.
+    A complete turn ends with the end-of-turn token. A truncated turn never ends inside a character, so that the text
+    of the turn encodes to the same tokens.
     """
     if len(body) < max_tokens:
         return body + _END, True
@@ -246,7 +246,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 def script_of[Problem](
     variants: Mapping[str, Callable[[Problem], list[Turn]]], problem: Problem, variant: str
 ) -> dict[str, list[Turn]]:
-    """Return the script of one variant for a problem."""
+    """Return the script of one variant for a problem; raises CallerError if the variant is unknown."""
     if variant not in variants:
         raise CallerError(f"no script {variant!r}; scripts: {', '.join(variants)}", field="variant")
     return {"turns": variants[variant](problem)}

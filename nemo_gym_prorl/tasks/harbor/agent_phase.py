@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's phase of a Harbor task: set-up of the sandbox, its steps, and the state that each step leaves.
+"""The agent's phase of a Harbor task: set-up of the sandbox, the task's steps, and a snapshot after each step.
 
-The tests are never in this sandbox, and the reference solution only if :meth:`AgentPhase.solve` runs it.
+The sandbox never contains the tests, and the reference solution only if :meth:`AgentPhase.solve` runs it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nemo_gym_prorl.tasks.sandbox import ExecResult, HasContainer, KernelSession
 
 logger = logging.getLogger(__name__)
 
-SETUP_TIMEOUT_S = 600.0  # setup.sh of a step, which has no limit in the format
+SETUP_TIMEOUT_S = 600.0  # for a step's setup.sh; Harbor's format has no limit for it
 
-FILES_TIMEOUT_S = 60.0  # making folders
+FILES_TIMEOUT_S = 60.0  # for mkdir, chmod and the check of a user
 
-SOLUTION_TIMEOUT_S = 3600.0  # a solution of a task whose agent has no limit
+SOLUTION_TIMEOUT_S = 3600.0  # for the solution of a task without a time limit for the agent
 
 _MAKE_FOLDERS = """\
 mkdir -p -- {folder} /logs/agent /logs/verifier /logs/artifacts && \
@@ -43,11 +43,11 @@ class SetupFailed(InfrastructureError):
 
 
 class UserSandbox:
-    """A sandbox whose commands run as one user, who also owns new files.
+    """Wrapper of a sandbox that runs commands and shells as the agent's user, who also owns new files.
 
     Attributes:
         inner: the sandbox.
-        user: the user; ``None`` for the sandbox's own user.
+        user: the agent's user; ``None`` for the sandbox's own user.
     """
 
     def __init__(self, inner: HasContainer) -> None:
@@ -85,11 +85,11 @@ class UserSandbox:
         return await self.inner.checkpoint(name)
 
     async def has_room(self) -> bool:
-        """Return whether the host's disk has space left."""
+        """Return whether the host's disk has free space."""
         return await self.inner.has_room()
 
     async def check(self) -> list[str]:
-        """Attribute the end of the sandbox."""
+        """Check that the sandbox lives; see :meth:`.HasHealthCheck.check`."""
         return await self.inner.check()
 
     async def status(self) -> Enum:
@@ -100,18 +100,17 @@ class UserSandbox:
 
 
 class AgentPhase:
-    """The agent's sandbox of one session.
+    """Steps of a task in the agent's sandbox of one session.
 
     Args:
-        task: the task.
-        sandbox: the sandbox, fresh.
-        snapshot_name: name of snapshots.
+        sandbox: a fresh sandbox of the task's image.
+        snapshot_name: prefix of the names of snapshots.
 
     Attributes:
         folder: working folder of the agent.
         user: user of the agent; ``None`` for the sandbox's own.
-        number: index of the current step.
-        snapshots: results of the steps that have ended.
+        number: index of the current step, from 0.
+        snapshots: names of the snapshots after the steps that have ended, in order.
     """
 
     def __init__(self, task: LocatedTask, sandbox: HasContainer, snapshot_name: str) -> None:
@@ -129,14 +128,14 @@ class AgentPhase:
 
     @property
     def is_last(self) -> bool:
-        """Return whether no step follows."""
+        """Return whether the current step is the last."""
         return self.number == len(self.task.steps) - 1
 
     async def set_up(self) -> None:
         """Prepare the sandbox for the first step.
 
         Raises:
-            SetupFailed: a file could not be uploaded, a health check or ``setup.sh`` failed, or there is no such user.
+            SetupFailed: an upload, a health check or ``setup.sh`` failed, or the image lacks the agent's user.
         """
         self.folder = self.task.working_folder(self._sandbox.published[0])
         await self._require(_MAKE_FOLDERS.format(folder=shlex.quote(self.folder)), FILES_TIMEOUT_S)
@@ -155,7 +154,7 @@ class AgentPhase:
         return self.task.row.harbor.instructions[self.number]
 
     async def finish(self) -> None:
-        """Save the result of the current step.
+        """Run the collect hooks of the current step, and take a snapshot. A failing hook is only logged.
 
         Raises:
             AgentError: the agent wrote files that cannot be saved.
@@ -174,7 +173,7 @@ class AgentPhase:
         self.snapshots.append(taken.name)
 
     async def solve(self) -> str:
-        """Run the reference solution of the current step, and return how it ended. A failed step is graded as it is.
+        """Run the reference solution of the current step; return its exit status and the end of its output.
 
         Raises:
             SetupFailed: the solution could not be uploaded.
@@ -209,7 +208,7 @@ class AgentPhase:
         return await bash(self._sandbox, command, cwd=self.folder, timeout_s=timeout_s, user=user, env=env)
 
     async def _require(self, command: str, timeout_s: float) -> None:
-        # The folder may not exist yet.
+        # ``cd`` may fail, since one of these commands creates the folder.
         done = await bash(
             self._sandbox, f"cd {shlex.quote(self.folder)} 2> /dev/null; {command}", cwd="/", timeout_s=timeout_s
         )
@@ -237,19 +236,19 @@ async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Pa
     """Copy the files of a task's folder ``root`` into a folder of the sandbox.
 
     Raises:
-        SetupFailed: a path inside cannot be written.
+        SetupFailed: a path in the sandbox cannot be written.
         InfrastructureError: the sandbox failed.
     """
     try:
         for name, path in await asyncio.to_thread(lambda: list(tree(source, root))):
             await sandbox.upload(path, posixpath.join(target, name))
     except CallerError as error:
-        # The folder was checked, so the target is at fault.
+        # The task's folder passed its checks, so a path in the sandbox is at fault.
         raise SetupFailed(f"the files of {source.name} could not be uploaded: {error.reason}") from error
 
 
 async def upload_environment(sandbox: HasContainer, task: LocatedTask, folder: str) -> None:
-    """Copy the files of ``environment`` into the working folder, if no image is built from them.
+    """Copy the files of the task's ``environment`` into the working folder, if no image is built from these files.
 
     Raises:
         SetupFailed: as :func:`upload_tree`.
@@ -260,7 +259,7 @@ async def upload_environment(sandbox: HasContainer, task: LocatedTask, folder: s
 
 
 async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | int | None:
-    """Return a user if the sandbox has it; ``None`` for root, and where the sandbox has one user only.
+    """Return ``user`` if the sandbox has this user; ``None`` for root, and if the sandbox only has one user.
 
     Raises:
         SetupFailed: the image has no such user.
@@ -277,10 +276,10 @@ async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | in
 
 
 async def check_health(sandbox: HasContainer, check: Healthcheck | None, folder: str) -> None:
-    """Run a health check until it succeeds.
+    """Run a health check until it succeeds; failures within ``start_period_sec`` do not count.
 
     Raises:
-        SetupFailed: the check failed too often.
+        SetupFailed: the check failed ``retries`` times.
     """
     if check is None:
         return
@@ -298,7 +297,7 @@ async def check_health(sandbox: HasContainer, check: Healthcheck | None, folder:
 
 
 def excerpt(done: ExecResult) -> str:
-    """Return the end of a command's output, for messages."""
+    """Return a command's exit status and the end of its output, for messages."""
     text = "\n".join(filter(None, [done.stdout, done.stderr])).strip()
     status = "timed out" if done.error_type == "timeout" else f"exit code {done.return_code}"
     return f"{status}: {text[-_EXCERPT_CHARS:]}" if text else status

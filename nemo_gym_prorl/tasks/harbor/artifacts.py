@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts of the agent: what a separate verifier gets, and what is kept on the host.
+"""Artifacts: files of the agent that a separate verifier gets, and that are kept on the host.
 
-Artifacts are copied out of a fresh sandbox, which has no files of the agent but the declared ones. So no program of
-the agent makes the archives or delays them. The archives are untrusted nevertheless: only files, folders and links at
-or below a declared path count, and nothing below a link. Sparse files end a copy.
+Artifacts are copied out of a fresh sandbox, whose only files of the agent are the declared ones. So no program of the
+agent can replace or delay the archives. Archives are untrusted nevertheless: only files, folders and links at or below
+a declared path are copied, and nothing below a symlink. A sparse file ends the copy of its archive.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from nemo_gym_prorl.tasks.sandbox import HasContainer
 
 
 ARTIFACTS_FOLDER = "/logs/artifacts"
-"""Folder inside that is always an artifact."""
+"""Folder of the sandbox that is always an artifact."""
 
 ARCHIVE = "artifacts.tar"
-"""Name of the merged archive in its folder."""
+"""File name of the archive into which all artifacts are merged."""
 
-COLLECT_TIMEOUT_S = 600.0  # for all artifacts: reading gigabytes from a loaded disk
+COLLECT_TIMEOUT_S = 600.0  # seconds for all artifacts of a step: gigabytes from a loaded disk
 
-MAX_ARCHIVE_BYTES = 1 << 30  # of one artifact: what a sandbox lets out
+MAX_ARCHIVE_BYTES = 1 << 30  # per artifact: the size limit of a sandbox's downloads
 
 MAX_BYTES = 4 << 30
-"""Bytes of all artifacts together; members after a limit are left out."""
+"""Maximum bytes of all artifacts together; each archive is cut where the total exceeds the limit."""
 
 MAX_KEPT_BYTES = 256 << 20
-"""Bytes of a step's artifacts that are kept on the host; larger files are left out."""
+"""Maximum bytes of a step's artifacts that are kept on the host; files that exceed the rest are left out."""
 
 MAX_KEPT_FILES = 10_000  # files and folders of a step: shared disks limit their number
-MAX_KEPT_DEPTH = 100  # folders in folders, whose deletion may recurse
+MAX_KEPT_DEPTH = 100  # nesting levels; deleting a folder may recurse
 
-MAX_HEADER_BYTES = 10 << 10  # two paths of 4 KiB, and more
+MAX_HEADER_BYTES = 10 << 10  # an extended tar header may contain two paths of 4 KiB
 
-MEMBER_BYTES = 256  # for each character of a member's name and 100 more, since members take memory
-SANITIZE_CPU_S = 60.0  # 100,000 members take a third of this time
+MEMBER_BYTES = 256  # counted for MAX_BYTES per character of a member's name and 100 more: names take memory
+SANITIZE_CPU_S = 60.0  # three times the CPU time of 100,000 members
 
-_LAST_TIME = 2**33 - 1  # of a plain header
+_LAST_TIME = 2**33 - 1  # seconds; the maximum of a plain tar header
 
-_UNSANITIZED = "/.prorl-artifact.tar"  # inside
+_UNSANITIZED = "/.prorl-artifact.tar"  # path in the sandbox
 
 _MANIFEST = "manifest.json"
 
-_OF_NAMES = {errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR}
-"""Errors of writing a file that its name causes, rather than the host."""
+_NAME_ERRNO = {errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR}
+"""Errors of writing a file that the file's name causes, and not the host's disk."""
 
 Archives = Mapping[int, tuple[str, Path]]
-"""Index of an artifact to its path inside, without the leading slash, and its untrusted archive."""
+"""By index of an artifact: its path in the sandbox without the leading slash, and its untrusted archive."""
 
 
 class ScratchFolder(Protocol):
-    """A folder of the host for binds, removed with the object, or after the server's death. Removing blocks."""
+    """Folder of the host for bind mounts; removed by ``close``, which blocks, and after the server's death."""
 
     @property
     def path(self) -> Path: ...
@@ -74,12 +74,12 @@ class ScratchFolder(Protocol):
 
 
 def paths_of(artifacts: Sequence[Artifact], folder: str) -> list[str]:
-    """Return the absolute paths inside, given the working folder, from which relative artifacts start."""
+    """Return the absolute paths of artifacts in the sandbox; relative ones start at the working folder ``folder``."""
     return [posixpath.normpath(posixpath.join(folder, artifact.source)) for artifact in artifacts]
 
 
 async def collect(sandbox: HasContainer, artifacts: Sequence[Artifact], folder: str, target: Path) -> Archives:
-    """Copy artifacts out of a fresh sandbox that has them, into the folder ``target`` of the host.
+    """Copy artifacts from the sandbox into the folder ``target`` of the host.
 
     Raises:
         AgentError: the artifacts exceed a limit of the sandbox.
@@ -91,7 +91,7 @@ async def collect(sandbox: HasContainer, artifacts: Sequence[Artifact], folder: 
         member = shlex.quote(path.lstrip("/") or ".")
         command = f"tar -cf - -C / {excluded} -- {member} | head -c {MAX_ARCHIVE_BYTES} > {_UNSANITIZED}"
         await sandbox.exec(command, cwd="/", timeout_s=max(1.0, deadline - time.monotonic()))
-        # Without an archive the verifier decides on nothing.
+        # A missing archive is no error: the verifier judges without the artifact.
         with contextlib.suppress(CallerError):
             await sandbox.download(_UNSANITIZED, archive := target / f"raw-{number}")
             found[number] = path.strip("/"), archive
@@ -99,25 +99,26 @@ async def collect(sandbox: HasContainer, artifacts: Sequence[Artifact], folder: 
 
 
 def sanitize(archives: Archives, target: Path) -> None:
-    """Merge archives, each limited to files, folders and links at or below its path. Damage ends a copy.
+    """Merge archives into ``target``. Of a damaged archive, the members before the damage are copied.
 
-    Links that lead out of all these paths are left out, and so are paths below a link.
+    Only files, folders and links at or below the path of their artifact are copied. Symlinks that lead out of all
+    artifacts are left out, and so are paths below a symlink.
     """
-    merged = _Merged([path for path, _ in archives.values()])
+    merged = _MemberFilter([path for path, _ in archives.values()])
     with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as out:
         for path, archive in archives.values():
             for member, data in merged.members(path, archive):
                 if member is not None:
                     out.addfile(member, data if member.isreg() else None)
-                # The archive would keep all members in memory.
+                # tarfile keeps all added members in memory.
                 out.members.clear()  # type: ignore[attr-defined]
 
 
 def keep(artifacts: Sequence[Artifact], archives: Archives, folder: Path) -> list[dict[str, Any]]:
-    """Unpack archives into a new folder of the host, laid out as Harbor does; return Harbor's manifest.
+    """Unpack archives into a new folder of the host with Harbor's layout; return Harbor's manifest.
 
-    The manifest also counts ``files``, ``bytes`` and ``left_out``: links, special files, files above a limit, and 1
-    for a copy that ended early. No link is made, so none is followed.
+    The manifest also counts ``files``, ``bytes`` and ``left_out``: symlinks, special files, files above a limit, and 1
+    for a damaged archive. No symlink is created, so no write follows one.
 
     Raises:
         OSError: the host's disk failed.
@@ -126,19 +127,19 @@ def keep(artifacts: Sequence[Artifact], archives: Archives, folder: Path) -> lis
     claimed, manifest = [PurePosixPath(_MANIFEST)], []
     left = {"bytes": MAX_KEPT_BYTES, "files": MAX_KEPT_FILES}
     for number, artifact in enumerate(artifacts):
-        place = PurePosixPath(artifact.destination or artifact.source.lstrip("/"))
-        target, before, left_out = folder / place, dict(left), 0
+        relative = PurePosixPath(artifact.destination or artifact.source.lstrip("/"))
+        target, before, left_out = folder / relative, dict(left), 0
         status = "failed"
-        if any(place == one or place in one.parents or one in place.parents for one in claimed):
+        if any(relative == one or relative in one.parents or one in relative.parents for one in claimed):
             status = "skipped"
         elif number in archives:
             path, archive = archives[number]
-            for member, data in _Merged([path]).members(path, archive):
+            for member, data in _MemberFilter([path]).members(path, archive):
                 left_out += member is None or not _write(member, data, target, path, left)
             if target.exists():
                 status = "empty" if target.is_dir() and not any(target.iterdir()) else "ok"
-        claimed.append(place)
-        entry: dict[str, Any] = {"source": artifact.source, "destination": f"artifacts/{place}", "status": status}
+        claimed.append(relative)
+        entry: dict[str, Any] = {"source": artifact.source, "destination": f"artifacts/{relative}", "status": status}
         entry |= {"type": "file" if target.is_file() else "directory", "exclude": list(artifact.exclude)}
         manifest.append(entry | {name: before[name] - left[name] for name in left} | {"left_out": left_out})
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -146,22 +147,22 @@ def keep(artifacts: Sequence[Artifact], archives: Archives, folder: Path) -> lis
 
 
 def _write(member: tarfile.TarInfo, data: BinaryIO, target: Path, path: str, left: dict[str, int]) -> bool:
-    """Write a member below ``target`` and return whether there was room for it."""
-    place, origin = (target / name[len(path) :].lstrip("/") for name in (member.name, member.linkname or path))
+    """Write an archive member below ``target``; return ``False`` for symlinks, unusable names, and above a limit."""
+    copy, origin = (target / name[len(path) :].lstrip("/") for name in (member.name, member.linkname or path))
     try:
         size = origin.stat().st_size if member.islnk() else member.size
         is_beyond = size > left["bytes"] or not left["files"] or member.name.count("/") > MAX_KEPT_DEPTH
         if is_beyond or member.issym():
             return False
-        (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
+        (copy if member.isdir() else copy.parent).mkdir(parents=True, exist_ok=True)
         if member.islnk():
-            shutil.copyfile(origin, place)
+            shutil.copyfile(origin, copy)
         elif member.isreg():
-            with place.open("wb") as file:
+            with copy.open("wb") as file:
                 while rest := size - file.tell():
                     file.write(data.read(min(rest, 1 << 20)))
     except (OSError, ValueError) as error:  # ValueError: a name with the character NUL
-        if isinstance(error, OSError) and error.errno not in _OF_NAMES:
+        if isinstance(error, OSError) and error.errno not in _NAME_ERRNO:
             raise
         return False
     left["files"] -= 1
@@ -169,8 +170,8 @@ def _write(member: tarfile.TarInfo, data: BinaryIO, target: Path, path: str, lef
     return True
 
 
-class _Headers(io.FileIO):
-    """An untrusted archive. ``tarfile`` reads headers into memory, and takes quadratic time for them."""
+class _BoundedReader(io.FileIO):
+    """Untrusted archive that refuses long headers: ``tarfile`` reads them into memory, and takes quadratic time."""
 
     def read(self, size: int | None = -1) -> bytes | Any:
         if size is None or not 0 <= size <= MAX_HEADER_BYTES:
@@ -178,8 +179,8 @@ class _Headers(io.FileIO):
         return super().read(size)
 
 
-class _Merged:
-    """Filter of the members of archives, given those before."""
+class _MemberFilter:
+    """Filter of archive members; paths, symlinks and sizes of earlier archives count for later ones."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -189,12 +190,12 @@ class _Merged:
         self._end_s = time.thread_time() + SANITIZE_CPU_S
 
     def members(self, path: str, source: Path) -> Iterator[tuple[tarfile.TarInfo | None, BinaryIO]]:
-        """Yield the members of an archive that are at or below a path, with a file at the member's data; ``None`` for
-        a member that is left out, and for damage, which ends the archive."""
+        """Yield a clean header of each member at or below ``path``, and a file at the member's data. The header is
+        ``None`` if the member is left out, and for damage, which ends the iteration."""
         size = source.stat().st_size
-        with source.open("rb") as data, _Headers(source) as headers:
-            with contextlib.suppress(Exception):  # damage
-                archive = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # headers is closed
+        with source.open("rb") as data, _BoundedReader(source) as headers:
+            with contextlib.suppress(Exception):  # tarfile raises many types of errors for a damaged archive
+                archive = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # closing ``headers`` suffices
                 while not archive.pax_headers and time.thread_time() < self._end_s:
                     if (member := archive.next()) is None and size < MAX_ARCHIVE_BYTES:
                         return
@@ -207,7 +208,7 @@ class _Merged:
             yield None, data
 
     def admit(self, member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-        """Return the member to write; ``None`` if it is left out."""
+        """Return a clean header of a member; ``None`` if the member is left out. Raises ReadError above a limit."""
         name = posixpath.normpath(f"/{member.name}").lstrip("/")
         self._size += member.size + MEMBER_BYTES * (len(name) + 100)
         if member.size < 0 or member.issparse() or self._size > MAX_BYTES:
@@ -225,7 +226,7 @@ class _Merged:
             if clean.linkname not in self._kept:
                 return None
         elif member.issym() and name not in self._kept:
-            # Unlike a normal path, "link/.." leads elsewhere than its text says.
+            # The kernel resolves "link/.." to the parent of the link's target, so the text must not contain "..".
             clean.type, clean.linkname = tarfile.SYMTYPE, posixpath.normpath(member.linkname)
             leads_to = posixpath.normpath(posixpath.join("/", posixpath.dirname(name), member.linkname)).lstrip("/")
             if not any(_is_at_or_below(leads_to, one) for one in self._paths):

@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grade a Harbor rollout: verify its steps in order, and attribute a missing verdict.
 
-A control run shows first that rewards are meaningful here: the task's own solution is played and verified on the
-same set-up, once per image, digest and tools. If the solution earns nothing, twice, no rollout of the task is
-graded, which is a :class:`TaskError`: the tests may need a network, or processes of the agent, which have ended.
-Refusing only failed rollouts would bias the sample.
+A control run first shows that the tests can be passed on this machine: the task's own solution is run and verified,
+once per image, digest and tools. If the solution earns no reward in two attempts, every rollout of the task fails with
+a :class:`TaskError`: the tests may need a network, or processes of the agent, which have ended. Refusing only failed
+rollouts would bias the sample.
 
-A missing verdict is never a reward either. If the solution gets a verdict, and a second verification of the agent's
-work none, the agent prevented the verdict and gets 0. Without a solution the task cannot be graded then.
+If the solution gets a verdict, but the agent's work gets none in two verifications, the agent prevented the verdict
+and gets reward 0. Without a solution, a missing verdict is a :class:`TaskError`.
 
-``strict: auto`` grades positive rewards again in the mode ``strict``, if that mode does not harm the task's own
-solution. So files outside of the working folder cannot earn a reward, except in tasks whose solution needs such files.
+``strict: auto`` grades positive rewards again in the mode ``strict``, if the task's own solution earns its reward in
+that mode too. So files outside of the working folder earn a reward only in tasks whose solution needs such files.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 Strict = Literal["auto"] | bool
 
 RETRY_CONTROL_S = 600.0
-"""Seconds after which a control run without a reward is repeated: the machine may have been at fault."""
+"""Seconds before a control run without a reward is repeated: the machine may have been at fault."""
 
-MAX_REMEMBERED_CONTROLS = 10_000  # bounds memory
+MAX_REMEMBERED_CONTROLS = 10_000  # control runs; bounds memory
 
 DETAIL_CHARS = 1000
 
@@ -79,8 +79,8 @@ class HarborWork:
 
     Attributes:
         folder: working folder of the agent.
-        states: snapshots after the steps that have ended, in order.
-        snapshots: these, and those of control runs.
+        states: names of the snapshots after the steps that have ended, in order.
+        snapshots: names of all snapshots to delete with the session: ``states``, and those of control runs.
         failed: why the next step could not be set up; empty otherwise.
     """
 
@@ -95,9 +95,9 @@ class _Control:
     """Result of a control run.
 
     Attributes:
-        problem: why the solution earns nothing; empty if it earns a reward.
-        works_strictly: whether ``strict: auto`` may grade in the mode ``strict``: the solution earns all that it can.
-        snapshots: snapshots of the run, until a rollout deletes them with its own.
+        problem: why the solution earns no reward; empty if it earns one.
+        works_strictly: whether ``strict: auto`` may grade in the mode ``strict``: the solution earns no less, up to 1.
+        snapshots: names of the run's snapshots, until a rollout takes them over to delete them.
     """
 
     problem: str = ""
@@ -110,7 +110,7 @@ class _Verified:
     """Result of verifying the steps.
 
     Attributes:
-        rewards: reward by key, of each step that counts.
+        rewards: reward by key, for each step that counts.
         outcomes: outcome of each step that was verified.
         note: why later steps do not count, or why there is no verdict.
         no_verdict: whether a step got no verdict.
@@ -127,8 +127,9 @@ class Grader:
 
     Args:
         settings: settings of verification.
-        strict: whether only the working folder and declared artifacts reach the tests of a shared verifier.
-        snapshot_name: name of snapshots.
+        strict: whether the tests of a shared verifier only see the working folder and declared artifacts; ``auto``:
+            only for rewards that are positive otherwise.
+        snapshot_name: prefix of the names of snapshots.
     """
 
     def __init__(self, settings: VerifierSettings, strict: Strict, snapshot_name: str) -> None:
@@ -141,8 +142,8 @@ class Grader:
         """Grade a rollout.
 
         Raises:
-            TaskError: no policy could be graded on this row here.
-            InfrastructureError: grading failed.
+            TaskError: the task's own solution earns no reward here, or no verdict without a solution to compare with.
+            InfrastructureError: the machine failed.
         """
         strict = self._strict is True
         control = _Control()
@@ -154,7 +155,7 @@ class Grader:
                     f"{self._advice(task)}the tests may also need services of the agent, which do not run during them"
                 )
         verified = await self._verified(task, work, strict, open_sandbox)
-        # If the solution earns less there, the mode ``shared`` decides: refusing rewards alone would bias the sample.
+        # If the solution earns less in the mode strict, shared decides: refusing rewards alone would bias the sample.
         if control.works_strictly and not verified.no_verdict and self._scalar(task, verified) > 0:
             strict = True
             verified = await self._verified(task, work, strict, open_sandbox)
@@ -168,21 +169,21 @@ class Grader:
         return Grade(reward, HarborVerdict.PASSED if reward >= 1 else verdict, verified.note[:DETAIL_CHARS], fields)
 
     async def _keep(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> list[dict[str, Any]]:
-        """Keep the artifacts in a new folder; return the steps' manifests, with ``destination`` on the host."""
+        """Write the artifacts of all steps to a new folder; return the manifests, with ``destination`` on the host."""
         prefix = re.sub(r"[^A-Za-z0-9_.-]", "-", task.row.instance_id)[:100]
         target = Path(await asyncio.to_thread(tempfile.mkdtemp, "", f"{prefix}-", self._settings.artifacts_folder))
         kept = []
         for step, state in zip(task.steps, work.states, strict=False):
-            place = target / "steps" / step.name if step else target
+            step_folder = target / "steps" / step.name if step else target
             archives: Archives = {}
             async with AsyncExitStack() as stack:
                 collecting = collected(task, step, state, work.folder, open_sandbox, self._settings)
                 try:
                     archives = await stack.enter_async_context(collecting)
                 except (AgentError, SetupFailed) as error:
-                    logger.warning("%s: no artifacts can be kept: %s", place, error.reason)
-                manifest = await asyncio.to_thread(keep, task.artifacts(step), archives, place / "artifacts")
-            kept += [entry | {"destination": str(place / entry["destination"])} for entry in manifest]
+                    logger.warning("%s: no artifacts can be kept: %s", step_folder, error.reason)
+                manifest = await asyncio.to_thread(keep, task.artifacts(step), archives, step_folder / "artifacts")
+            kept += [entry | {"destination": str(step_folder / entry["destination"])} for entry in manifest]
         return kept
 
     def _advice(self, task: LocatedTask) -> str:
@@ -212,7 +213,7 @@ class Grader:
         }
 
     def _scalar(self, task: LocatedTask, verified: _Verified) -> float:
-        """Return the reward that the policy is trained on; 0 for a step that does not count."""
+        """Return the reward for training: the mean of the steps or the last step's; steps that do not count give 0."""
         key = self._settings.reward_key
         steps = [{key: scalar(rewards, key) or 0.0} for rewards in verified.rewards]
         return total(steps, task.config.multi_step_reward_strategy)[key]
@@ -220,11 +221,8 @@ class Grader:
     async def _verified(
         self, task: LocatedTask, work: HarborWork, strict: bool, open_sandbox: OpenSandbox
     ) -> _Verified:
-        """Verify the steps. A result without a verdict is the agent's doing.
-
-        Raises:
-            TaskError: there is no verdict, and no solution to compare with.
-        """
+        """Verify the steps, again if a verdict is missing. Raises TaskError without a verdict and without a solution;
+        with a solution, the agent is charged for a missing verdict."""
         verified = await self._verify_steps(task, work, strict, open_sandbox)
         if not verified.no_verdict:
             return verified
@@ -235,9 +233,9 @@ class Grader:
                 f"compare with; {self._advice(task)}the tests' output ended with: {output}"
             )
         if verified.note.startswith(TIMED_OUT):
-            # Twice the limit may exceed EVAL's budget: an agent could choose a failure rather than its reward.
+            # A second timeout may exceed EVAL's budget: an agent could get a failed rollout instead of the reward 0.
             return verified
-        # The machine may have been at fault the first time.
+        # The machine may have been at fault for the first result.
         return await self._verify_steps(task, work, strict, open_sandbox)
 
     async def _verify_steps(
@@ -257,17 +255,14 @@ class Grader:
                 return _Verified(rewards, outcomes, "; ".join([*notes, f"step {step_name(step)}: {note}"]))
         if work.failed:
             return _Verified(rewards, outcomes, work.failed, no_verdict=True)
-        # A step that the agent did not begin counts as 0, so that ending early does not pay.
+        # A step that the agent did not begin counts as 0, so that ending early does not raise the mean.
         missing = len(task.steps) - len(work.states)
         if missing:
             notes.append(f"{missing} of {len(task.steps)} steps were not begun")
         return _Verified([*rewards, *([{}] * missing)], outcomes, "; ".join(notes))
 
     async def _control(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> _Control:
-        """Return the result of the control run, which is played once for all rollouts of the task.
-
-        The run continues when a rollout that waits for it is cancelled or out of time.
-        """
+        """Return the result of the task's control run, which continues if a waiting rollout is cancelled."""
         harbor = task.row.harbor
         key = (task.row.image, harbor.digest, str(self._settings.tools))
         began, playing = self._controls.get(key, (0.0, None))
@@ -283,7 +278,7 @@ class Grader:
         return control
 
     def _forget_failed(self, key: tuple[str, ...], playing: asyncio.Task[_Control]) -> None:
-        """Forget a control run that raised; its traceback would keep the artifacts of all rollouts that waited."""
+        """Forget a control run that raised; the traceback would keep the results of all waiting rollouts in memory."""
         failed = playing.cancelled() or playing.exception() is not None
         if failed and self._controls.get(key, (0.0, None))[1] is playing:
             del self._controls[key]
@@ -297,7 +292,7 @@ class Grader:
 
     async def _play_solution(self, task: LocatedTask, open_sandbox: OpenSandbox) -> _Control:
         control = await self._try_solution(task, open_sandbox)
-        if control.problem:  # a loaded machine fails racy tests
+        if control.problem:  # racy tests may fail on a loaded machine
             failed, control = control, await self._try_solution(task, open_sandbox)
             control.snapshots.extend(failed.snapshots)
         return control
@@ -338,7 +333,7 @@ class Grader:
 
 
 def _is_stale(playing: asyncio.Task[_Control], began: float) -> bool:
-    """Return whether a control run is repeated: it failed, or the machine may have been at fault for its result."""
+    """Return whether a control run must be repeated: it raised, or earned no reward :data:`RETRY_CONTROL_S` ago."""
     if not playing.done():
         return False
     if playing.cancelled() or playing.exception() is not None:

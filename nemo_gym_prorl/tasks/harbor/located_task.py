@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A Harbor task on this machine: its row, its folder, and the settings of its steps.
+"""A Harbor task on this machine: row, folder and the settings of each step.
 
 A task without ``[[steps]]`` has one step, ``None``. A step's setting overrides the task's.
 """
@@ -39,7 +39,7 @@ class LocatedTask:
     Attributes:
         row: the task's row.
         folder: the task's folder.
-        variables: variables of the machine that ``env`` tables may use.
+        variables: environment variables of the server that ``env`` tables may use.
     """
 
     row: HarborRow
@@ -48,15 +48,14 @@ class LocatedTask:
 
     @classmethod
     def of(cls, row: Mapping[str, object], root: Path, variables: Mapping[str, str]) -> LocatedTask:
-        """Validate a row.
+        """Return the task of a row; the folder is not read.
 
         Args:
-            row: the row.
-            root: folder that relative folders of rows start from.
-            variables: variables of the machine that ``env`` tables may use.
+            root: base folder of a relative ``harbor.folder``.
+            variables: environment variables of the server that ``env`` tables may use.
 
         Raises:
-            CallerError: the row is invalid, or names a variable that is not given; names the field.
+            CallerError: the row is invalid, or names an environment variable that is not set; names the field.
         """
         parsed = parse_row(row)
         task = cls(parsed, root / parsed.harbor.folder, variables)
@@ -70,7 +69,7 @@ class LocatedTask:
         """Check that the folder exists and has not changed since the row was made.
 
         Raises:
-            CallerError: names the field.
+            CallerError: the folder is missing or has changed; names the field.
         """
         if not self.folder.is_dir():
             raise CallerError(f"there is no folder {self.folder} on this machine", field="harbor.folder")
@@ -119,7 +118,8 @@ class LocatedTask:
         )
 
     def _verifier_network(self, step: Step) -> Network | None:
-        """Return the verifier's network, else its environment's; the row's is the agent's if a phase has its own."""
+        """Return the network of the tests: the verifier's, its environment's, else the row's; ``None``: the server's.
+        The row's network does not count if it is one that the task sets for the agent's phase only."""
         agents = [self.config.agent, *([step.agent] if step else [])]
         agent_differs = any(table.network_mode is not None for table in agents)
         own = self.separate_environment(step) if self.config.is_separate(step) else self.config.environment
@@ -132,7 +132,7 @@ class LocatedTask:
         return _mode(found)
 
     def separate_environment(self, step: Step) -> EnvironmentConfig:
-        """Return the table ``environment`` of a separate verifier: the step's, the verifier's, else the task's."""
+        """Return a separate verifier's environment: the step's own, else that of the task's verifier or the task."""
         own = step.verifier.environment if step else None
         return own or self.config.verifier.environment or self.config.environment
 
@@ -140,11 +140,11 @@ class LocatedTask:
         return self.row.harbor.verifier_images.get(step.name if step else "") or VerifierImage(image=self.row.image)
 
     def working_folder(self, published: str) -> str:
-        """Return the working folder of the agent, given that of the image."""
+        """Return the agent's working folder: the task's, the Dockerfile's, the image's (``published``), else ``/``."""
         return posixpath.normpath(self.config.environment.workdir or self.row.harbor.image_workdir or published or "/")
 
     def env(self, table: EnvironmentConfig) -> dict[str, str]:
-        """Return the variables of all commands of a sandbox."""
+        """Return the environment variables of all commands of a sandbox."""
         return resolve_variables(table.env, self.variables, "harbor.config.environment.env")
 
     def verifier_env(self, step: Step) -> dict[str, str]:
@@ -156,12 +156,12 @@ class LocatedTask:
         return {"DEBIAN_FRONTEND": "noninteractive", **own}
 
     def agent_user(self, step: Step) -> str | int | None:
-        """Return the user of the agent; ``None`` for the image's."""
+        """Return the user that runs the agent's commands; ``None`` for the image's user."""
         own = step.agent.user if step else None
         return self.config.agent.user if own is None else own
 
     def verifier_user(self, step: Step) -> str | int | None:
-        """Return the user of the tests; ``None`` for the image's."""
+        """Return the user that runs the tests; ``None`` for the image's user."""
         own = step.verifier.user if step else None
         return self.config.verifier.user if own is None else own
 
@@ -169,21 +169,21 @@ class LocatedTask:
         return (step.agent.timeout_sec if step else None) or self.config.agent.timeout_sec
 
     def agent_total_s(self) -> float | None:
-        """Return the time limit of the agent for all steps; ``None`` if a step has none."""
+        """Return the agent's time limit for all steps, in seconds; ``None`` if a step has no limit."""
         limits = [self.agent_timeout_s(step) for step in self.steps]
         return None if None in limits else sum(filter(None, limits))
 
     def verifier_timeout_s(self, step: Step) -> float:
-        """Return the time limit of the tests."""
+        """Return the time limit of the tests, in seconds."""
         own = step.verifier if step and "timeout_sec" in step.verifier.model_fields_set else self.config.verifier
         return own.timeout_sec
 
     def hooks(self, step: Step) -> tuple[CollectHook, ...]:
-        """Return the commands after the agent."""
+        """Return the commands that run after the agent has ended a step."""
         return (*self.config.verifier.collect, *(step.verifier.collect if step else ()))
 
     def artifacts(self, step: Step) -> tuple[Artifact, ...]:
-        """Return the declared artifacts; :data:`.artifacts.ARTIFACTS_FOLDER` is the first unless it is one of them."""
+        """Return the declared artifacts, preceded by :data:`.artifacts.ARTIFACTS_FOLDER` if that is not declared."""
         own = (*self.config.artifacts, *(step.artifacts if step else ()))
         is_declared = any(one.source.rstrip("/") == ARTIFACTS_FOLDER for one in own)
         return own if is_declared else (Artifact(source=ARTIFACTS_FOLDER), *own)
@@ -192,18 +192,18 @@ class LocatedTask:
         return self.folder / "steps" / step.name
 
     def tests(self, step: Step) -> list[Path]:
-        """Return the folders of the tests; a file of a later one replaces that of an earlier one."""
+        """Return the folders with tests; a file of a later folder replaces the same file of an earlier folder."""
         folders = [self.folder / "tests", *([self.step_folder(step) / "tests"] if step else [])]
         return [folder for folder in folders if folder.is_dir()]
 
     def solution(self, step: Step) -> Path | None:
-        """Return the folder of the reference solution; ``None`` if there is none."""
+        """Return the folder of the reference solution: the step's, else the task's; ``None`` without a solution."""
         folders = [*([self.step_folder(step) / "solution"] if step else []), self.folder / "solution"]
         return next((folder for folder in folders if (folder / "solve.sh").is_file()), None)
 
 
 def _mode(table: NetworkOverride) -> Network:
-    """Return the network of a table in a row's notation."""
+    """Convert a table's ``network_mode`` to the notation of rows; without a mode, ``public``."""
     if table.network_mode == "allowlist":
         return table.allowed_hosts
     return "none" if table.network_mode == "no-network" else "public"

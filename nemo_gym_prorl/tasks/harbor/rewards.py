@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Read the files that a Harbor verifier left on the host, by the rules of the format, and total the steps.
+"""Read the reward files that a Harbor verifier left on the host, and combine the rewards of a task's steps.
 
-The folder is untrusted: code of the agent may have written to it. Only regular files of limited size are read, no link
-is followed, and no read blocks. The folder is read after all processes of the sandbox have ended.
+The verifier's folder is untrusted: code of the agent may have written to it. Only regular files of limited size are
+read, no symlink is followed, and no read blocks. The folder is read after all processes of the sandbox have ended.
 
-A verdict is a number by key. ``reward.json`` counts before ``reward.txt``, unless the tests name only the latter: then
-a program of the agent that the tests run may have written it. The exit code of the tests means nothing. There is no
-verdict without a reward file, with an empty, damaged or unbounded one, or without a test report that the test script
-asks for. No defect of these files raises an error.
+A verdict is a number by key. ``reward.json`` takes precedence over ``reward.txt``, unless the tests only name
+``reward.txt``: then a program of the agent that the tests run may have written ``reward.json``. The exit code of the
+tests is ignored. There is no verdict if the reward file is missing, empty, damaged or has too large values, or if a
+test report is missing that the test script requests. No defect of these files raises an error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 
 MAX_REWARD_BYTES = 64 << 10
-MAX_REPORT_BYTES = 1 << 20  # parsing blocks all threads
+MAX_REPORT_BYTES = 1 << 20  # the JSON parser holds the GIL
 MAX_REWARD = 1e6  # a larger reward would ruin the training of a policy
-MAX_OTHER = 1e100  # sums of steps stay finite
+MAX_REWARD_ENTRY = 1e100  # for keys that are not trained on; their mean over steps stays finite
 
 STDOUT = "test-stdout.txt"
 REWARD_KEY = "reward"
@@ -36,7 +36,7 @@ REWARD_FILES = ("reward.txt", "reward.json")
 _REPORT_OPTION = re.compile(
     r"""--(?:ctrf|junit-?xml|json-report-file)(?:=|\s+)(?P<quote>["']?)/logs/verifier/(?P<name>[\w./-]+)(?P=quote)"""
 )
-"""A report of pytest in the folder of the verifier's logs."""
+"""Option that makes pytest write a report to the verifier's folder."""
 
 _SUITE = re.compile(r"<testsuite\s[^<>]*>")  # without "<", so that the scan is linear
 _COUNT = re.compile(r'\b(tests|failures|errors|skipped)="(\d{1,9})"')
@@ -48,7 +48,7 @@ class Outcome:
 
     Attributes:
         rewards: reward by key; ``None`` without a verdict.
-        problem: why there is no verdict, or why it is suspect.
+        problem: why there is no verdict, or which reward file was ignored; empty otherwise.
         output: end of the tests' output.
     """
 
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class Unreadable(Exception):
-    """Missing, irregular or too long file; the message names the defect."""
+    """A file of the verifier is missing, irregular, too long or malformed."""
 
 
 def read_outcome(
@@ -67,11 +67,11 @@ def read_outcome(
     """Return the outcome of a verification.
 
     Args:
-        folder: the host's folder that the sandbox saw as ``/logs/verifier``.
-        script: the text of the test script, which names its reports.
+        folder: the host's folder that was mounted as ``/logs/verifier``.
+        script: text of the test script, whose options name test reports.
         output_bytes: maximum bytes of ``output``.
         key: key of the reward that the policy is trained on.
-        named: the reward files that the tests name.
+        named: names of reward files that occur in the tests.
     """
     output = note = ""
     try:
@@ -91,14 +91,14 @@ def read_outcome(
 
 
 def reports_of(script: str) -> list[str]:
-    """Return the reports that a test script asks for, relative to the folder of the verifier's logs."""
+    """Return the paths of test reports that a test script requests, relative to the verifier's folder."""
     lines = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
     found = _REPORT_OPTION.finditer("\n".join(lines).replace("\\\n", " "))
     return [name for match in found if ".." not in (name := match["name"]).split("/")]
 
 
 def read_file(folder: Path, name: str, limit: int) -> bytes:
-    """Return a regular file below a folder without following links.
+    """Return the content of a regular file below a folder, without following symlinks.
 
     Raises:
         Unreadable: the file is missing, no regular file, or longer than ``limit``.
@@ -134,13 +134,13 @@ def _read_rewards(folder: Path, name: str, key: str) -> dict[str, float]:
             raise Unreadable(f"{name} is empty")
         found: Any = float(text) if name == "reward.txt" else json.loads(text)
         rewards = found if isinstance(found, dict) else {REWARD_KEY: found}
-        "".join(rewards).encode()  # keys go into replies
+        "".join(rewards).encode()  # replies contain the keys, and UTF-8 cannot encode lone surrogates
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{name} cannot be parsed: {str(error)[:200]}") from error
     for value in rewards.values():
         if not isinstance(value, int | float):
             raise Unreadable(f"{name} has {value!r:.100}, which is no number")
-        if not abs(value) <= MAX_OTHER:
+        if not abs(value) <= MAX_REWARD_ENTRY:
             raise Unreadable(f"{name} has {value!r:.100}, which is not finite or too large")
     if (reward := scalar(rewards, key)) is None:
         keys = f"; set reward_key to one of {', '.join(rewards)}"[:200] if rewards else ""
@@ -151,7 +151,7 @@ def _read_rewards(folder: Path, name: str, key: str) -> dict[str, float]:
 
 
 def _passed(name: str, content: bytes) -> int | None:
-    """Return the number of passed tests of a report; ``None`` if its format is unknown."""
+    """Return the number of passed tests in a JUnit XML or JSON report; raises Unreadable for another format."""
     text = content.decode("utf-8", "replace")
     if suites := _SUITE.findall(text):
         counts = [{count: int(value) for count, value in _COUNT.findall(suite)} for suite in suites]
@@ -165,7 +165,7 @@ def _passed(name: str, content: bytes) -> int | None:
 
 
 def _tail(path: Path, limit: int) -> str:
-    """Return the end of a file that is untrusted; empty if it is no regular file."""
+    """Return the last ``limit`` bytes of an untrusted file as text; empty if it is no regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -180,7 +180,7 @@ def _tail(path: Path, limit: int) -> str:
 
 
 def below_minimum(rewards: Mapping[str, float], minimum: float | Mapping[str, float] | None) -> str:
-    """Return why a step's rewards are below its ``min_reward``; empty if they are not. A missing key is below any."""
+    """Return why rewards miss a step's ``min_reward``, or an empty text. A missing key misses any minimum."""
     if minimum is None:
         return ""
     thresholds = minimum if isinstance(minimum, Mapping) else {REWARD_KEY: minimum}
@@ -191,7 +191,7 @@ def below_minimum(rewards: Mapping[str, float], minimum: float | Mapping[str, fl
 
 
 def total(steps: Sequence[Mapping[str, float]], strategy: Literal["mean", "final"] | None) -> dict[str, float]:
-    """Return the rewards of a task: by key the mean of its steps, where a missing key is 0, or those of the last."""
+    """Return the rewards of a task by key: the mean over the steps, or the last step's. A missing key counts as 0."""
     keys = sorted({key for rewards in steps for key in rewards})
     if strategy == "final":
         return {key: steps[-1].get(key, 0.0) for key in keys}
@@ -199,7 +199,7 @@ def total(steps: Sequence[Mapping[str, float]], strategy: Literal["mean", "final
 
 
 def scalar(rewards: Mapping[str, float], key: str) -> float | None:
-    """Return the reward of a key, or the only one; ``None`` if there is none or several others."""
+    """Return the reward of ``key``, or the only reward if it has another key; otherwise ``None``."""
     if key in rewards:
         return rewards[key]
     return next(iter(rewards.values())) if len(rewards) == 1 else None

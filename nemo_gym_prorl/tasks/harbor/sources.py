@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Places of Harbor tasks: folders, registry files, git repositories and packed tasks.
+"""Sources of Harbor tasks: folders, registry files, git repositories and packed tasks.
 
-Repositories and packed tasks are unpacked below a cache folder, each version into a folder of its own that never
-changes: rows name paths in it. Repositories and packed tasks are untrusted: nothing of them is executed, and nothing
-is written outside that folder.
+Repositories and packed tasks are unpacked below a cache folder. Each version gets a folder of its own that never
+changes, since rows name paths in this folder. Repositories and packed tasks are untrusted: no file of them is
+executed, and no file is written outside of the version's folder.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from nemo_gym_prorl.tasks.harbor.task_folder import CONFIG_FILE, MAX_DEPTH, MAX_
 GIT_TIMEOUT_S = 1800.0  # large repositories over slow connections
 
 MAX_TASK_BYTES = 2 << 30
-"""Bytes of an unpacked archive; protects the disk from a packed task that is a decompression bomb."""
+"""Maximum bytes of an unpacked archive; protects the disk from decompression bombs."""
 
 MAX_HEADER_BYTES = 16 << 10
-"""Bytes of a header of an archive that holds a long name."""
+"""Maximum bytes of an extended tar header, which contains a long name; bounds memory."""
 
 _GIT_URL = re.compile(
     r"(?P<url>(?:(?:https?|ssh|git|file)://[^/#\s]*/|[\w.-]+@[\w.-]+:)[^#\s]+?)"
@@ -54,7 +54,7 @@ Progress = Callable[[str], None]
 
 
 class RegistryTask(BaseModel):
-    """A task of a registry: a folder of a repository, or without ``git_url`` a folder on this machine."""
+    """Task of a registry: a folder of a git repository, or, without ``git_url``, a folder on this machine."""
 
     name: str
     path: str
@@ -63,7 +63,7 @@ class RegistryTask(BaseModel):
 
 
 class RegistryDataset(BaseModel):
-    """A data set of a registry."""
+    """Dataset of a registry."""
 
     name: str
     version: str = ""
@@ -71,12 +71,12 @@ class RegistryDataset(BaseModel):
 
 
 def task_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders with a ``task.toml``, sorted: the folder itself, or those at any depth below it.
+    """Yield the folders with a ``task.toml``, sorted: ``folder`` itself, or its subfolders at any depth.
 
-    Links to folders are not followed, and hidden folders are left out.
+    Symlinks to folders are not followed, and hidden folders are left out.
 
     Raises:
-        CallerError: the folder does not exist or has no task.
+        CallerError: the folder does not exist or contains no task.
     """
     if not folder.is_dir():
         raise CallerError("is no folder", field=str(folder))
@@ -96,10 +96,10 @@ def is_git_url(source: str) -> bool:
 
 
 def tasks_of_url(source: str, cache: Path, progress: Progress) -> Iterator[Path]:
-    """Yield the folders of the tasks of ``URL@REF`` or ``URL@REF#FOLDER``.
+    """Yield the task folders of the git repository ``URL@REF`` or of its subfolder ``URL@REF#FOLDER``.
 
     Raises:
-        CallerError: the reference is missing, or the folder has no task.
+        CallerError: ``@REF`` is missing, or the folder contains no task.
         InfrastructureError: git failed.
     """
     parts = _GIT_URL.fullmatch(source)
@@ -111,16 +111,16 @@ def tasks_of_url(source: str, cache: Path, progress: Progress) -> Iterator[Path]
 
 
 def tasks_of_registry(file: Path, wanted: str | None, cache: Path, progress: Progress) -> Iterator[tuple[str, Any]]:
-    """Yield (name, folder) of the tasks of a data set; an unavailable task is a :class:`CallerError`.
+    """Yield (name, folder) of each task of a dataset, or (name, :class:`CallerError`) if the task is unavailable.
 
     Args:
-        file: registry: a JSON list of data sets.
-        wanted: ``NAME`` or ``NAME@VERSION``; not needed if there is one data set.
+        file: registry: a JSON list of datasets.
+        wanted: ``NAME`` or ``NAME@VERSION`` of the dataset; ``None`` if the registry has only one.
         cache: folder for repositories.
         progress: receives a line for each download.
 
     Raises:
-        CallerError: the file is no registry, or not exactly one data set is meant.
+        CallerError: the file is no registry, or ``wanted`` does not match exactly one dataset.
     """
     try:
         datasets = TypeAdapter(list[RegistryDataset]).validate_json(file.read_bytes())
@@ -152,10 +152,11 @@ def tasks_of_registry(file: Path, wanted: str | None, cache: Path, progress: Pro
 
 
 def checked_out(url: str, ref: str, cache: Path, progress: Progress) -> Path:
-    """Return the folder of a repository at a commit, tag or branch; fetched unless the commit is there already.
+    """Return the folder with a repository's files at a commit, tag or branch. A commit is fetched only once.
 
     Raises:
-        InfrastructureError: git failed; quotes it.
+        CallerError: ``url`` or ``ref`` looks like an option of git.
+        InfrastructureError: git failed; quotes git's message.
     """
     name = re.sub(r"[^\w.]+", "-", url.rstrip("/").removesuffix(".git"))[-50:].strip("-.")
     key = f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
@@ -173,7 +174,7 @@ def checked_out(url: str, ref: str, cache: Path, progress: Progress) -> Path:
 
 
 def _git(folder: Path, *words: str) -> str:
-    # Hooks and helpers that the user has set for other repositories must not see this one.
+    # Programs that the user has configured for trusted repositories must not run in this untrusted one.
     options = ["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"]
     environ = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "https:http:ssh:git:file"}
     command = ["git", *options, *words]
@@ -191,10 +192,10 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def inside(folder: Path, path: str) -> Path:
-    """Return a path below a folder.
+    """Return a path below a folder, with symlinks resolved.
 
     Raises:
-        CallerError: the path is absolute or leaves the folder.
+        CallerError: the path leads out of the folder.
     """
     found = (folder / path).resolve()
     if not found.is_relative_to(folder.resolve()):
@@ -203,11 +204,15 @@ def inside(folder: Path, path: str) -> Path:
 
 
 def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
-    """Return the folder of a packed task: a record with ``path`` and ``task_binary``, a tar archive, plain or of gzip.
+    """Unpack a packed task into the cache and return its folder.
+
+    Args:
+        record: ``path`` and ``task_binary``, a tar archive, which may be compressed with gzip.
+        cache: folder for unpacked tasks.
 
     Raises:
-        CallerError: the record is no packed task, or the archive is unsafe: too large, with entries other than files
-            and folders, or with a path that leads out of it.
+        CallerError: ``task_binary`` is missing, or the archive is broken, too large, contains other entries than files
+            and folders, or a path that leads out of the archive.
     """
     packed = record.get("task_binary")
     if not isinstance(packed, bytes):
@@ -225,11 +230,9 @@ def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
 
 
 def _extract(packed: bytes, target: Path) -> None:
-    """Write the files and folders of an archive. ``tarfile`` follows the archive's links, and bounds neither headers
-    nor holes.
+    """Write the files and folders of an archive; raises an error if the archive is unsafe or broken.
 
-    Raises:
-        OSError, ValueError, EOFError, tarfile.TarError, zlib.error: the archive is unsafe or broken.
+    ``tarfile`` is not used, since it follows the archive's links, and limits neither headers nor sparse files.
     """
     source, left = io.BytesIO(packed), MAX_TASK_BYTES
     stream = gzip.GzipFile(fileobj=source) if packed.startswith(_GZIP) else source
@@ -275,7 +278,7 @@ def _extract(packed: bytes, target: Path) -> None:
 
 @contextmanager
 def _staging(cache: Path) -> Iterator[Path]:
-    """Yield an empty folder in the cache, which is removed at the end unless :func:`_publish` renamed it."""
+    """Yield an empty folder in the cache, and remove the folder at the end unless :func:`_publish` has renamed it."""
     cache.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
@@ -285,7 +288,7 @@ def _staging(cache: Path) -> Iterator[Path]:
 
 
 def _publish(work: Path, target: Path) -> Path:
-    """Make a complete folder visible; one that another process has made meanwhile stays."""
+    """Rename a complete folder to ``target``, unless another process has published ``target`` meanwhile."""
     if not target.is_dir():
         try:
             work.rename(target)

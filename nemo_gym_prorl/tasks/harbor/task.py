@@ -28,12 +28,12 @@ SETUP_FAILED = "Submitted. The next step could not be set up, so the task is ove
 class HarborTools:
     """Shell, editor and ``submit`` of one session; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
 
-    ``submit`` ends a step, saves its state and begins the next one.
+    ``submit`` ends a step, takes a snapshot and begins the next step.
 
     Attributes:
         sandbox: the agent's sandbox.
         workspace: shell and editor.
-        phase: the agent's phase, once it is prepared.
+        phase: the agent's phase; ``None`` before :meth:`begin`.
         failed: why the next step could not be set up; empty otherwise.
     """
 
@@ -68,7 +68,7 @@ class HarborTools:
         return used
 
     async def begin(self, phase: AgentPhase) -> None:
-        """Give the agent the sandbox of a prepared step."""
+        """Close the sessions of the tools; new sessions run as the phase's user in its working folder."""
         self.phase = phase
         self.sandbox.user = phase.user
         await self.workspace.close()
@@ -79,7 +79,7 @@ class HarborTools:
         return await self.workspace.run_script(script, timeout_s=timeout_s)
 
     async def start_sessions(self, offered: Collection[str]) -> None:
-        """Start the shell if the policy may use it."""
+        """Start the shell in advance if the policy is offered a tool that needs the shell."""
         await self.workspace.start_sessions(offered)
 
     async def close(self) -> None:
@@ -130,9 +130,9 @@ class HarborTasks:
         tools: limits of tool calls.
         verifier: settings of verification.
         strict: see :class:`.grading.Grader`.
-        root: folder that relative task folders of rows start from.
-        variables: variables of the machine that ``env`` tables of tasks may use.
-        snapshot_name: name of snapshots.
+        root: base folder of a relative ``harbor.folder`` in rows.
+        variables: environment variables of the server that ``env`` tables of tasks may use.
+        snapshot_name: prefix of the names of snapshots.
     """
 
     def __init__(
@@ -161,11 +161,16 @@ class HarborTasks:
         return self._located(row).needs()
 
     def time_limit_s(self, row: Mapping[str, Any]) -> float | None:
-        """Return the agent's time for all steps; ``None`` if a step has no limit."""
+        """Return the agent's time limit for all steps, in seconds; ``None`` if a step has no limit."""
         return self._located(row).agent_total_s()
 
     async def prepare(self, row: Mapping[str, Any], tools: HarborTools) -> None:
-        """Set up the sandbox for the first step."""
+        """Set up the sandbox for the first step.
+
+        Raises:
+            CallerError: the task's folder has changed, or ``strict`` without a working folder.
+            SetupFailed: see :meth:`.AgentPhase.set_up`.
+        """
         task = self._located(row)
         await asyncio.to_thread(task.check_folder)
         phase = AgentPhase(task, tools.sandbox.inner, self._snapshot_name)
@@ -178,7 +183,7 @@ class HarborTasks:
         await tools.begin(phase)
 
     async def artefacts(self, row: Mapping[str, Any], tools: HarborTools) -> HarborWork:
-        """Save the state of the current step."""
+        """End the current step and return the snapshots of all steps."""
         assert tools.phase is not None
         if not tools.failed:
             await tools.phase.finish()

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of a Harbor task: the tables of ``task.toml``, schema versions 1.0 to 1.4. Pure.
 
-Field names, defaults and checks are those of the format. Unknown keys are ignored, as the format asks. A feature that
-changes the task and has no support here is refused by name: GPU, TPU, MCP servers, Compose, another operating system.
+Field names, defaults and checks are those of Harbor's format. Unknown keys are ignored, as the format requires. A
+feature that changes the task and is not supported is refused by name: GPU, TPU, MCP servers, Compose, another
+operating system.
 
-Durations are in seconds, memory and storage in MiB. A value ``${NAME}`` or ``${NAME:-default}`` of an ``env`` table
-means an environment variable of the machine that runs the environment server.
+Durations are in seconds, memory and storage in MiB. A value ``${NAME}`` or ``${NAME:-default}`` of an ``env`` table is
+replaced by an environment variable of the environment server.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nemo_gym_prorl.failures import CallerError
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 
 MAX_CHARACTERS = 64 << 10
-"""Characters of a ``task.toml``; a key of many parts takes quadratic time."""
+"""Maximum characters of a ``task.toml``: the parser takes quadratic time for a key of many parts."""
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NetworkMode = Literal["public", "no-network", "allowlist"]
@@ -36,14 +37,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", re.IGNORECASE)
 _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 _VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
 _BRANCH = re.compile(r"str|int|float|(?:dict|literal|tuple)\[.*", re.DOTALL)
-"""Parts that pydantic adds to the path of an error in a union: the types that were tried."""
+"""Names of types, which pydantic adds to the path of an error in a union."""
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 
 
 def _host(text: str) -> str:
-    """Return an entry of ``allowed_hosts`` in lower case: a host name, ``*.NAME``, an IP address or a CIDR range."""
+    """Normalize an entry of ``allowed_hosts``: a host name, ``*.NAME``, an IP address or a CIDR range."""
     host = text.strip().lower().rstrip(".")
     try:
         if "/" in host:
@@ -73,7 +74,7 @@ class _Table(BaseModel):
 
 
 class NetworkOverride(_Table):
-    """Network of one phase; ``None`` keeps the network of the environment."""
+    """Network of one phase; without a ``network_mode`` the phase has the network of the environment."""
 
     network_mode: NetworkMode | None = None
     allowed_hosts: Hosts = ()
@@ -86,7 +87,7 @@ class NetworkOverride(_Table):
 
 
 class Healthcheck(_Table):
-    """Command that must succeed before the agent starts."""
+    """Command that must succeed before the agent or a separate verifier starts."""
 
     command: str = Field(min_length=1)
     interval_sec: Seconds = 5.0
@@ -100,9 +101,9 @@ class Artifact(_Table):
     """File or folder of the agent's sandbox that is kept, and handed to a separate verifier.
 
     Attributes:
-        source: absolute path inside, or relative to the working folder.
-        destination: path relative to the folder of artifacts; the source's by default.
-        exclude: glob patterns of names below ``source`` that are left out.
+        source: path in the sandbox, absolute or relative to the working folder.
+        destination: path on the host, relative to the folder of artifacts; ``None`` for ``source``.
+        exclude: glob patterns of files below ``source`` that are left out, as of ``tar --exclude``.
         service: name of a Compose service; only ``main`` is supported.
     """
 
@@ -141,14 +142,14 @@ class CollectHook(_Table):
 
 
 class AgentConfig(NetworkOverride):
-    """Table ``[agent]``; ``timeout_sec`` ``None`` is no limit."""
+    """Table ``[agent]``; without ``timeout_sec`` the agent has no time limit."""
 
     timeout_sec: Seconds | None = None
     user: str | int | None = None
 
 
 class EnvironmentConfig(NetworkOverride):
-    """Table ``[environment]``, also that of a separate verifier."""
+    """Table ``[environment]``, and ``[verifier.environment]`` of a separate verifier."""
 
     network_mode: NetworkMode = "public"
     build_timeout_sec: Seconds = 600.0
@@ -167,7 +168,6 @@ class EnvironmentConfig(NetworkOverride):
     @model_validator(mode="before")
     @classmethod
     def _upgrade(cls, value: Any) -> Any:
-        """Rename the keys of older schema versions."""
         if not isinstance(value, Mapping):
             return value
         table = dict(value)
@@ -200,9 +200,9 @@ class EnvironmentConfig(NetworkOverride):
 
 
 class VerifierConfig(NetworkOverride):
-    """Table ``[verifier]``; ``environment_mode`` ``None`` is ``separate`` if there is an ``environment``.
+    """Table ``[verifier]``. Without ``environment_mode``, a verifier with an ``environment`` is separate.
 
-    A step's verifier without either has the mode of the task's: :meth:`TaskConfig.is_separate`.
+    A step's verifier without ``environment_mode`` and ``environment`` inherits the mode of the task's verifier.
     """
 
     timeout_sec: Seconds = 600.0
@@ -220,22 +220,22 @@ class VerifierConfig(NetworkOverride):
 
     @property
     def separate(self) -> bool:
-        """Whether the verifier gets a fresh sandbox with the artifacts only."""
+        """Whether the verifier has a fresh sandbox of its own, with only the artifacts of the agent."""
         return self.environment_mode == "separate" or (self.environment_mode is None and self.environment is not None)
 
 
 class SolutionConfig(_Table):
-    """Table ``[solution]``."""
+    """Table ``[solution]``: environment variables of the reference solution."""
 
     env: Mapping[str, str] = Field(default_factory=dict)
 
 
 class StepConfig(_Table):
-    """An entry of ``[[steps]]``.
+    """Entry of ``[[steps]]``.
 
     Attributes:
-        name: name of its folder below ``steps``.
-        min_reward: reward below which the later steps do not count: of ``reward``, or per key.
+        name: name of the step's folder below ``steps``.
+        min_reward: minimum of the reward ``reward``, or minimum by key; if missed, the later steps do not count.
     """
 
     name: str = Field(min_length=1, max_length=255)
@@ -320,7 +320,7 @@ class TaskConfig(_Table):
         return NetworkOverride(network_mode=found.network_mode, allowed_hosts=found.allowed_hosts)
 
     def is_separate(self, step: StepConfig | None = None) -> bool:
-        """Return whether the verifier of a step, or of a task without steps, gets a fresh sandbox."""
+        """Return whether the verifier of a step, or of a task without steps, has a sandbox of its own."""
         own = step.verifier if step else self.verifier
         inherits = own.environment_mode is None and own.environment is None
         return self.verifier.separate if inherits else own.separate
@@ -330,7 +330,7 @@ def parse_task_config(text: str) -> TaskConfig:
     """Return the configuration of a ``task.toml``.
 
     Raises:
-        CallerError: not TOML, or a value is wrong or unsupported; names the key, for example ``environment.gpus``.
+        CallerError: the text is no TOML, or a value is wrong or unsupported; names the key, as ``environment.gpus``.
     """
     if len(text) > MAX_CHARACTERS:
         raise CallerError(f"has more than {MAX_CHARACTERS >> 10} KiB", field="task.toml")
@@ -338,12 +338,12 @@ def parse_task_config(text: str) -> TaskConfig:
         return TaskConfig.model_validate(tomllib.loads(text))
     except ValidationError as error:
         raise validation_refusal(error) from error
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or an integer of too many digits
         raise CallerError(f"is not TOML: {error}", field="task.toml") from error
 
 
 def validation_refusal(error: ValidationError) -> CallerError:
-    """Return the first error of a validation as a refusal that names the key."""
+    """Convert the first error of a validation to a :class:`CallerError` that names the key."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path = [str(part) for part in fault["loc"] if not _BRANCH.fullmatch(str(part))]
     message = fault["msg"].removeprefix("Value error, ")
@@ -355,8 +355,7 @@ def validation_refusal(error: ValidationError) -> CallerError:
 
 
 def resolve_variables(env: Mapping[str, str], variables: Mapping[str, str], table: str) -> dict[str, str]:
-    """Replace the values ``${NAME}`` and ``${NAME:-default}`` by environment variables of the machine; other text is
-    unchanged.
+    """Replace the values ``${NAME}`` and ``${NAME:-default}`` in ``env`` by entries of ``variables``.
 
     Raises:
         CallerError: a variable without a default is not set; names the key below ``table``.
@@ -372,5 +371,5 @@ def resolve_variables(env: Mapping[str, str], variables: Mapping[str, str], tabl
 
 
 def working_folder(config: TaskConfig, image_workdir: str) -> str:
-    """Return the folder in which commands of the agent and the verifier run."""
+    """Return the folder in which commands of the agent and of a shared verifier run."""
     return posixpath.normpath(config.environment.workdir or image_workdir or "/")

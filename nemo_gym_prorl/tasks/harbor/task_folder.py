@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of Harbor tasks: their checks, and the rows of ``prorl_harbor`` that are made of them.
+"""Folders of Harbor tasks: checks, and conversion to rows of ``prorl_harbor``.
 
 A row::
 
@@ -10,7 +10,7 @@ A row::
      "network": "none", "cpu": 1, "memory_mib": 2048, "disk_gib": 10,   # only what the task sets
      "harbor": {"folder": "/tasks/name", "digest": "…", "config": {...}, ...}}   # see HarborTask
 
-A folder is untrusted. The folder's links are followed inside the folder only, and nothing of it is executed here.
+A folder is untrusted. Symlinks are followed only within the folder, and no file of the folder is executed here.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ SUBMIT_DESCRIPTION = "Hand in your work as it is now."
 CONFIG_FILE = "task.toml"
 
 MAX_TEXT_BYTES = 1 << 20
-"""Bytes of an instruction; more is a mistake, and would bloat each row."""
+"""Maximum bytes of an instruction; a longer one is a mistake, and would bloat each row."""
 
 MAX_FILES = 100_000
-"""Files, folders and links of a folder. Links can make a few folders look like millions."""
+"""Maximum number of files, folders and links of a task. Symlinks can make a few folders look like millions."""
 
 MAX_TREE_BYTES = 4 << 30
-"""Bytes of the files of a folder, holes included."""
+"""Maximum bytes of the files of a folder, by length (sparse files are not shorter)."""
 
 MAX_DEPTH = 100
 
@@ -72,7 +72,7 @@ class VerifierImage(_Table):
 
     Attributes:
         image: as :attr:`HarborRow.image`.
-        has_tests: whether the image contains the tests, so that none are uploaded.
+        has_tests: whether the image contains the tests, so that no tests are mounted.
     """
 
     image: str = Field(min_length=1)
@@ -80,18 +80,18 @@ class VerifierImage(_Table):
 
 
 class HarborTask(_Table):
-    """A task.
+    """Field ``harbor`` of a row: the task.
 
     Attributes:
-        folder: path of the task's folder; a relative one starts from a folder of the server's.
+        folder: path of the task's folder, absolute or relative to the server's root of tasks.
         digest: :func:`folder_digest` when the row was made.
-        config: ``task.toml``; the row has the keys that its author set.
+        config: ``task.toml``; the row only contains the keys that the task's author set.
         instructions: instruction of each step; empty for a task without ``[[steps]]``.
-        image_user: user that the Dockerfile sets; empty if it sets none.
-        image_workdir: working folder that the Dockerfile sets; empty if it sets none.
-        verifier_images: step to image of its separate verifier; the key of a task without steps is ``""``.
-        builds: image to the folder of its Dockerfile, relative to the task's, for images that no registry has.
-        replaced: image that the task or its Dockerfile names to the one that the user chose in its place.
+        image_user: user that the Dockerfile sets; empty without a ``USER``.
+        image_workdir: working folder that the Dockerfile sets; empty without a ``WORKDIR``.
+        verifier_images: by name of the step, the image of its separate verifier; ``""`` for a task without steps.
+        builds: by name of an image that must be built, the folder of its Dockerfile, relative to the task's folder.
+        replaced: by image that the task or its Dockerfile names, the image that the user chose instead.
         downloads: downloads that the text of the test scripts names.
     """
 
@@ -112,8 +112,8 @@ class HarborRow(_Table):
 
     Attributes:
         instance_id: name of the task.
-        image: registry address of ``docker_image``, or name in the store of the image that ``prorl image build-all``
-            builds from the Dockerfile.
+        image: registry address of ``docker_image``, or name of the image that ``prorl image build-all`` builds from
+            the Dockerfile.
         harbor: the task.
         network: network of the agent's phase: ``none``, ``public`` (any host), ``package-mirrors``, or the only hosts
             allowed. ``None`` here and below means the server's value.
@@ -154,7 +154,7 @@ def parse_row(row: Mapping[str, Any]) -> HarborRow:
 
 @dataclass(frozen=True, slots=True)
 class DockerfileFacts:
-    """Facts of a Dockerfile that conversion needs.
+    """Images and settings in a Dockerfile that rows depend on.
 
     Attributes:
         images: all images that the Dockerfile names in ``FROM`` and ``--from``.
@@ -179,15 +179,15 @@ def make_row(
 
     Args:
         folder: the folder with ``task.toml``.
-        data_source: name of the data set.
-        replaced: image that the task or its Dockerfile names to the one used in its place; a base is part of the
-            built image's name.
+        data_source: name of the dataset.
+        replaced: by image that the task or its Dockerfile names, the image to use instead. The name of a built image
+            depends on its replaced bases.
         force_build: whether a Dockerfile is built although the task names a ``docker_image``.
-        facts_of: reads a Dockerfile, and raises :class:`CallerError` if it cannot be built. By default all of
-            ``replaced`` counts, and user and working folder are left to the image.
+        facts_of: reads a Dockerfile, and raises :class:`CallerError` if it cannot be built. ``None`` assumes that the
+            Dockerfile names all images of ``replaced``, and sets no user and working folder.
 
     Raises:
-        CallerError: the folder is no task, or the task cannot run here; names the file or the key.
+        CallerError: the folder is no task, or needs an unsupported feature; names the file or the key.
     """
     folder = folder.resolve()
     config = parse_task_config(_text(folder, CONFIG_FILE))
@@ -227,7 +227,7 @@ def make_row(
 
 @contextmanager
 def refusing_anything() -> Iterator[None]:
-    """Refuse an untrusted task on any exception, so that it does not end the work on other tasks."""
+    """Convert exceptions of an untrusted task to :class:`CallerError`, so that the work on other tasks continues."""
     try:
         yield
     except (RolloutError, MemoryError):
@@ -238,14 +238,13 @@ def refusing_anything() -> Iterator[None]:
 
 
 def folder_digest(folder: Path) -> str:
-    """Return a hash of the files of a task that are used after its row is made: names, contents and whether they are
-    executable.
+    """Return a SHA-256 over names, contents and executable bits of the task's files that rollouts read.
 
     These are the files of ``tests``, ``solution`` and ``steps``, and those of ``environment`` if they are uploaded
-    rather than built. The instruction and ``task.toml`` are in the row.
+    rather than built. The row itself contains the instruction and ``task.toml``.
 
     Raises:
-        CallerError: a link leaves the folder or leads into itself, or a file is not a regular file; names it.
+        CallerError: as :func:`tree`.
     """
     folder = folder.resolve()
     names = ["solution", "steps", "tests", *(["environment"] if is_uploaded(folder) else [])]
@@ -253,7 +252,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def is_uploaded(folder: Path) -> bool:
-    """Return whether the files of ``environment`` are uploaded into the sandbox, since no image is built from them."""
+    """Return whether the files of ``environment`` are uploaded to the sandbox, since they contain no Dockerfile."""
     return not (folder / "environment" / "Dockerfile").exists()
 
 
@@ -263,10 +262,10 @@ def built_image(folder: Path, context: str, replaced: Mapping[str, str]) -> str:
     Args:
         folder: the task's folder.
         context: build context, relative to ``folder``.
-        replaced: the bases that replace those of the Dockerfile.
+        replaced: by base image of the Dockerfile, the base to use instead.
 
     Raises:
-        CallerError: as :func:`folder_digest`.
+        CallerError: as :func:`tree`.
     """
     summary = _digest(folder.resolve() / context, [""], root=folder.resolve())
     for name, base in sorted(replaced.items()):
@@ -279,8 +278,8 @@ def tree(top: Path, root: Path) -> Iterator[tuple[str, Path]]:
     followed.
 
     Raises:
-        CallerError: a link leaves ``root`` or leads into itself, a file is not regular, or there are too many files
-            or bytes; names the file.
+        CallerError: a symlink is broken, leaves ``root`` or leads to a folder above it, a file is not regular, or
+            there are too many files, bytes or levels; names the file.
     """
     found: dict[str, Path] = {}
     visited = total = 0
@@ -292,7 +291,7 @@ def tree(top: Path, root: Path) -> Iterator[tuple[str, Path]]:
         try:
             real = path.resolve(strict=True)
             status = real.stat()
-        except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symlinks
             raise CallerError("is a link that leads nowhere; remove it", field=where) from error
         if not real.is_relative_to(root):
             raise CallerError("is a link that leaves the task's folder; replace it by the file", field=where)
@@ -322,14 +321,14 @@ def _digest(folder: Path, names: list[str], root: Path | None = None) -> hashlib
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
             is_executable = bool(path.stat().st_mode & stat.S_IXUSR)
-            # A name cannot contain the NUL character, so different trees have different texts.
+            # NUL separates the fields, since no name contains it: different trees never hash the same text.
             summary.update(f"{top}/{name}\0{is_executable:d}{content}\0".encode("utf-8", "surrogateescape"))
     return summary
 
 
 @dataclass(frozen=True, slots=True)
 class _Images:
-    """The images of one task; ``builds`` and ``used`` collect the row's fields about them."""
+    """Images of one task; ``builds`` and ``used`` collect the row's fields ``builds`` and ``replaced``."""
 
     folder: Path
     force_build: bool
@@ -367,21 +366,18 @@ class _Images:
 
 
 def _verifier_images(config: TaskConfig, images: _Images, image: str) -> dict[str, VerifierImage]:
-    """Return the images of separate verifiers: a step's own, else the task's verifier's, else the task's ``image``.
-
-    Raises:
-        CallerError: a step has neither a test script nor an image with one, or a feature without support.
-    """
+    """Return the images of separate verifiers: of the step's verifier, else the task's verifier, else ``image``.
+    Raises CallerError if a step has no test script and no verifier's image, or needs an unsupported feature."""
     folder, found = images.folder, {}
     steps: tuple[StepConfig | None, ...] = config.steps or (None,)
     for step in steps:
         above = f"steps/{step.name}/" if step else ""
         if (folder / f"{above}trajectory.json").exists():
             raise CallerError("a trajectory before the task is not supported", field=f"{above}trajectory.json")
-        places = [(config.verifier.environment, "tests", "verifier.environment.docker_image")]
+        levels = [(config.verifier.environment, "tests", "verifier.environment.docker_image")]
         if step:
-            places.insert(0, (step.verifier.environment, f"{above}tests", f"steps.{places[0][2]}"))
-        own = next((one for one in places if _has_image(folder / one[1], one[0])), None)
+            levels.insert(0, (step.verifier.environment, f"{above}tests", f"steps.{levels[0][2]}"))
+        own = next((one for one in levels if _has_image(folder / one[1], one[0])), None)
         if config.is_separate(step):
             used = VerifierImage(image=image)
             if own:
@@ -391,14 +387,14 @@ def _verifier_images(config: TaskConfig, images: _Images, image: str) -> dict[st
             found[step.name if step else ""] = used
             if own:
                 continue
-        if not any((folder / place / "test.sh").is_file() for _table, place, _field in places):
+        if not any((folder / context / "test.sh").is_file() for _table, context, _field in levels):
             raise CallerError("missing: there is nothing to grade with", field=f"{above}tests/test.sh")
     return found
 
 
 def _refuse_ignore_rules(folder: Path) -> None:
-    for place in ("tests", "solution", "steps/*/tests", "steps/*/solution"):
-        for found in folder.glob(f"{place}/**/.harborignore"):
+    for pattern in ("tests", "solution", "steps/*/tests", "steps/*/solution"):
+        for found in folder.glob(f"{pattern}/**/.harborignore"):
             name = str(found.relative_to(folder))
             raise CallerError("is not supported; remove it and the files that it names", field=name)
 
@@ -419,7 +415,7 @@ def _downloads(folder: Path, config: TaskConfig) -> VerifierNeeds:
 
 
 def _limits(config: TaskConfig) -> dict[str, Any]:
-    """Return the row's fields for the task's settings."""
+    """Return the row's network and resource limits, as far as the task sets them."""
     environment, step = config.environment, config.steps[0] if config.steps else None
     limits: dict[str, Any] = {}
     if (
@@ -440,7 +436,7 @@ def _limits(config: TaskConfig) -> dict[str, Any]:
 
 
 def _instruction(folder: Path, above: str = "") -> str:
-    """Return an instruction without the canary lines at its top, which mark published tasks in training data."""
+    """Return an instruction without the canary lines at the top, which identify published tasks in training data."""
     name = f"{above}instruction.md"
     lines = _text(folder, name).split("\n")
     cut = next((number for number, line in enumerate(lines) if not _is_canary(line.strip().lower())), len(lines))
@@ -455,10 +451,10 @@ def _is_canary(line: str) -> bool:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Return the real path of a file of a task.
+    """Return the path of a task's regular file, with symlinks resolved.
 
     Raises:
-        CallerError: the file is missing or not regular, or a link leaves the task's folder.
+        CallerError: the file is missing, or as :func:`tree`.
     """
     found = dict(tree(folder / name, folder)) if os.path.lexists(folder / name) else {}
     if "" not in found:

@@ -1,19 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Run the tests of a Harbor task once, in a fresh sandbox that the agent's processes never reached.
+"""Run the tests of a Harbor task once, in a fresh sandbox without processes of the agent.
 
-A sandbox gets these mounts, which nothing that the agent left can redirect: see ``layer_archive`` of the sandboxes.
+The sandbox has these mounts. Files of the agent cannot redirect the mounts, see
+:mod:`nemo_gym_prorl.sandbox.isolation.layer_archive`.
 
-- ``/tests``: a copy of the tests, which tests may write to.
+- ``/tests``: a copy of the tests, which the tests may write to.
 - ``/logs/verifier``: an empty folder of the host, from which the reward is read after the sandbox has ended.
-- with verifier tools: their folder, read-only and first on ``PATH``, and ``env``, ``uv`` and ``uvx`` in
+- with verifier tools: the tools folder, read-only and first on ``PATH``, and ``env``, ``uv`` and ``uvx`` in
   ``~/.local/bin``, where test scripts look for an installed ``uv``.
 
-Which of the agent's files the sandbox has depends on the mode:
-
-- ``shared``: all, from a snapshot.
-- ``strict``: the working folder and the declared artifacts, over the pristine image.
-- ``separate``: the declared artifacts, in the verifier's image.
+The mode (:class:`GradingMode`) decides which of the agent's files the sandbox contains.
 """
 
 from __future__ import annotations
@@ -60,14 +57,14 @@ ARTIFACTS = "/opt/prorl-artifacts"
 TIMED_OUT = "the tests did not end within"
 
 TRIES = 2
-"""Starts of a sandbox from the agent's files before the agent may be to blame."""
+"""Attempts to start a sandbox from the agent's files, before the files are held responsible."""
 
-LAY_TIMEOUT_S = 600.0  # seconds to unpack GiBs of artifacts on a busy machine
-CHECK_LOGS_S = 2.0  # interval of measuring the verifier's folder, which no disk limit of the sandbox covers
-MAX_LOG_FILES = 10_000
-MAX_LOG_DEPTH = 64  # folders in folders, each with an open descriptor
+SCRIPT_TIMEOUT_S = 600.0  # the longest script unpacks GiBs of artifacts on a busy machine
+CHECK_LOGS_S = 2.0  # seconds between measurements of writable mounts, which no disk limit of the sandbox covers
+MAX_LOG_FILES = 10_000  # files that the tests may add to each writable mount; bounds the time of counting
+MAX_LOG_DEPTH = 64  # nesting levels; os.fwalk holds one open descriptor per level
 
-_LAY_OUT = f"""\
+_UNPACK = f"""\
 mkdir -p -- {{folder}} /logs/agent /logs/artifacts && chmod 0777 /logs/agent /logs/artifacts && \
 tar -xf {ARTIFACTS}/{ARCHIVE} -C /"""
 
@@ -75,17 +72,20 @@ _HAS_LINKS_INTO_TESTS = f"""\
 {{{{ find {TESTS} -exec stat -c %d:%i {{{{}}}} + | sort -u
 find {{paths}} -xdev -type l -exec stat -L -c %d:%i {{{{}}}} + 2> /dev/null | sort -u; }}}} |
 sort | uniq -d | grep -q ."""
-"""Succeeds if a link and a file of the tests are the same; devices alone differ only on newer kernels' overlays."""
+"""Succeeds if a symlink of the agent leads to a file of the tests (same device and inode)."""
 
 _TOOL_PROGRAMS = ("uv", "uvx")
 
 
 class GradingMode(StrEnum):
-    """Which files of the agent the tests see; see the module."""
+    """Files of the agent that the tests see."""
 
     SHARED = "shared"
+    """All files, from a snapshot."""
     STRICT = "strict"
+    """The working folder and the declared artifacts, over the task's image."""
     SEPARATE = "separate"
+    """The declared artifacts, in the verifier's image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class VerifierSettings:
     """Settings of verification.
 
     Attributes:
-        make_scratch: makes folders of the host for binds.
-        tools: folder for test scripts without a network; see :mod:`.verifier_tools`. ``None`` for no tools.
-        output_kib: end of the tests' output that is kept.
-        logs_mib: maximum size of the verifier's folder.
+        make_scratch: creates a folder on the host for bind mounts.
+        tools: tools folder for tests without a network, see :mod:`.verifier_tools`; ``None`` for no tools.
+        output_kib: size of the end of the tests' output in the rollout's row.
+        logs_mib: maximum size that the tests may add to each writable mount.
         reward_key: key of the reward that the policy is trained on.
-        artifacts_folder: folder in which artifacts are kept; ``None`` to keep none.
+        artifacts_folder: folder of the host that receives the artifacts; ``None`` discards them.
     """
 
     make_scratch: Callable[[], ScratchFolder]
@@ -121,16 +121,15 @@ async def verify(
     """Run the tests on the state of a step.
 
     Args:
-        task: the task.
-        step: the step.
-        state: snapshot after the step.
-        mode: which of the agent's files the sandbox has; ``SEPARATE`` exactly for separate verifiers.
+        step: the step; ``None`` for a task without steps.
+        state: name of the snapshot after the step.
+        mode: agent's files in the sandbox; ``SEPARATE`` if and only if the step has a separate verifier.
         folder: working folder of the agent.
         open_sandbox: starts sandboxes.
         settings: settings of verification.
 
     Returns:
-        The outcome, without rewards if the tests did not run to their end, for any reason.
+        The outcome, without rewards if the tests did not run to their end for a reason other than the machine.
 
     Raises:
         InfrastructureError: the machine failed.
@@ -170,10 +169,10 @@ async def verify(
 async def collected(
     task: LocatedTask, step: Step, state: str, folder: str, open_sandbox: OpenSandbox, settings: VerifierSettings
 ) -> AsyncIterator[Archives]:
-    """Collect the artifacts of a step from its snapshot, for the length of a block.
+    """Collect the artifacts of a step from the step's snapshot, and delete the archives after the block.
 
     Raises:
-        AgentError, SetupFailed: the agent's files exceed a limit, or no sandbox starts from them.
+        AgentError, SetupFailed: the agent's files exceed a limit, or no sandbox starts from these files.
     """
     artifacts = task.artifacts(step)
     made = await asyncio.to_thread(settings.make_scratch)
@@ -188,18 +187,14 @@ async def collected(
 
 @contextlib.asynccontextmanager
 async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) -> AsyncIterator[HasContainer]:
-    """Start a sandbox from a snapshot.
-
-    Raises:
-        SetupFailed: no sandbox starts from the agent's files.
-    """
+    """Start a sandbox from the snapshot ``state``; SetupFailed if the agent's files may be why all attempts failed."""
     async with contextlib.AsyncExitStack() as stack:
         for tries_left in reversed(range(TRIES)):
             try:
                 sandbox = await stack.enter_async_context(open_sandbox(needs, state))
                 break
             except RolloutError as error:
-                if not _may_be_by_files(error):
+                if not _may_be_files_fault(error):
                     raise
                 if not tries_left:
                     raise SetupFailed(f"no sandbox starts from the agent's files: {error.reason}") from error
@@ -207,8 +202,8 @@ async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) 
         yield sandbox
 
 
-def _may_be_by_files(error: RolloutError) -> bool:
-    """Return whether the agent's files may be why a sandbox does not start."""
+def _may_be_files_fault(error: RolloutError) -> bool:
+    """Return whether the agent's files may be the cause of an error at the start of a sandbox."""
     if isinstance(error, CallerError):
         return error.field == "checkpoint.snapshot"
     return isinstance(error, InfrastructureError) and error.kind is FailureKind.PROVIDER_UNAVAILABLE
@@ -217,21 +212,21 @@ def _may_be_by_files(error: RolloutError) -> bool:
 async def _run_tests(
     task: LocatedTask, step: Step, mode: GradingMode, sandbox: HasContainer, folder: str, mounts: _Mounts
 ) -> str:
-    """Run the test script; return why it did not run to its end, else an empty text."""
+    """Run the test script; return why the script did not run to its end, else an empty text."""
     if mode is GradingMode.SEPARATE:
         own = task.separate_environment(step)
         folder = posixpath.normpath(own.workdir or sandbox.published[0] or "/")
-        done = await sandbox.exec(_LAY_OUT.format(folder=shlex.quote(folder)), cwd="/", timeout_s=LAY_TIMEOUT_S)
+        done = await sandbox.exec(_UNPACK.format(folder=shlex.quote(folder)), cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
         if done.return_code:
             return f"the artifacts could not be laid out: {excerpt(done)}"
         if not task.separate_image(step).has_tests:
             await upload_environment(sandbox, task, folder)
         await check_health(sandbox, own.healthcheck, folder)
-        # The verifier's own image may have the test script without the executable mode.
-        await sandbox.exec(f"chmod +x {TESTS}/test.sh", cwd="/", timeout_s=LAY_TIMEOUT_S)
+        # In the verifier's own image, the test script may lack the executable bit.
+        await sandbox.exec(f"chmod +x {TESTS}/test.sh", cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
     else:
         paths = shlex.join([folder, *paths_of(task.artifacts(step), folder)])
-        found = await sandbox.exec(_HAS_LINKS_INTO_TESTS.format(paths=paths), cwd="/", timeout_s=LAY_TIMEOUT_S)
+        found = await sandbox.exec(_HAS_LINKS_INTO_TESTS.format(paths=paths), cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
         if found.return_code == 0:
             return "a link of the agent leads to the tests"
     wanted = task.verifier_user(step)
@@ -262,16 +257,16 @@ async def _run_tests(
             work.cancel()
         await asyncio.wait((running, watching))
     if user is not None:
-        # Files of other users inside could not be deleted by this server.
-        await sandbox.exec(f"chmod -R a+rwX {LOGS} {TESTS}", cwd="/", timeout_s=LAY_TIMEOUT_S)
+        # This server could not delete files that other users of the sandbox created.
+        await sandbox.exec(f"chmod -R a+rwX {LOGS} {TESTS}", cwd="/", timeout_s=SCRIPT_TIMEOUT_S)
     if done.error_type == "timeout":
         return f"{TIMED_OUT} {limit_s:g} s"
     return "" if done.error_type is None else f"the tests could not run: {excerpt(done)}"
 
 
 async def _wait_until_full(limits: Mapping[Path, tuple[float, float]]) -> None:
-    """Return when a folder has more bytes or more files than its limits."""
-    while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # only the disk knows
+    """Return when a folder exceeds its limits of bytes and files."""
+    while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # no event reports the size
         await asyncio.sleep(CHECK_LOGS_S)
 
 
@@ -282,12 +277,12 @@ def _is_full(limits: Mapping[Path, tuple[float, float]]) -> bool:
 
 
 def _usage(folder: Path, most_bytes: float = math.inf, most_files: float = math.inf) -> tuple[float, float]:
-    """Return bytes and files of a folder, counted no further than the given numbers; infinite if it hides any.
+    """Return bytes and number of files in a folder; infinite with an unreadable subfolder or too many levels.
 
-    Files without a name count for the sandbox's disk limit.
+    Counting stops above one of the limits. Deleted files that are still open count for the sandbox's disk limit only.
     """
     size = files = 0
-    # With descriptors, since a path of many folders is too long to open.
+    # By descriptor, since the path of a deep folder may be too long to open.
     try:
         for path, folders, names, here in os.fwalk(folder, onerror=_refuse_closed):
             files += len(folders) + len(names)
@@ -309,16 +304,16 @@ def _refuse_closed(error: OSError) -> None:
 
 
 class _Mounts:
-    """Files of the host for one verification.
+    """Files of the host that are mounted for one verification.
 
     Attributes:
-        logs: the verifier's folder.
+        logs: folder that is mounted as ``/logs/verifier``.
         artifacts: folder with the archive for a separate verifier.
-        limits: folders that the tests can write to: bytes and files that each may have.
-        script: text of the test script; empty if the image has it.
-        named: reward files that the tests name; empty if the image has the tests.
-        env: variables of the tests for the tools.
-        exports: shell commands before the tests, for the tools.
+        limits: by folder that the tests can write to, the maximum bytes and number of files.
+        script: text of the test script; empty if the image contains the tests.
+        named: reward files that the tests name; empty if the image contains the tests.
+        env: environment variables with which the tests find the tools.
+        exports: shell commands before the tests, with which the tests find the tools.
         settings: settings of verification.
     """
 
@@ -336,7 +331,7 @@ class _Mounts:
 
     @contextlib.asynccontextmanager
     async def created_files(self) -> AsyncIterator[list[str]]:
-        """Make the files and yield their binds; delete the files afterwards."""
+        """Create the files and yield the bind mounts; delete the files afterwards."""
         made = await asyncio.to_thread(self.settings.make_scratch)
         try:
             yield await asyncio.to_thread(self._make, made.path)

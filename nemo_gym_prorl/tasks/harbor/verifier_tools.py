@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for verifiers without a network: downloads of test scripts, and local replacements. Pure.
+"""Tools for verifiers without a network: downloads that test scripts need, and their offline replacement. Pure.
 
-A tools folder, which ``prorl image tools`` makes, holds::
+A tools folder, created by ``prorl image tools``, contains::
 
     bin/      uv and uvx
-    python/   installations of Python, as uv lays them out
+    python/   installations of Python, in uv's layout
     wheels/   packages and their dependencies
-    apt.conf  lets apt fail at once, instead of retrying for seconds
+    apt.conf  makes apt fail at once, instead of retrying for seconds
 
-The folder is mounted read-only, and ``bin`` is first on ``PATH``. The folder holds no ``python3``, so tests that
-start the image's Python still find it. uv installs into a new scratch folder, since a cache that the agent could write
-to would let it choose the packages.
+The folder is mounted read-only, and ``bin`` is first on ``PATH``. ``bin`` contains no ``python3``, so tests still find
+the image's Python. uv installs into a new scratch folder: in a cache that the agent can write to, the agent could
+replace packages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 
 BIN, PYTHON, WHEELS, APT_CONFIG = "bin", "python", "wheels", "apt.conf"
-"""Names in a tools folder."""
+"""Names of the files in a tools folder."""
 
 APT_SETTINGS = 'Acquire::Retries "0";\n'
 """Contents of :data:`APT_CONFIG`."""
 
 MAX_LINE = 16 << 10
-"""Characters of a line of a script that is read for commands: splitting takes quadratic time."""
+"""Maximum characters of a script's line; longer lines are skipped, since ``shlex`` takes quadratic time."""
 
 _KEYWORDS = frozenset({"!", "do", "elif", "else", "exec", "if", "sudo", "then", "time", "until", "while", "{"})
 _SEPARATORS = frozenset({"&&", "||", ";", "|", "&", "(", ")"})
@@ -61,12 +61,12 @@ _VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 
 @dataclass(frozen=True, slots=True, order=True)
 class RequirementSet:
-    """Packages that are installed together.
+    """Packages that one command installs together.
 
     Attributes:
-        python: version of Python asked for, e.g. ``3.13``; empty for the image's own.
+        python: requested version of Python, e.g. ``3.13``; empty for the image's Python.
         packages: requirements, e.g. ``pytest==8.4.1``, sorted.
-        project: whether ``uv add`` installs them, which locks them for every platform.
+        project: whether ``uv add`` installs the packages, which resolves them for every platform.
     """
 
     python: str
@@ -79,9 +79,9 @@ class VerifierNeeds:
     """Downloads of a test script.
 
     Attributes:
-        sets: of ``uvx``, ``uv`` and ``pip``; a tools folder can hold them.
-        apt: packages of the distribution other than those that only fetch uv; the image has to hold them.
-        urls: addresses other than that of uv's installer; only a network helps.
+        sets: requirement sets of ``uvx``, ``uv`` and ``pip``, which a tools folder can contain.
+        apt: packages of the distribution, which the image must contain; without those that only serve to fetch uv.
+        urls: other addresses than uv's installer, which need a network.
     """
 
     sets: tuple[RequirementSet, ...] = ()
@@ -90,11 +90,11 @@ class VerifierNeeds:
 
 
 def verifier_environment(tools: str, scratch: str) -> dict[str, str]:
-    """Return the variables with which a verifier finds the tools; ``bin`` has to be the first folder of its ``PATH``.
+    """Return the environment variables with which tests find the tools, besides ``bin`` first on ``PATH``.
 
     Args:
-        tools: the tools folder, as the verifier sees it.
-        scratch: folder that uv makes, of a name that the agent could not know.
+        tools: path of the tools folder in the verifier's sandbox.
+        scratch: folder that uv creates; the agent must not be able to predict the name.
     """
     wheels = f"{tools}/{WHEELS}"
     return {
@@ -114,7 +114,7 @@ def verifier_environment(tools: str, scratch: str) -> dict[str, str]:
 
 
 def needs_of(script: str) -> VerifierNeeds:
-    """Return the downloads that the text of a test script names; variables are not expanded."""
+    """Return the downloads that the text of a test script names; shell variables are not expanded."""
     sets: list[RequirementSet] = []
     apt: list[str] = []
     urls: list[str] = []
@@ -148,7 +148,7 @@ def needs_of(script: str) -> VerifierNeeds:
 
 
 def _commands(script: str) -> Iterator[list[str]]:
-    """Yield the words of each simple command; a line that is no list of words is left out."""
+    """Yield the words of each simple shell command; lines with unbalanced quotes are skipped."""
     for line in script.replace("\\\n", " ").splitlines():
         if len(line) > MAX_LINE:
             continue
@@ -164,12 +164,12 @@ def _commands(script: str) -> Iterator[list[str]]:
                 if command:
                     yield command
                 command = []
-            elif command or ("=" not in word and word not in _KEYWORDS):  # variables of the command precede it
+            elif command or ("=" not in word and word not in _KEYWORDS):  # skips assignments before the command
                 command.append(word)
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield ``python`` and ``with`` options before the first word that is no option."""
+    """Yield (``python`` or ``with``, value) for the leading options among a command's arguments."""
     rest = iter(words)
     for word in rest:
         if not word.startswith("-"):

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a policy to a repository: comparison, filtering and the patch in the rollout's row. Pure.
+"""File changes that a policy made to a repository: comparison, filtering and the reported patch. Pure.
 
-Changes are files instead of a text patch. Listings have the format of ``git ls-files --stage``. Listings and contents
-come from the policy's sandbox and are untrusted; they can only describe another change. Contents are verified against
-their hashes, and all sizes are bounded. Paths keep git's quoting; :func:`shown` decodes them for rules and messages.
+A change is a whole file, not a text patch. Listings have the format of ``git ls-files --stage``. Listings and contents
+come from the policy's sandbox and are untrusted: a forged listing only describes another solution. Contents are
+verified against their hashes. Paths keep git's quoting; :func:`unquote` decodes them for rules and messages.
 
-Changes of tests, test runner configuration and modules that would shadow the runner's are part of the reported patch
-and never applied. The rule uses file names, like the data sets' own split into ``patch`` and ``test_patch``. Files
-that the reference fix changes are always allowed.
+Changed tests, test runner configuration and modules that would shadow the runner's are part of the reported patch, but
+are not applied for grading. The rules use file names, like the datasets' own split into ``patch`` and ``test_patch``.
+Files that the reference fix changes are applied unless they are tests or hidden.
 
 ``git apply`` reproduces the bytes of a reported patch. Rows are JSON, so files that are not UTF-8 are written as git's
 binary patches.
@@ -53,7 +53,7 @@ JUNK = (
     "nohup.out",
     ".DS_Store",
 )
-"""Patterns of generated files, in the syntax of ``.gitignore``."""
+"""Patterns of untracked files that are not part of a solution, in the syntax of ``.gitignore``."""
 
 _TEST_FOLDERS = frozenset({"tests", "r2e_tests"})
 _TEST_ROOTS = frozenset({"test", "testing", "e2e"})
@@ -92,19 +92,19 @@ RUNNERS = frozenset(
         "pkg_resources",
     }
 )
-"""Modules that some version of pytest imports, also optionally."""
+"""Modules that some version of pytest imports, including optional imports."""
 
 _METADATA = (".egg-info", ".dist-info", ".pth")
 _HELPERS = re.compile(
     r"test|_?testing(\.py)?|runtests\.py|_?test(s|ing)?_?(utils?|helpers?|lib|support|tools?|common|cases?)(\.py)?"
 )
-"""Names of test helper folders and files; ``test.py`` may be a command."""
+"""Names of test helper folders and files, without ``test.py``, which may be a command of the project."""
 
 _ODD_LINES = re.compile(r"\r(?!\n)|[\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]")
 _MODULE_FILES = (".py", ".so")
 
 SETTINGS_FILES = frozenset({"setup.cfg", "pyproject.toml"})
-"""Files with a test runner section; only changes of that section are ignored."""
+"""Files that may contain pytest settings; a change is ignored if it modifies these settings."""
 
 
 def files_of_patch(patch: str) -> frozenset[str]:
@@ -114,7 +114,7 @@ def files_of_patch(patch: str) -> frozenset[str]:
 
 
 def files_of_tests(names: Iterable[str]) -> frozenset[str]:
-    """Return the files of pytest node ids."""
+    """Return the paths in pytest node ids (``PATH::NAME``); other names are skipped."""
     return frozenset(name.partition("::")[0] for name in names if "::" in name)
 
 
@@ -123,9 +123,9 @@ class ImportableModules:
     """Modules that the image's Python can import.
 
     Attributes:
-        folders: import folders inside the repository.
-        own: modules of the base in these folders.
-        installed: modules outside of the repository.
+        folders: entries of ``sys.path`` within the repository, relative to its root.
+        own: top-level modules of the base commit in these folders.
+        installed: top-level modules in the other entries of ``sys.path``.
     """
 
     folders: frozenset[str] = frozenset({"", "src"})
@@ -133,16 +133,17 @@ class ImportableModules:
     installed: frozenset[str] = frozenset()
 
     def shadowed_by(self, path: str) -> bool:
-        """Return whether a new file would shadow a module from outside the repository."""
+        """Return whether a new file would shadow an installed, standard library or pytest module (:data:`RUNNERS`)."""
         names = {_module(path, folder) for folder in self.folders} - {None, *self.own}
         return bool(names & (self.installed | RUNNERS | sys.stdlib_module_names))
 
 
 def importable_modules(paths: Iterable[str], report: str) -> ImportableModules:
-    """Return the importable modules of a base.
+    """Return the modules that the image's Python can import.
 
-    report: output of the image's Python: lines ``folder NAME`` (inside the repository) and ``module NAME``
-            (outside).
+    Args:
+        paths: paths of the base commit.
+        report: lines ``folder PATH`` and ``module NAME`` of :data:`.patch_scripts.READ_ENVIRONMENT`.
     """
     said = [line.split(" ", 1) for line in report.splitlines() if " " in line]
     folders = frozenset({"", "src"} | {name for kind, name in said if kind == "folder"})
@@ -151,12 +152,12 @@ def importable_modules(paths: Iterable[str], report: str) -> ImportableModules:
     return ImportableModules(folders, own, frozenset(name for kind, name in said if kind == "module"))
 
 
-class Protection:
-    """Rules for changes that are not applied.
+class ProtectedFiles:
+    """Rules that decide which of the policy's changes are ignored in grading.
 
     Attributes:
-        fix: files that the reference fix changes.
-        tests: files with the row's tests, or changed by its test patch.
+        fix: files that the reference fix changes, without those that the test patch changes.
+        tests: files with the row's tests, and files that the row's test patch changes.
     """
 
     def __init__(self, instance: SweInstance) -> None:
@@ -171,11 +172,11 @@ class Protection:
         self._folders = tuple(inside)
         self._commanded = {word.removeprefix("./") for word in re.findall(r"[\w./+-]+", instance.test_command)}
 
-    def why(self, path: str, base: ImportableModules | None = None) -> str | None:
-        """Return why a change of a path is ignored; ``None`` if it is applied or its content decides.
+    def ignore_reason(self, path: str, base: ImportableModules | None = None) -> str | None:
+        """Return why a change of a path is ignored; ``None`` if no rule on paths applies.
 
         Args:
-            base: importable modules of the base, if the path is new.
+            base: importable modules of the base commit, if the path is new; ``None`` if the base contains the path.
         """
         if path in self.tests:
             return "a test"
@@ -204,13 +205,13 @@ class Protection:
             return "shadows an installed module"
         return None
 
-    def by_content(self, path: str) -> bool:
-        """Return whether the content decides; see :func:`same_settings`. pytest reads settings from any folder."""
+    def depends_on_settings(self, path: str) -> bool:
+        """Return whether a change is ignored only if it modifies pytest settings, which pytest reads in any folder."""
         return PurePosixPath(path).name in SETTINGS_FILES and path not in self.fix
 
 
 def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
-    """Return whether two versions have the same pytest settings; unreadable content differs."""
+    """Return whether two versions of a file have the same pytest settings; ``False`` if one cannot be parsed."""
     try:
         return bool(pytest_settings(path, before) == pytest_settings(path, after))
     except (ValueError, RecursionError):
@@ -218,7 +219,7 @@ def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
 
 
 def pytest_settings(path: str, content: bytes | None) -> Any:
-    """Return the pytest settings of a file.
+    """Return the pytest settings in a file: the table ``tool.pytest``, or the sections of an INI file.
 
     Raises:
         ValueError, RecursionError: the file cannot be parsed.
@@ -226,7 +227,7 @@ def pytest_settings(path: str, content: bytes | None) -> Any:
     text = (content or b"").decode()
     if path.endswith(".toml"):
         return tomllib.loads(text).get("tool", {}).get("pytest")
-    # Versions of the parser split lines differently; refuse line ends on which they disagree.
+    # iniconfig 1 splits lines like a text file, iniconfig 2 with str.splitlines: refuse ambiguous line ends.
     if _ODD_LINES.search(text):
         raise ValueError("ambiguous line ends")
     sections = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
@@ -234,7 +235,7 @@ def pytest_settings(path: str, content: bytes | None) -> Any:
 
 
 def _helpers(path: PurePosixPath) -> str | None:
-    """Return the test helper folder or file that contains a path, if any."""
+    """Return a path's prefix up to the first test helper folder or file; ``None`` without a helper."""
     for number, part in enumerate(path.parts, start=1):
         if _HELPERS.fullmatch(part):
             return "/".join(path.parts[:number])
@@ -242,7 +243,7 @@ def _helpers(path: PurePosixPath) -> str | None:
 
 
 def _module(path: str, folder: str) -> str | None:
-    """Return the module that a file provides in an import folder; ``None`` if it provides none."""
+    """Return the top-level module that ``path`` provides to imports from ``folder``; ``None`` if it provides none."""
     if folder and not path.startswith(folder + "/"):
         return None
     name, slash, rest = path[len(folder) + 1 if folder else 0 :].partition("/")
@@ -261,12 +262,12 @@ _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f
 
 
 class BadListing(Exception):
-    """Malformed listing; the message says why."""
+    """Malformed output of ``git ls-files --stage``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Listed file: git's mode and the content's hash."""
+    """File in a listing: git's octal mode, and the blob id (SHA-1) of the content."""
 
     mode: str
     blob: str
@@ -274,7 +275,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A changed file; ``entry`` is ``None`` if it was deleted."""
+    """A changed file; ``entry`` is ``None`` if the file was deleted, and ``new`` if the base lacks the path."""
 
     path: str
     entry: Entry | None
@@ -283,12 +284,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """All changes of a policy.
+    """File changes that the policy made to the repository.
 
     Attributes:
-        contents: content by hash, for every changed file and some base files.
-        left_out: path to reason, for changes that are not in the reported patch.
-        ignored: path to reason, for changes that are reported and not applied.
+        changes: changed files in the reported patch.
+        contents: content by blob id, of those files and of the base's versions of pytest settings files.
+        left_out: reason by path, for changed files missing from the patch.
+        ignored: reason by path, for reported changes that are not applied.
     """
 
     changes: tuple[Change, ...] = ()
@@ -298,10 +300,10 @@ class Solution:
 
 
 def read_listing(text: str) -> dict[str, Entry]:
-    """Parse a listing into entries by path.
+    """Parse the output of ``git ls-files --stage`` into entries by quoted path.
 
     Raises:
-        BadListing: a line is malformed, a path leaves the tree, or a path lies inside a file.
+        BadListing: a line is malformed, a path has a component such as ``..`` or ``.git``, or lies inside a file.
     """
     entries: dict[str, Entry] = {}
     for line in text.splitlines():
@@ -309,20 +311,20 @@ def read_listing(text: str) -> dict[str, Entry]:
         if match is None:
             raise BadListing(f"malformed entry {line!r:.200}")
         mode, blob, path = match.groups()
-        if _OUTSIDE & {part.lower() for part in shown(path).split("/")}:
+        if _OUTSIDE & {part.lower() for part in unquote(path).split("/")}:
             raise BadListing(f"forbidden path {path!r:.200}")
         entries[path] = Entry(mode, blob)
     folders: set[str] = set()
-    for path in map(shown, entries):
+    for path in map(unquote, entries):
         while (path := path.rpartition("/")[0]) and path not in folders:
             folders.add(path)
-    if clash := folders & {shown(path) for path in entries}:
+    if clash := folders & {unquote(path) for path in entries}:
         raise BadListing(f"{min(clash)!r:.200} is both a file and a folder")
     return entries
 
 
-def changed(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Change]:
-    """Return the changed files sorted by path. Nested repositories are ignored."""
+def compare_listings(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Change]:
+    """Return the added, modified and deleted files, sorted by path; submodules in ``after`` are skipped."""
     gone = [Change(path, None, False) for path in before if path not in after]
     there = [
         Change(path, entry, path not in before)
@@ -332,8 +334,8 @@ def changed(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Cha
     return sorted(gone + there, key=lambda change: change.path)
 
 
-def shown(path: str) -> str:
-    """Decode git's quoting of a path."""
+def unquote(path: str) -> str:
+    """Decode git's quoting of a path; bytes that are not UTF-8 become ``\\xNN``."""
     if not path.startswith('"'):
         return path
     raw = _QUOTED.sub(lambda found: _unescaped(found[1]), path[1:-1].encode())
@@ -341,14 +343,14 @@ def shown(path: str) -> str:
 
 
 def read_contents(stream: bytes) -> dict[str, bytes]:
-    """Parse the output of ``git cat-file --batch`` into contents by hash; incomplete or wrong contents are skipped."""
+    """Parse the output of ``git cat-file --batch`` into contents by blob id; contents with another id are skipped."""
     contents: dict[str, bytes] = {}
     at = 0
     while (end := stream.find(b"\n", at)) != -1:
         words = stream[at:end].split()
         at = end + 1
         if len(words) != 3 or not words[2].isdigit():
-            continue  # "<hash> missing"
+            continue  # git's reply "<hash> missing"
         size = int(words[2])
         content, at = stream[at : at + size], at + size + 1
         if len(content) == size and hash_of(content) == words[0].decode("latin-1"):
@@ -360,19 +362,19 @@ def hash_of(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def ignored(
+def ignore_reasons(
     changes: Iterable[Change],
     before: Mapping[str, Entry],
     contents: Mapping[str, bytes],
-    protection: Protection,
+    rules: ProtectedFiles,
     base: ImportableModules,
 ) -> dict[str, str]:
-    """Return path to reason, for changes that are not applied."""
+    """Return the reason by path for changes that are not applied; ``before`` is the base commit's listing."""
     found = {}
     for change in changes:
-        path = shown(change.path)
-        why = protection.why(path, base if change.new else None)
-        if why is None and protection.by_content(path):
+        path = unquote(change.path)
+        why = rules.ignore_reason(path, base if change.new else None)
+        if why is None and rules.depends_on_settings(path):
             old, new = before.get(change.path), change.entry
             link = new is not None and new.mode == LINK
             was, now = (contents.get(entry.blob) if entry else b"" for entry in (old, new))
@@ -384,8 +386,8 @@ def ignored(
 
 
 def import_stream(solution: Solution, base: str) -> bytes:
-    """Return a stream for ``git fast-import``: ``refs/prorl/solution`` has all changes, ``refs/prorl/applied`` the
-    applied ones.
+    """Return a stream for ``git fast-import`` with two commits on ``base``: ``refs/prorl/solution`` with all changes,
+    ``refs/prorl/applied`` without ignored ones.
     """
     counting = [change for change in solution.changes if change.path not in solution.ignored]
     return b"".join(
@@ -399,7 +401,7 @@ def import_stream(solution: Solution, base: str) -> bytes:
 def _commit(ref: bytes, base: str, changes: Iterable[Change], contents: Mapping[str, bytes]) -> Iterable[bytes]:
     yield b"commit %s\ncommitter prorl <prorl@localhost> 0 +0000\ndata 0\nfrom %s\n" % (ref, base.encode())
     changes = list(changes)
-    # Deletions come first, since a file may replace a folder.
+    # fast-import executes commands in order: a file can replace a folder only after the folder's files are deleted.
     for change in changes:
         if change.entry is None:
             yield b"D %s\n" % change.path.encode()
@@ -417,19 +419,19 @@ def _unescaped(code: bytes) -> bytes:
 
 _NO_FILE = "0" * 40
 _LINE = 52
-"""Bytes per line of a git binary patch."""
+"""Maximum compressed bytes per line of git's binary patch format."""
 
 _LENGTHS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Patch as one part per file, by git's path."""
+    """Text of a patch by changed file; paths keep git's quoting."""
 
     parts: Mapping[str, str]
 
     def within(self, limit: int) -> tuple[str, list[str]]:
-        """Return whole files of at most ``limit`` characters together, and the paths of the omitted files."""
+        """Return the patch without files that do not fit into ``limit`` characters, and the paths of those files."""
         text, left_out = "", []
         for path, part in self.parts.items():
             if len(text) + len(part) <= limit:
@@ -440,7 +442,7 @@ class Patch:
 
 
 def read_patch(patch: bytes, solution: Solution, base: Mapping[str, Entry]) -> Patch:
-    """Parse the output of ``git diff --binary --no-renames`` of a solution."""
+    """Parse a solution's ``git diff --binary --no-renames``; files that are not UTF-8 become binary patches."""
     paths = {_head(change.path): change for change in solution.changes}
     parts: dict[str, str] = {}
     for raw in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE):

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert records of SWE-bench, SWE-Gym, SWE-rebench and R2E-Gym to rows of ``prorl_swe``. Pure.
 
-Each dataset has a pydantic model of its records; missing or malformed fields are refused by name.
+Each dataset has a pydantic model of its records; an error names the missing or malformed field.
 
-SWE-bench records contain a script that swebench runs. The lines before the test output's mark (exports, installations,
-builds) run before the tests, unchanged and under swebench's shell options. git commands that apply hidden tests or
+SWE-bench records contain a script that swebench runs. The lines before the marker of the test output (exports,
+installations, builds) become ``before_tests``, with swebench's shell options. git commands that apply hidden tests or
 show changes are removed: the environment applies the tests itself, and its repository has a new history.
 
-SWE-Gym records have no script; the table :data:`_SWE_GYM` has their commands. The tests are the files that
+SWE-Gym records have no script; the table :data:`_SWE_GYM` contains the commands. The test command names the files that
 ``test_patch`` changes.
 """
 
@@ -48,7 +48,7 @@ class TestSpec:
         command: test command; in :data:`_SWE_GYM` without the test files.
         before: shell lines that run before the tests.
         parser: swebench's name of the log parser.
-        network: whether the tests or the lines before them need the network.
+        network: whether ``command`` or ``before`` needs the network.
     """
 
     command: str
@@ -61,7 +61,7 @@ OPTIONS = "set -uxo pipefail"
 """Shell options of swebench's scripts."""
 
 Versions = Sequence[tuple[str, TestSpec]]
-"""First version of each range with its test spec, in ascending order."""
+"""Test specs of a repository, each with the first version to which it applies, in ascending order."""
 
 _PYTEST = "pytest -rA"
 _SERIAL = "pytest -n0 -rA"
@@ -162,7 +162,7 @@ _SWE_GYM: Mapping[str, Versions] = {
 _CHANGED = re.compile(r"^diff --git a/.* b/(.*)$", re.MULTILINE)
 _MYPY_CASE = re.compile(r"\[case ([^\]]+)\]")
 _DATA = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
-"""Suffixes of data files in test patches."""
+"""Suffixes of data files in test patches, which are not passed to the test runner."""
 
 
 def of_swe_gym(repo: str, version: str, test_patch: str) -> TestSpec:
@@ -177,7 +177,7 @@ def of_swe_gym(repo: str, version: str, test_patch: str) -> TestSpec:
     [*_, (_, spec)] = [first, *(kind for kind in later if _number(kind[0]) <= _number(version))]
     spec = replace(spec, before=f"{OPTIONS}\n{spec.before}")
     if repo == "python/mypy":
-        # Test cases are in data files; pytest selects them by name.
+        # mypy's test cases are in data files, which pytest cannot select by path.
         if not (cases := _MYPY_CASE.findall(test_patch)):
             raise CallerError("contains no test case of mypy", field="test_patch")
         return replace(spec, command=f"{spec.command} -k {shlex.quote(' or '.join(cases))}")
@@ -211,17 +211,17 @@ _DOWNLOADS = re.compile(
 
 
 def of_script(script: str, parser: str) -> TestSpec:
-    """Return the test spec of a record's script.
+    """Return the test spec of a SWE-bench record's ``eval_script``.
 
     Raises:
-        CallerError: the script has no output marks, or no command between them.
+        CallerError: the script contains no command between the markers of the test output.
     """
     lines = [line for line in script.strip().split("\n") if line not in ("#!/bin/bash", OPTIONS)]
     start = next((number for number, line in enumerate(lines) if START in line), len(lines))
     end = next((number for number, line in enumerate(lines) if END in line and number > start), start)
     if not (command := "\n".join(lines[start + 1 : end]).strip()):
         raise CallerError("has no command between the marks of the tests' output", field="eval_script")
-    before = "\n".join([OPTIONS, *_without_gits_part(lines[:start])])
+    before = "\n".join([OPTIONS, *_without_git_commands(lines[:start])])
     return TestSpec(command, before, parser, network=may_download(f"{before}\n{command}"))
 
 
@@ -230,26 +230,26 @@ def may_download(before: str) -> bool:
     return bool(_DOWNLOADS.search(before))
 
 
-def _without_gits_part(lines: Sequence[str]) -> Iterator[str]:
+def _without_git_commands(lines: Sequence[str]) -> Iterator[str]:
     rest = list(lines)
     while rest:
         end = _end_of_command(rest)
         command, rest = rest[:end], rest[end:]
         if _GIT.fullmatch(re.sub(r"\\\n", " ", "\n".join(command)).partition("\n")[0]):
-            yield ":"  # a branch or function must not become empty
+            yield ":"  # bash refuses branches and functions without a command
         else:
             yield from command
 
 
 def _end_of_command(lines: Sequence[str]) -> int:
-    """Return the number of lines of the first command, with continuations and here-document."""
+    """Return the number of lines of the first shell command, including continuation lines and a here-document."""
     head = next((number for number, line in enumerate(lines) if not line.endswith("\\")), len(lines) - 1) + 1
     if opened := _OPENED.search("\n".join(lines[:head])):
         word = opened["bare"] or opened["quoted"]
         for number, line in enumerate(lines[head:], head + 1):
             if (line.lstrip("\t") if opened["tabs"] else line) == word:
                 return number
-    return head  # no end: "<<" was a bit shift
+    return head  # without an end marker, "<<" is a bit shift
 
 
 R2E_TIMEOUT_S = 300.0
@@ -263,7 +263,7 @@ Converter = Callable[[Record, str | None], dict[str, Any]]
 
 
 def _names(value: object) -> object:
-    """Decode lists that some exports store as JSON."""
+    """Decode a list that some exports of the datasets store as JSON text; other values are returned unchanged."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -314,14 +314,14 @@ class InstallConfig(_Record):
 
 
 class SweRebenchRecord(SweBenchRecord):
-    """Record of SWE-rebench: SWE-bench's with its own image and test commands."""
+    """Record of SWE-rebench: the fields of SWE-bench, and the record's own image and test commands."""
 
     docker_image: Image
     install_config: Annotated[InstallConfig, BeforeValidator(parsed)]
 
 
 def _r2e_fix(commit: Mapping[str, Any]) -> str:
-    """Return a commit's patch without tests; empty if it only changes tests."""
+    """Return a commit's patch to Python files that are not tests; may be empty."""
     try:
         lines = [line for part in commit["file_diffs"] if _belongs_to_fix(part) for line in _diff_lines(part)]
         return "".join(line + "\n" for line in lines)
@@ -330,17 +330,16 @@ def _r2e_fix(commit: Mapping[str, Any]) -> str:
 
 
 def _belongs_to_fix(part: Mapping[str, Any]) -> bool:
-    """Return whether a file belongs to the fix by the dataset's rule: Python and not a test."""
+    """Return whether R2E-Gym counts a file of a commit as part of the fix: a Python file that is not a test."""
     path = PurePosixPath(part["header"]["file"]["path"])
     is_test = path.name.startswith("test_") or path.name.endswith("_test.py") or _R2E_TEST_FOLDERS & {*path.parts}
     return path.suffix == ".py" and not is_test and not part.get("is_binary_file")
 
 
 def _diff_lines(part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a file's part of the patch."""
     path = part["header"]["file"]["path"]
     yield f"diff --git a/{path} b/{path}"
-    if misc := part["header"].get("misc_line"):  # the line of a new or deleted file
+    if misc := part["header"].get("misc_line"):  # such as "new file mode 100644"
         yield misc
     if index := part.get("index_line"):
         yield f"index {index['old_commit_hash']}..{index['new_commit_hash']} {index.get('mode', '')}".rstrip()
@@ -355,7 +354,7 @@ def _diff_lines(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _range(lines: Mapping[str, int | None]) -> str:
-    length = lines.get("length")  # omitted if 1
+    length = lines.get("length")  # the dataset omits a length of 1
     return f"{lines['start']}" if length is None else f"{lines['start']},{length}"
 
 
@@ -374,7 +373,7 @@ def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
     """Convert a SWE-bench record to a row.
 
     Args:
-        prefix: registry and folder of the images; ``None`` for the dataset's own.
+        prefix: registry and folder of the images; ``None`` keeps the dataset's own images.
 
     Raises:
         CallerError: the record is malformed; names the field.
@@ -402,7 +401,7 @@ def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
     """Convert a SWE-rebench record; see :func:`swe_bench`.
 
     Raises:
-        UnusableRecord: the record has no image, as in the unfiltered part of the set.
+        UnusableRecord: the record has no image, as in the dataset's unfiltered split.
     """
     if record.get("docker_image", "") is None:
         raise UnusableRecord("the set has no image for this record", field="docker_image")
@@ -416,7 +415,7 @@ def swe_rebench(record: Record, prefix: str | None) -> dict[str, Any]:
     before = "\n".join([OPTIONS, *steps])
     command = f"{config.test_cmd} {shlex.join(test_files(read.test_patch))}"
     spec = TestSpec(command, before, config.log_parser, network=may_download(before))
-    return _swe_bench_row(read, "swe-rebench", _moved(read.docker_image, prefix), spec)
+    return _swe_bench_row(read, "swe-rebench", _address(read.docker_image, prefix), spec)
 
 
 def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
@@ -428,14 +427,16 @@ def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
         version=read.commit_hash,
         problem_statement=(issue[1] if issue else read.problem_statement).strip(),
         patch=read.fix,
-        # The image keeps the tests outside of the repository; its script expects them inside.
+        # R2E-Gym's images keep the tests in /r2e_tests; their run_tests.sh expects r2e_tests in the repository.
         before_tests="[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests",
         test_command="bash run_tests.sh",
         log_parser=R2E_PARSER,
         expected_output=read.expected_output_json,
         test_timeout_s=R2E_TIMEOUT_S,
     )
-    return make_row(f"{read.repo_name}__{read.commit_hash}", f"docker://{_moved(read.docker_image, prefix)}", instance)
+    return make_row(
+        f"{read.repo_name}__{read.commit_hash}", f"docker://{_address(read.docker_image, prefix)}", instance
+    )
 
 
 CONVERTERS: Mapping[str, Converter] = {
@@ -447,8 +448,8 @@ CONVERTERS: Mapping[str, Converter] = {
 """Converters by the dataset's name."""
 
 
-def _moved(image: str, prefix: str | None) -> str:
-    """Return the image of a record with its registry, or under ``prefix``."""
+def _address(image: str, prefix: str | None) -> str:
+    """Return an image's address below ``prefix``; ``None`` keeps the address, with docker.io as default registry."""
     if prefix is not None:
         return f"{prefix}/{image.rpartition('/')[2]}"
     return image if image.count("/") >= 2 else f"docker.io/{image}"

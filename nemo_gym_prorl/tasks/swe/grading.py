@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grade a policy's changes in a fresh sandbox of the task's image.
 
-The allowed changes and the hidden tests are applied to the base, and the tests run. Two sources report outcomes
-(:mod:`.report`). If all tests have the expected outcome, changed tests run too (:mod:`.mutation_check`). Failures that
-are not the policy's are raised:
+The policy's changes that are not ignored and the hidden tests are applied to the base commit, and the tests run. Two
+sources report outcomes (:mod:`.report`). If all tests have the expected outcome, the tests run again with changed
+expectations (:mod:`.mutation_check`). Failures for which the policy is not charged are raised:
 
 - :class:`InfrastructureError`: the sandbox, the machine or the log parser failed.
-- :class:`TaskError`: no test of the row has an outcome, neither with the policy's changes nor with the reference fix,
-  so no patch could be graded. The fix is tried once per row, and only in this case.
+- :class:`TaskError`: the row is at fault. For example, no test has an outcome, neither with the policy's changes nor
+  with the reference fix. The fix is tried once per row, and only if no test has an outcome.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
-from nemo_gym_prorl.tasks.swe.changes import Patch, Protection, Solution, shown
+from nemo_gym_prorl.tasks.swe.changes import Patch, ProtectedFiles, Solution, unquote
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweRow
 from nemo_gym_prorl.tasks.swe.mutation_check import MutationCheck, mutation_check_for
-from nemo_gym_prorl.tasks.swe.patches import AppliedSolution, PatchExtractionError, Repositories, end_of
+from nemo_gym_prorl.tasks.swe.patches import AppliedSolution, PatchExtractionError, Repositories, error_tail
 from nemo_gym_prorl.tasks.swe.report import LogParser, ParserTimeout, Report, compare
 from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, apply_mutations, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
@@ -37,20 +37,20 @@ class SweVerdict(StrEnum):
     FAILED = "failed"
     """A test of FAIL_TO_PASS does not pass."""
     BROKE = "broke"
-    """A test of PASS_TO_PASS does not pass."""
+    """FAIL_TO_PASS passes, but a test of PASS_TO_PASS does not."""
     NO_PATCH = "no_patch"
-    """There are no changes, or all are ignored."""
+    """There are no changes, or all changed files are left out of the patch."""
     NOT_TAKEN = "not_taken"
     """The changes could not be extracted: too large, or the repository is unreadable."""
     TAMPERED = "tampered"
-    """The solution changed the test runner or the tests while they ran."""
+    """The solution changed the test runner or the test files during the tests, or forged records."""
     ANY_ANSWER = "any_answer"
     """The solution passes tests regardless of the expected values."""
     CRASHED = "crashed"
-    """The test runner or the commands before it ended early, or the exit code contradicts the log."""
+    """The test runner or ``before_tests`` ended early, or the exit code contradicts the log."""
     TIMED_OUT = "timed_out"
     LOG_UNREADABLE = "log_unreadable"
-    """The log is too long, or the parser did not finish."""
+    """The log is too long, or the log parser did not finish."""
     EXHAUSTED = EXHAUSTED
 
 
@@ -59,8 +59,9 @@ class GradingLimits:
     """Limits of grading.
 
     Attributes:
-        parse_timeout_s: seconds for the log parser.
-        patch_field_kib: largest patch in the rollout's row; it contains whole files only.
+        tests: limits of a test run.
+        parse_timeout_s: CPU seconds for the log parser.
+        patch_field_kib: maximum size of the patch in the rollout's row; files that do not fit are omitted.
         log_field_kib: size of the log's end in the rollout's row.
     """
 
@@ -71,9 +72,7 @@ class GradingLimits:
 
 
 _POSSIBLY_ROW_FAULTS = (SweVerdict.FAILED, SweVerdict.CRASHED, SweVerdict.BROKE, SweVerdict.LOG_UNREADABLE)
-"""Verdicts that may be the row's fault: where no test has an outcome, the policy is charged only if the fix does
-better.
-"""
+"""Verdicts for which the row is at fault if no test has an outcome, not even with the reference fix."""
 
 MAX_REMEMBERED_ROWS = 10_000  # rows whose fix was tried; bounds memory
 
@@ -83,10 +82,10 @@ class Trial:
     """Test results of a solution.
 
     Attributes:
-        patch: the whole solution.
-        maps: test to status, one map per source; ``None`` if there is nothing to parse.
+        patch: all changes, including ignored ones.
+        maps: status by test, one map per source; ``None`` if no log was parsed.
         by_dataset: whether the dataset's own harness accepts the solution.
-        changed: tests with changed expectations.
+        changed: names of the tests with changed expectations.
     """
 
     patch: Patch
@@ -97,7 +96,7 @@ class Trial:
 
 
 class Grader:
-    """Grader of solutions; see the module."""
+    """Grader of solutions: runs the tests and decides the verdict; see the module."""
 
     def __init__(self, repositories: Repositories, limits: GradingLimits) -> None:
         self._repositories = repositories
@@ -107,11 +106,11 @@ class Grader:
         self._effective_mutations: OrderedDict[str, frozenset[str]] = OrderedDict()
 
     async def grade(self, row: SweRow, solution: Solution | PatchExtractionError, open_sandbox: OpenSandbox) -> Grade:
-        """Grade a solution.
+        """Grade a solution: reward 1.0 if resolved, else 0.0.
 
         Raises:
-            TaskError: no policy could be graded on this row.
-            InfrastructureError: grading failed.
+            TaskError: the row is at fault: image, log parser, reference fix or tests.
+            InfrastructureError: the sandbox, the machine or the log parser failed.
         """
         if isinstance(solution, PatchExtractionError):
             return Grade(0.0, SweVerdict.NOT_TAKEN, str(solution))
@@ -123,7 +122,7 @@ class Grader:
         except AgentError as error:
             return Grade(0.0, SweVerdict.EXHAUSTED, error.reason, fields)
         except CallerError as error:
-            # The same image was valid when the session was seeded.
+            # The row passed the same checks when the session was seeded, so its submitter is not at fault.
             raise TaskError(error.reason) from error
         run, report = trial.run, compare(row.swe, trial.maps) if trial.maps else None
         text, too_long = trial.patch.within(self._limits.patch_field_kib << 10)
@@ -176,7 +175,7 @@ class Grader:
     async def _run(
         self, instance: SweInstance, applied: AppliedSolution, check: MutationCheck | None
     ) -> tuple[Run, frozenset[str]]:
-        """Run the tests, and return the changed ones; if ``check`` can change none, no test runs."""
+        """Run the tests and return the changed ones; with a ``check`` that can change no test, no test runs."""
         changed = frozenset[str]()
         if instance.before_tests:
             if ended := await run_before(applied.work, instance, self._limits.tests):
@@ -194,12 +193,12 @@ class Grader:
     async def _check_mutations(
         self, row: SweRow, solution: Solution, open_sandbox: OpenSandbox
     ) -> tuple[int, frozenset[str]]:
-        """Return the number of changed deciding tests that failed, and the changed tests that passed wrongly."""
+        """Return the number of changed deciding tests that failed, and the changed tests that should have failed."""
         check = mutation_check_for(row.swe.deciding, seed_of(row), row.swe.PASS_TO_PASS)
         try:
             trial = await self._run_trial(row, solution, open_sandbox, check)
         except AgentError:
-            return 0, frozenset()  # no evidence
+            return 0, frozenset()  # an exceeded limit is no evidence against a resolved solution
         failed, passed = check.outcomes(trial.changed, trial.maps or ())
         if passed and not row.swe.patch:
             passed &= await self._passing_despite_failure(row, solution, check, open_sandbox)
@@ -216,7 +215,7 @@ class Grader:
     async def _passing_despite_failure(
         self, row: SweRow, solution: Solution, check: MutationCheck, open_sandbox: OpenSandbox
     ) -> frozenset[str]:
-        """Return tests that pass although they end with a failing line, for rows without a reference fix."""
+        """Return the tests that pass with a failing line at the end; evidence for rows without a reference fix."""
         try:
             trial = await self._run_trial(row, solution, open_sandbox, replace(check, fail_at_end=True))
         except AgentError:
@@ -226,7 +225,7 @@ class Grader:
     async def _mutations_failing_with_fix(
         self, row: SweRow, check: MutationCheck, open_sandbox: OpenSandbox
     ) -> frozenset[str]:
-        """Return the changed tests that fail with the reference fix, as far as known."""
+        """Return the changed tests that fail with the reference fix; none if the fix cannot be tested."""
         try:
             trial = await self._run_trial(row, await self._fix(row, open_sandbox), open_sandbox, check)
         except (AgentError, TaskError):
@@ -234,7 +233,7 @@ class Grader:
         return check.outcomes(trial.changed, trial.maps or ())[0]
 
     async def _require_gradable(self, row: SweRow, open_sandbox: OpenSandbox) -> None:
-        """Raise if no test has an outcome with the reference fix either."""
+        """Raise TaskError if no test has an outcome with the reference fix; no-op without a fix."""
         if not row.swe.patch:
             return
         known = self._gradable.get(row.instance_id)
@@ -255,14 +254,14 @@ class Grader:
             command = 'cd "$2" && git apply --whitespace=nowarn "$1/fix.patch"'
             done = await work.run(command, row.swe.repo_folder, timeout_s=60.0)
             if done.return_code:
-                raise TaskError(f"{row.instance_id}: swe.patch does not apply: {end_of(done)}")
-            return await self._repositories.extract(sandbox, row.swe, base, Protection(row.swe))
+                raise TaskError(f"{row.instance_id}: swe.patch does not apply: {error_tail(done)}")
+            return await self._repositories.extract(sandbox, row.swe, base, ProtectedFiles(row.swe))
 
 
 def seed_of(row: SweRow) -> str:
-    """Return the seed of test changes, so that the same patch gets the same verdict on every server.
+    """Return the seed of test changes: equal on all servers, so that the same patch gets the same verdict.
 
-    The seed includes the hidden tests and the fix, which the policy does not know.
+    The seed depends on the hidden tests and the reference fix, which the policy does not know.
     """
     return hashlib.sha256(f"{row.instance_id}\n{row.swe.model_dump_json()}".encode()).hexdigest()
 
@@ -274,7 +273,10 @@ def _remember[Known](rows: OrderedDict[str, Known], name: str, known: Known) -> 
 
 
 def verdict_of(run: Run, report: Report | None, by_dataset: bool) -> tuple[SweVerdict, str]:
-    """Return the verdict of the dataset's own harness, unless the runner's records contradict it."""
+    """Return verdict and reason. A resolved solution needs the dataset's own harness and complete records to agree.
+
+    ``report`` may be ``None`` only for a run without a parsed log.
+    """
     if run.ended_early:
         return SweVerdict.CRASHED, run.ended_early
     if run.timed_out:
@@ -311,7 +313,7 @@ def _tampering(run: Run) -> str | None:
 def _solution_fields(solution: Solution) -> dict[str, Any]:
     return {
         "patch": "",
-        "patch_files": [shown(change.path)[:300] for change in solution.changes[:200]],
+        "patch_files": [unquote(change.path)[:300] for change in solution.changes[:200]],
         "patch_ignored": _reasons_by_path(solution.ignored),
         "patch_left_out": _reasons_by_path(solution.left_out),
         "resolved_by_dataset": False,
@@ -322,4 +324,4 @@ def _solution_fields(solution: Solution) -> dict[str, Any]:
 
 
 def _reasons_by_path(reasons: Mapping[str, str]) -> dict[str, str]:
-    return {shown(path)[:300]: why for path, why in list(reasons.items())[:50]}
+    return {unquote(path)[:300]: why for path, why in list(reasons.items())[:50]}

@@ -39,12 +39,12 @@ MAX_TEXT = 20_000_000
 
 
 class Runner(StrEnum):
-    """Test runner, which determines how outcomes are reported besides the log."""
+    """Test runner; selects the plugin that records outcomes besides the log."""
 
     PYTEST = "pytest"
     UNITTEST = "unittest"
     LOG = "log"
-    """No plugin exists, so only the log is available and code of the policy can forge outcomes."""
+    """A runner without a plugin: outcomes come from the log alone, which code of the policy can forge."""
 
 
 class TestStatus(StrEnum):
@@ -82,7 +82,7 @@ class SweInstance(BaseModel):
             ``network`` of the row.
         test_timeout_s: seconds for the tests, if lower than the server's limit.
         runner: test runner; ``None``: inferred from ``test_command``.
-        expected_output: R2E-Gym's map of test to status, instead of the two lists.
+        expected_output: expected status by test, for R2E-Gym; replaces the two lists of tests.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -119,12 +119,12 @@ class SweInstance(BaseModel):
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """Paths hidden from the policy."""
+        """Absolute paths of the image's tests, which are removed from the policy's sandbox."""
         return R2E_HIDDEN if self.dataset == "r2e-gym" else ()
 
     @property
     def deciding(self) -> tuple[str, ...]:
-        """Tests that distinguish a fix from no fix; for a map of statuses, all that should pass."""
+        """Tests that only a fix passes (``FAIL_TO_PASS``); for R2E-Gym, all tests expected to pass."""
         expected = self.expected_output or {}
         return self.FAIL_TO_PASS or tuple(test for test, was in expected.items() if was == TestStatus.PASSED)
 
@@ -134,7 +134,7 @@ class SweInstance(BaseModel):
         if self.runner is not None:
             return self.runner
         if re.search(r"\btox\b", self.test_command):
-            return Runner.LOG  # tox isolates its environments, so the plugin is not found
+            return Runner.LOG  # tox isolates its environments, so they do not find the plugin
         if self.dataset == "r2e-gym" or re.search(r"\b(pytest|py\.test)\b", self.test_command):
             return Runner.PYTEST
         return Runner.UNITTEST if re.search(r"\bruntests\.py\b|-m unittest\b", self.test_command) else Runner.LOG
@@ -180,7 +180,7 @@ def parse_row(row: Mapping[str, Any]) -> SweRow:
 
 
 def refusal(error: ValidationError) -> CallerError:
-    """Return the first validation error of a row or record, with its field."""
+    """Convert the first validation error of a row or record to a :class:`CallerError` that names the field."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path, message = [str(part) for part in fault["loc"]], fault["msg"]
     if named := re.fullmatch(r"Value error, (\w+): (.*)", message, re.DOTALL):

@@ -3,14 +3,14 @@
 """Detect solutions that pass tests regardless of the expected values. Pure.
 
 Each deciding test is run again with one expected value changed. A correct solution must fail the changed test. A
-solution that hardcodes values, overrides comparison, forges records or prints a runner's lines passes both.
+solution that hardcodes values, overrides comparison, forges records or prints a runner's lines passes both versions.
 
-One value per test is changed where the test states an expectation: an operand of ``==``, ``is`` or ``in`` in an
-assertion, an argument of an asserting call, a cell of a table, or an exception. A place that a test never reaches
-changes nothing. So a changed test that passes counts only if it fails with the row's reference fix.
+The changed value is an operand of ``==``, ``is`` or ``in`` in an assertion, an argument of an asserting call, a cell
+of a table, or an expected exception. A test may never reach the changed line. So a changed test that passes is
+evidence only if the test fails with the row's reference fix.
 
-Some tests that must keep passing are changed too, since a solution may replace the code that they test. A test whose
-expectation is hidden in a helper gets a failing last line instead.
+A sample of the tests that must keep passing is changed too, since a solution may replace the code that they test. A
+failing line is appended to a test in which no expected value is found.
 
 A correct solution may take another path through a test than the reference fix. So expectations that depend on the path
 are never changed: one side of ``or``, a branch, a callback, or a bound.
@@ -31,45 +31,43 @@ from nemo_gym_prorl.tasks.swe.report import PASSING
 _COMPARES = re.compile(
     r"^(?!.*(?:Not[A-Z]|not_|(?i:less|greater)))(?:.*(?i:equal|close|approx|regex|called)|assertIs$|assertIn$)"
 )
-"""Calls that compare their first two arguments. Names with ``check`` are excluded, since they may assert properties of
-an input.
-"""
+"""Names of calls that compare their first two arguments; not ``check``, which may assert properties of an input."""
 
-_ABOUT = re.compile(r"close|approx|almost", re.IGNORECASE)
-"""Comparisons with a tolerance."""
+_TOLERANT = re.compile(r"close|approx|almost", re.IGNORECASE)
+"""Names of comparisons with a tolerance."""
 
 _ONE_ARGUMENT = re.compile(r"approx|called")
 _RAISES = re.compile(r"raises|warns", re.IGNORECASE)
 _EXPECTED_TO_FAIL = re.compile(r"xfail|expected_?failure", re.IGNORECASE)
-_ASKED = re.compile(r"expect|exp(_|$)|want|desired|correct|answer", re.IGNORECASE)
-_MAKES = re.compile(r"[A-Z].*|array|asarray|approx|set|frozenset|dict|list|tuple|date|datetime|timedelta|dedent")
-"""Constructors of expected values, as opposed to code under test."""
+_EXPECTATION = re.compile(r"expect|exp(_|$)|want|desired|correct|answer", re.IGNORECASE)
+_BUILDERS = re.compile(r"[A-Z].*|array|asarray|approx|set|frozenset|dict|list|tuple|date|datetime|timedelta|dedent")
+"""Names of calls that build an expected value; other calls may be the code under test."""
 
 _OTHER_EXCEPTION = "BufferError"
-_MAYBE = ast.If | ast.IfExp | ast.Match | ast.While | ast.ExceptHandler | ast.ClassDef | ast.Lambda
-_JOINS = ast.Or | ast.Not | ast.comprehension
-"""Nodes with operands that a correct solution may never evaluate or satisfy."""
+_CONDITIONAL = ast.If | ast.IfExp | ast.Match | ast.While | ast.ExceptHandler | ast.ClassDef | ast.Lambda
+_OPTIONAL = ast.Or | ast.Not | ast.comprehension
+"""Operators whose operands a correct solution may not evaluate or satisfy."""
 
 MAX_OTHER_TESTS = 20
-"""Limit on changed tests among those that pass before and after the fix, to bound the time."""
+"""Maximum number of changed tests of PASS_TO_PASS; bounds the time."""
 
 _HELPERS = ("check", "case", "make", "run", "helper", "given", "do")
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 MAX_SOURCE_BYTES = 1 << 20  # larger test files are not changed, to bound memory
 _MAX_INT_BITS = 10_000
-"""Integers with more bits are not changed: Python limits the digits that it prints."""
+"""Integers with more bits are not changed: Python refuses to print more than 4300 digits."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[int, int, bytes]
-"""Start and end in bytes, and the replacement."""
+"""Replacement in a source: start and end offsets in bytes, and the new bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MutationCheck:
-    """Test changes of one row.
+    """Tests of a row to change, and how.
 
     Attributes:
-        tests: deciding tests by their names in the row, without parameters.
+        tests: names of the deciding tests in the row, without parameters.
         others: sample of the tests that must keep passing.
         seed: seed of all random choices.
         fail_at_end: append a failing line to each test instead of changing a value.
@@ -80,16 +78,17 @@ class MutationCheck:
     seed: str
     fail_at_end: bool = False
 
-    def changed(self, path: str, source: bytes) -> tuple[bytes, frozenset[str]]:
-        """Return a changed test file and the names of its changed tests.
+    def mutate(self, path: str, source: bytes) -> tuple[bytes, frozenset[str]]:
+        """Return a test file with changed expectations, and the names of the changed tests.
 
-        Tests without changes are disabled. A file that cannot be parsed or changed is returned as it is.
+        Tests of the file that are not in this check are renamed if possible, so that no runner collects them. A file
+        without a changed test, or with a syntax error, is returned unchanged.
         """
         try:
-            tree = ast.parse(source.decode())  # ast counts columns in UTF-8 bytes
+            tree = ast.parse(source.decode())  # columns of ast are UTF-8 bytes, so other encodings are refused
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return source, frozenset()
-        text, tables = _Text(source), _set_once(tree)
+        text, tables = _Source(source), _set_once(tree)
         dice = Random(f"{self.seed} {path}")
         words: dict[str, dict[str, None]] = {}
         for test in (*self.tests, *self.others):
@@ -99,18 +98,23 @@ class MutationCheck:
         for function in _tests(tree):
             tests = words.get(function.name) or words.get((ast.get_docstring(function) or "").partition("\n")[0])
             if tests is None:
-                edits += text.hiding(function, dice)
+                edits += text.rename_as_helper(function, dice)
                 continue
-            places = [] if self.fail_at_end else _places(function, tables, text, dice)
-            if places := places or text.failing_at_its_end(function):
-                edits += dice.choice(places)
+            alternatives = [] if self.fail_at_end else _mutations(function, tables, text, dice)
+            if alternatives := alternatives or text.append_failure(function):
+                edits += dice.choice(alternatives)
                 changed |= tests.keys()
         return (text.edited(edits), frozenset(changed)) if changed else (source, frozenset())
 
     def outcomes(
         self, changed: Collection[str], maps: Sequence[Mapping[str, str]]
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the changed tests that failed, and those that passed in some case according to all sources."""
+        """Return the changed tests of which no case passed, and those of which a case passed in all maps.
+
+        Args:
+            changed: names of the changed tests, without parameters.
+            maps: status by test with parameters, one map per source (log, plugin records).
+        """
         names = [name for seen in maps for name in seen]
         passed = {name for name in names if all(seen.get(name) in PASSING for seen in maps)}
         ran, good = ({name.partition("[")[0] for name in some} & frozenset(changed) for some in (names, passed))
@@ -118,14 +122,14 @@ class MutationCheck:
 
 
 def mutation_check_for(tests: Iterable[str], seed: str, others: Iterable[str] = ()) -> MutationCheck:
-    """Return the check for deciding tests and a sample of at most :data:`MAX_OTHER_TESTS` other tests."""
+    """Return the check for deciding tests and a random sample of at most :data:`MAX_OTHER_TESTS` other tests."""
     deciding, passing = (dict.fromkeys(test.partition("[")[0] for test in names) for names in (tests, others))
     left = [test for test in passing if test not in deciding]
     return MutationCheck(tuple(deciding), tuple(Random(seed).sample(left, min(len(left), MAX_OTHER_TESTS))), seed)
 
 
-class _Text:
-    """Source bytes with positions of syntax nodes."""
+class _Source:
+    """Source of a test file; returns edits of syntax nodes, and applies edits."""
 
     def __init__(self, source: bytes) -> None:
         self._source = source
@@ -145,19 +149,18 @@ class _Text:
         start, end = self.at(node)
         return start, end, b"(not (%s))" % self._source[start:end]
 
-    def hiding(self, function: Function, dice: Random) -> list[Edit]:
-        """Rename an unchanged test to look like a helper, so that no runner collects it. A name that occurs elsewhere
-        is kept.
-        """
+    def rename_as_helper(self, function: Function, dice: Random) -> list[Edit]:
+        """Return the edit that renames a test like a helper, so no runner collects it; none if a name is reused."""
         said = dice.choice(_HELPERS)
         taken = self._words[said + function.name.removeprefix("test")]
         if self._words[function.name] > 1 or taken or "fixture" in map(_name, function.decorator_list):
             return []
         start = self._source.find(function.name.encode(), self.at(function)[0])
-        return [(start, start + 4, said.encode())] if start >= 0 else []  # NFKC-normalized identifiers differ
+        # Not found if the source spells the name differently: ast normalizes identifiers to NFKC.
+        return [(start, start + 4, said.encode())] if start >= 0 else []
 
-    def failing_at_its_end(self, function: Function) -> list[list[Edit]]:
-        """Append a failing line to a test, unless the test may end earlier or is expected to fail."""
+    def append_failure(self, function: Function) -> list[list[Edit]]:
+        """Return the edit that appends a failing line; none if the test may return early or is expected to fail."""
         nodes = list(ast.walk(function))
         ends = any(isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) for node in nodes)
         if ends or any(_EXPECTED_TO_FAIL.search(_name(node)) for node in nodes):
@@ -169,7 +172,7 @@ class _Text:
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         parts, at = list[bytes](), 0
-        # Several tests may change the same table.
+        # Several tests may change the same cell of a table: the last edit counts.
         for (start, end), text in sorted({(start, end): text for start, end, text in edits}.items()):
             parts += [self._source[at:start], text]
             at = end
@@ -184,25 +187,25 @@ def _tests(tree: ast.Module | ast.ClassDef) -> Iterator[Function]:
             yield node
 
 
-def _places(function: Function, tables: Mapping[str, ast.expr], text: _Text, dice: Random) -> list[list[Edit]]:
-    """Return alternative changes of a test's expectation, each a list of edits."""
-    reached = list(_reached(function))
-    roots = [node.test for node in reached if isinstance(node, ast.Assert)]
-    calls = [node for node in reached if isinstance(node, ast.Call) and "assert" in _name(node)]
+def _mutations(function: Function, tables: Mapping[str, ast.expr], text: _Source, dice: Random) -> list[list[Edit]]:
+    """Return the possible changes of a test's expectation; one change is a list of edits."""
+    evaluated = list(_evaluated(function))
+    roots = [node.test for node in evaluated if isinstance(node, ast.Assert)]
+    calls = [node for node in evaluated if isinstance(node, ast.Call) and "assert" in _name(node)]
     wanted = [*roots, *(call for call in calls if _name(call) != "assertFalse")]
-    asked = _asked(wanted, _values(function, tables))
-    places = [[edit for value in values for edit in _other(value, text, dice, about)] for values, about in asked]
-    for node in reached:
+    found = _expected(wanted, _table_values(function, tables))
+    alternatives = [[edit for node in nodes for edit in _replace(node, text, dice, close)] for nodes, close in found]
+    for node in evaluated:
         if isinstance(node, ast.Call) and _RAISES.search(_name(node)) and node.args:
-            places.append([text.to(node.args[0], _OTHER_EXCEPTION)])
-    if found := [edits for edits in places if edits]:
-        return found
+            alternatives.append([text.to(node.args[0], _OTHER_EXCEPTION)])
+    if possible := [edits for edits in alternatives if edits]:
+        return possible
     truths = [call.args[0] for call in calls if call.args and _name(call) in ("assertTrue", "assertFalse")]
     return [[text.negated(root)] for root in [*roots, *truths]]
 
 
-def _reached(root: ast.AST) -> Iterator[ast.AST]:
-    """Yield nodes that every passing run of the test evaluates, for any correct solution."""
+def _evaluated(root: ast.AST) -> Iterator[ast.AST]:
+    """Yield the syntax nodes that every passing run of a test evaluates, whatever the solution."""
     called = {
         node.func.id for node in ast.walk(root) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
@@ -211,16 +214,14 @@ def _reached(root: ast.AST) -> Iterator[ast.AST]:
         yield (node := waiting.popleft())
         parts = list(ast.iter_child_nodes(node))
         callback = isinstance(node, Function) and node is not root and node.name not in called
-        if not (callback or isinstance(node, _MAYBE) or any(isinstance(part, _JOINS) for part in parts)):
+        if not (callback or isinstance(node, _CONDITIONAL) or any(isinstance(part, _OPTIONAL) for part in parts)):
             waiting += parts
 
 
-def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[tuple[list[ast.expr], bool]]:
-    """Yield the expected values of assertions (several for a table column), and whether the comparison has a
-    tolerance.
-    """
+def _expected(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[tuple[list[ast.expr], bool]]:
+    """Yield the expected values of each assertion, and whether the comparison has a tolerance."""
     for root in roots:
-        for node in _reached(root):
+        for node in _evaluated(root):
             operands: Sequence[ast.expr] = ()
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.Is | ast.In):
                 operands = [node.left, node.comparators[0]]
@@ -228,27 +229,28 @@ def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> It
                 operands = node.args[: 1 if _ONE_ARGUMENT.search(_name(node)) else 2]
             if _name(node) == "assertIn" or (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In)):
                 operands = operands[:1]
-            about = any(_ABOUT.search(_name(part)) for part in (node, *operands))
+            tolerant = any(_TOLERANT.search(_name(part)) for part in (node, *operands))
             if len(operands) == 2:
-                yield _one_of(operands[0], operands[1], names), about
+                yield _expected_operand(operands[0], operands[1], names), tolerant
             elif operands and _is_literal(operands[0]):
-                yield [operands[0]], about
+                yield [operands[0]], tolerant
 
 
-def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, list[ast.expr]]) -> list[ast.expr]:
-    """Return the operand with the expected value, never an input of the code under test."""
+def _expected_operand(left: ast.expr, right: ast.expr, names: Mapping[str, list[ast.expr]]) -> list[ast.expr]:
+    """Return the expected values among two operands: a literal, else a variable's values, else a built value."""
     for node in (right, left):
         if _is_literal(node):
             return [node]
     for node in (right, left):
         if isinstance(node, ast.Name) and node.id in names:
             return names[node.id]
-    return [node for node in (right, left) if _is_made(node)][:1]
+    return [node for node in (right, left) if _is_value(node)][:1]
 
 
-def _values(function: Function, tables: Mapping[str, ast.expr]) -> dict[str, list[ast.expr]]:
+def _table_values(function: Function, tables: Mapping[str, ast.expr]) -> dict[str, list[ast.expr]]:
     """Return expected values by variable name: table columns, and variables named like an expectation."""
-    found = {name: [value] for name, value in _set_once(function).items() if _ASKED.search(name) and _is_made(value)}
+    assigned = _set_once(function).items()
+    found = {name: [value] for name, value in assigned if _EXPECTATION.search(name) and _is_value(value)}
     for node in [*function.decorator_list, *ast.walk(function)]:
         if isinstance(node, ast.Call) and _name(node) == "parametrize" and len(node.args) > 1:
             names, rows = _column_names(node.args[0]), node.args[1]
@@ -258,7 +260,7 @@ def _values(function: Function, tables: Mapping[str, ast.expr]) -> dict[str, lis
             continue
         cells = [_cells(row) if len(names) > 1 else [row] for row in _rows(rows, tables)]
         for column, name in enumerate(names):
-            found[name] = [row[column] for row in cells if column < len(row) and _is_made(row[column])]
+            found[name] = [row[column] for row in cells if column < len(row) and _is_value(row[column])]
     return found
 
 
@@ -288,21 +290,21 @@ def _column_names(node: ast.expr) -> list[str]:
 def _cells(row: ast.expr) -> list[ast.expr]:
     if isinstance(row, ast.List | ast.Tuple):
         return row.elts
-    return row.args if isinstance(row, ast.Call) else []  # pytest.param
+    return row.args if isinstance(row, ast.Call) else []  # arguments of pytest.param
 
 
-def _is_made(node: ast.expr) -> bool:
+def _is_value(node: ast.expr) -> bool:
     calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
     of_texts = [call for call in calls if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Constant)]
-    return all(call in of_texts or _MAKES.fullmatch(_name(call)) for call in calls) and any(_constants(node))
+    return all(call in of_texts or _BUILDERS.fullmatch(_name(call)) for call in calls) and any(_constants(node))
 
 
-def _other(asked: ast.expr, text: _Text, dice: Random, about: bool) -> list[Edit]:
-    constants = list(_constants(asked))
+def _replace(expected: ast.expr, text: _Source, dice: Random, tolerant: bool) -> list[Edit]:
+    constants = list(_constants(expected))
     if not constants:
         return []
     chosen = dice.choice(constants)
-    return [text.to(chosen, repr(_other_value(chosen.value, dice, about)))]
+    return [text.to(chosen, repr(_different_value(chosen.value, dice, tolerant)))]
 
 
 def _constants(node: ast.AST) -> Iterator[ast.Constant]:
@@ -318,19 +320,19 @@ def _constants(node: ast.AST) -> Iterator[ast.Constant]:
             waiting += ast.iter_child_nodes(node)
 
 
-def _other_value(value: object, dice: Random, about: bool = False) -> object:
+def _different_value(value: object, dice: Random, tolerant: bool = False) -> object:
     if isinstance(value, bool) or value is None:
         return not value
-    if isinstance(value, float | complex) or (isinstance(value, int) and about):
-        return value + (abs(value) + 1) * dice.randint(103, 997)  # outside of any tolerance
+    if isinstance(value, float | complex) or (isinstance(value, int) and tolerant):
+        return value + (abs(value) + 1) * dice.randint(103, 997)  # exceeds any tolerance
     if isinstance(value, int):
         return value + dice.randint(3, 97)
     if isinstance(value, bytes):
-        return str(_other_value(value.decode("latin-1"), dice)).encode("latin-1")
+        return str(_different_value(value.decode("latin-1"), dice)).encode("latin-1")
     said = str(value)
     digits = [found.start() for found in re.finditer("[0-9]", said)]
     at = dice.choice(digits) if digits else dice.randint(0, len(said))
-    if digits:  # short texts get more digits, since they may occur within a long text
+    if digits:  # a short text gets three new digits: with one, it might occur in a longer output by chance
         others = sorted(set("123456789") - {said[at]})
         return said[:at] + "".join(dice.choices(others, k=1 if len(said) > 3 else 3)) + said[at + 1 :]
     return said[:at] + "".join(dice.choices(_LETTERS, k=3)) + said[at:]

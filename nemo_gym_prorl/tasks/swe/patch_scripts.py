@@ -15,10 +15,10 @@ mkdir -p "$work"
 printf '[safe]\\ndirectory = *\\n[core]\\nhooksPath = /dev/null\\nautocrlf = false\\n' > "$work/.gitconfig"
 refuse() { printf '%s\\n' "$2"; exit "$1"; }
 """
-"""Common header: isolates git from system, user and environment configuration."""
+"""First lines of the scripts: isolate git from system, user and environment configuration."""
 
 RAW_ATTRIBUTES = "* -text -filter -ident -working-tree-encoding !diff\n"
-"""Attributes that disable all conversions; they override those of the repository."""
+"""git attributes that disable all conversions of contents; they override the repository's ``.gitattributes``."""
 
 PREPARE = (
     SCRIPT_HEADER
@@ -139,7 +139,7 @@ rm -rf "$work/objects" "$work/test.patch"  # leave no copy of the hidden tests
 """
     + _SHOW_HIDDEN
 )
-"""Own arguments: commit of the base, non-empty to store tests and hidden files in ``kept.tar``, hidden paths."""
+"""Arguments after the repository: base commit; a text, not empty to store tests in ``kept.tar``; hidden paths."""
 
 APPLY_TESTS = (
     SCRIPT_HEADER
@@ -182,6 +182,6 @@ elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
 prorl_setup
 unset -f prorl_setup
 """
-"""Activate the environment of the datasets' images; no effect elsewhere. A function, since conda's script reads the
-positional arguments.
+"""Activates the conda or virtual environment of the datasets' images; no effect in other images. A function hides the
+positional arguments, which conda's script would read.
 """

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prepare a repository in a sandbox, extract the policy's changes, and apply them elsewhere.
+"""Prepare a repository in a sandbox, extract the policy's changes, and apply them in the sandbox of grading.
 
 - **Prepare**, in the same way for policy and grading: the image's working tree becomes the only commit of a new
   repository. So the image's history (commits, tags, reflogs, unreachable objects) cannot reveal the fix, and both
   sandboxes start from identical files.
 - **Extract**: a separate repository, with its own configuration, index, hooks and attributes, lists the current files,
-  and the service compares them with the base. Commits, ``assume-unchanged``, filters or a deleted ``.git`` have no
-  influence. A policy that replaces git itself can only produce another solution, since grading applies it to an
-  untouched base.
+  and the service compares them with the base commit. Commits, ``assume-unchanged``, filters or a deleted ``.git`` have
+  no influence. A policy that replaces git can only produce another solution, since grading starts from an untouched
+  base.
 
-All steps are shell scripts (:mod:`.patch_scripts`) and files in a work folder beside the repository
-(:class:`WorkFolder`).
+All steps are shell scripts (:mod:`.patch_scripts`) with files in a :class:`WorkFolder`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from nemo_gym_prorl.tasks.swe.changes import (
     Entry,
     ImportableModules,
     Patch,
-    Protection,
+    ProtectedFiles,
     Solution,
     importable_modules,
 )
@@ -59,11 +58,11 @@ BASH = "bash --noprofile --norc"
 
 
 class PatchExtractionError(Exception):
-    """The policy's changes cannot be extracted, through the policy's own fault."""
+    """The policy's changes cannot be extracted, or its code prevents the tests; the policy is charged."""
 
 
 class WorkFolder:
-    """Work folder beside the repository."""
+    """Folder for the files of scripts in a sandbox: ``/tmp/prorl-`` and a random suffix."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -72,14 +71,14 @@ class WorkFolder:
         self.write = self._files.write
 
     async def read(self, name: str, *, limit: int) -> ExtractedFile:
-        """Read a file of the folder, or of an absolute path."""
+        """Read a file, named relative to the folder or by absolute path, of at most ``limit`` bytes."""
         return await self._files.extract_file(name, limit=limit)
 
     async def text(self, name: str) -> str:
         """Read a required text file of the folder.
 
         Raises:
-            PatchExtractionError: the file cannot be read.
+            PatchExtractionError: the file is missing, unreadable or larger than :data:`MAX_LISTING_BYTES`.
         """
         taken = await self.read(name, limit=MAX_LISTING_BYTES)
         if taken.content is None:
@@ -87,15 +86,15 @@ class WorkFolder:
         return taken.content.decode("utf-8", "backslashreplace")
 
     async def run(self, script: str, *arguments: str, timeout_s: float, shell: str = "sh") -> ExecResult:
-        """Run a script with the folder as its first argument."""
+        """Run a script; its arguments are the folder and ``arguments``."""
         words = " ".join(map(shlex.quote, (script, "_", self.path, *arguments)))
         return await self.sandbox.exec(f"exec {shell} -c {words}", cwd="/", timeout_s=timeout_s)
 
     async def step(self, script: str, *arguments: str, timeout_s: float) -> None:
-        """Run a script after the policy; a failure in a live sandbox is the policy's.
+        """Run a script after the policy's code has run.
 
         Raises:
-            PatchExtractionError: the script failed.
+            PatchExtractionError: the script failed although the sandbox lives, so the policy is charged.
             AgentError: the policy exceeded a limit of its sandbox.
             InfrastructureError: the sandbox has ended.
         """
@@ -103,10 +102,10 @@ class WorkFolder:
         if done.return_code == 0 and done.error_type is None:
             return
         await self.require_sandbox()
-        raise PatchExtractionError(f"the repository cannot be read: {end_of(done)}")
+        raise PatchExtractionError(f"the repository cannot be read: {error_tail(done)}")
 
     async def require_sandbox(self) -> None:
-        """Check that the sandbox lives, where supported.
+        """Check that the sandbox lives; no-op for sandboxes without a health check.
 
         Raises:
             AgentError: sandboxed code ended the sandbox.
@@ -116,31 +115,31 @@ class WorkFolder:
             await self.sandbox.check()
 
 
-def end_of(done: ExecResult) -> str:
-    """Return a failed script's error output, or its exit code."""
+def error_tail(done: ExecResult) -> str:
+    """Return the last 500 characters of a failed script's stderr, or ``exit code N`` if stderr is empty."""
     return (done.stderr or "").strip()[-500:] or f"exit code {done.return_code}"
 
 
 _ROW_FIELDS = {41: "image", 42: "swe.base_commit", 43: "swe.test_patch"}
-"""Exit codes for errors of the row, with the row's field."""
+"""Row field at fault, by exit code of :data:`.PREPARE`."""
 
 _KEPT_VARIABLES = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "HOME", "TERM"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Listing(dict[str, Entry]):
-    """Files of a base, shared by sessions of the same image."""
+    """Files of a base commit by path, shared by sessions of an image (``dict`` cannot be weakly referenced)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """State from which a policy starts.
+    """Repository and environment from which a policy starts.
 
     Attributes:
-        commit: commit of the new repository.
+        commit: id of the only commit of the new repository.
         listing: files of the commit.
-        variables: environment variables of an activated shell.
-        modules: importable modules.
+        variables: environment variables that activation of the image's environment sets.
+        modules: modules that the image's Python can import.
     """
 
     commit: str
@@ -154,9 +153,10 @@ class AppliedSolution:
     """A solution applied in a sandbox, with the hidden tests.
 
     Attributes:
-        patch: the whole solution.
-        files: path to hash of every file after application.
-        kept: archive of hidden files kept outside of the sandbox, in base64.
+        patch: all changes, including ignored ones.
+        files: blob id by path, of every file after application.
+        tests: paths of the test files.
+        kept: base64 archive of tests and hidden files that are not in the sandbox yet; empty if all are.
     """
 
     work: WorkFolder
@@ -171,8 +171,10 @@ class PatchLimits:
     """Limits of extraction.
 
     Attributes:
-        timeout_s: seconds for each step of preparation and extraction.
-        file_kib: largest new file; larger files are omitted.
+        timeout_s: seconds for each script of preparation, extraction and application.
+        file_kib: maximum size of a new file; larger files are left out of the solution.
+        total_kib: maximum size of all changed files together; a larger solution cannot be extracted.
+        files: maximum number of changed files; a larger solution cannot be extracted.
     """
 
     timeout_s: float = 180.0
@@ -182,7 +184,7 @@ class PatchLimits:
 
 
 class Repositories:
-    """Prepares, extracts and applies; see the module."""
+    """Preparation of repositories, extraction and application of solutions; see the module."""
 
     def __init__(self, limits: PatchLimits) -> None:
         self._limits = limits
@@ -192,11 +194,8 @@ class Repositories:
         """Prepare the repository.
 
         Args:
-            hide: for the policy: remove hidden files and all traces. Otherwise the hidden files are kept for
-                :meth:`apply`.
-
-        Returns:
-            The base and the work folder.
+            hide: ``True`` (policy) deletes the hidden files and the work folder; ``False`` (grading) moves the hidden
+                files into the work folder, for :meth:`apply`.
 
         Raises:
             CallerError: the image lacks the repository or the commit, or the test patch does not apply; names the
@@ -219,21 +218,21 @@ class Repositories:
             raise CallerError(said, field=field)
         match = re.fullmatch(r"commit ([0-9a-f]{40})", said.rpartition("\n")[2])
         if done.return_code or match is None:
-            raise InfrastructureError(f"the repository could not be prepared: {said} {end_of(done)}")
+            raise InfrastructureError(f"the repository could not be prepared: {said} {error_tail(done)}")
         listing = await self._listing(work, match[1])
         await work.run(READ_ENVIRONMENT, instance.repo_folder, timeout_s=timeout_s, shell=BASH)
         modules = await work.read("modules", limit=1 << 20)
-        report = (modules.content or b"").decode("utf-8", "replace")
-        base = Base(match[1], listing, await _variables(work), importable_modules(map(changes.shown, listing), report))
+        text = (modules.content or b"").decode("utf-8", "replace")
+        base = Base(match[1], listing, await _variables(work), importable_modules(map(changes.unquote, listing), text))
         if hide:
             await work.run('rm -rf "$1"', timeout_s=timeout_s)
         return base, work
 
-    async def extract(self, sandbox: Sandbox, instance: SweInstance, base: Base, protection: Protection) -> Solution:
+    async def extract(self, sandbox: Sandbox, instance: SweInstance, base: Base, rules: ProtectedFiles) -> Solution:
         """Extract the policy's changes.
 
         Raises:
-            PatchExtractionError: extraction failed through the policy's fault.
+            PatchExtractionError: a limit is exceeded, or a script failed although the sandbox lives.
             AgentError: the policy exceeded a limit of its sandbox.
             InfrastructureError: the sandbox has ended.
         """
@@ -249,34 +248,34 @@ class Repositories:
             after = await asyncio.to_thread(changes.read_listing, await work.text("after"))
         except changes.BadListing as error:
             raise PatchExtractionError(str(error)) from error
-        found = changes.changed(base.listing, after)
+        found = changes.compare_listings(base.listing, after)
         if len(found) > limits.files:
             raise PatchExtractionError(f"{len(found)} files were changed, the limit is {limits.files}")
         wanted = {change.entry.blob for change in found if change.entry is not None}
-        settings = [change.path for change in found if protection.by_content(changes.shown(change.path))]
+        settings = [change.path for change in found if rules.depends_on_settings(changes.unquote(change.path))]
         wanted |= {base.listing[path].blob for path in settings if path in base.listing}
         contents = await self._contents(work, instance, wanted) if wanted else {}
         left_out |= {change.path: "its content is missing" for change in found if _is_missing(change, contents)}
         kept = tuple(change for change in found if change.path not in left_out)
         return Solution(
-            kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.modules)
+            kept, contents, left_out, changes.ignore_reasons(kept, base.listing, contents, rules, base.modules)
         )
 
     async def apply(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> AppliedSolution:
-        """Apply a solution's allowed changes and the hidden tests to a prepared repository.
+        """Apply a solution without ignored changes, and the hidden tests, to a prepared repository.
 
-        If the row has ``before_tests``, the tests are applied afterwards by :meth:`apply_tests`.
+        If the row has ``before_tests``, :meth:`apply_tests` applies the tests after ``before_tests``.
 
         Raises:
             InfrastructureError: the sandbox failed.
         """
-        kept, tests = "kept" if instance.before_tests else "", Protection(instance).tests
+        kept, tests = "kept" if instance.before_tests else "", ProtectedFiles(instance).tests
         stream = changes.import_stream(solution, base.commit)
         await work.write({"stream": base64.b64encode(stream).decode(), "tests": _names(tests)})
         arguments = (instance.repo_folder, base.commit, kept, *instance.hidden)
         done = await work.run(APPLY_SOLUTION, *arguments, timeout_s=self._limits.timeout_s)
         if done.return_code:
-            raise InfrastructureError(f"the solution could not be applied to the base: {end_of(done)}")
+            raise InfrastructureError(f"the solution could not be applied to the base: {error_tail(done)}")
         patch = await work.read("patch", limit=4 * self._limits.total_kib << 10)
         listing = changes.read_listing(await work.text("applied"))
         hidden = await work.text("kept.tar") if kept else ""
@@ -288,10 +287,10 @@ class Repositories:
         )
 
     async def apply_tests(self, applied: AppliedSolution, instance: SweInstance) -> None:
-        """Apply the hidden tests and restore the activation script after code of the policy has run.
+        """Apply the hidden tests and restore the activation script, after ``before_tests`` has run the policy's code.
 
         Raises:
-            PatchExtractionError: application failed through the policy's fault.
+            PatchExtractionError: a script failed although the sandbox lives, so the policy is charged.
             AgentError: the policy exceeded a limit of its sandbox.
             InfrastructureError: the sandbox has ended.
         """
@@ -320,9 +319,7 @@ class Repositories:
 
 
 async def _variables(work: WorkFolder) -> Mapping[str, str]:
-    """Return the variables that activation sets. Failures of activation are ignored, as in the image author's own
-    shell.
-    """
+    """Return the variables that activation sets, even if activation fails, and git's ``safe.directory``."""
     before, after = [await _environment(work, name) for name in ("before", "setup-done")]
     changed = {name: value for name, value in after.items() if before.get(name) != value}
     # git refuses repositories of other users, and the image's repository may have another owner.
@@ -338,7 +335,6 @@ async def _environment(work: WorkFolder, name: str) -> dict[str, str]:
 
 
 def _names(paths: Iterable[str]) -> str:
-    """Format paths in the repository for ``xargs -0``."""
     return "".join(f"./{path}\0" for path in sorted(paths))
 
 

@@ -3,10 +3,10 @@
 """Outcomes of a task's tests from two sources, and their comparison with the expected outcomes.
 
 The sources are the log, which the code under test can forge, and records of a plugin in the runner's process
-(``inside/``). A test counts as passed if both agree. The records also report a modified runner and whether the runner
-completed.
+(``inside/``). A test counts as passed if both sources agree. The records also report a modified runner and whether the
+runner completed.
 
-Logs are parsed and graded by the ``swebench`` package. A hostile log can cause exponential time in its regular
+The ``swebench`` package parses and grades logs. A hostile log can cause exponential time in swebench's regular
 expressions, so parsers run in a worker (:mod:`nemo_gym_prorl.tasks.forked_workers`). R2E-Gym's rule is implemented
 here. All but :class:`LogParser` is pure.
 """
@@ -41,10 +41,10 @@ class ParserTimeout(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Parsed logs.
+    """Parsed logs of one run.
 
     Attributes:
-        maps: test to status, one map per log.
+        maps: status by test, one map per log.
         resolved: whether the dataset's own harness accepts the first log.
     """
 
@@ -53,7 +53,7 @@ class Parsed:
 
 
 class LogParser:
-    """Parser of logs in a worker process, with swebench."""
+    """Parser of test logs: runs swebench in a worker process."""
 
     def __init__(self) -> None:
         self._workers = WorkerPool(__name__)
@@ -70,10 +70,10 @@ class LogParser:
         """Parse the logs of one run.
 
         Args:
-            logs: output of the run, and further sources in the same format.
+            logs: output of the test command, then the plugin's records in the same format, if any.
             timeout_s: CPU seconds for all logs.
             exit_code: exit code of the test command.
-            instance_id: name of the task, on which some parsers depend.
+            instance_id: name of the task; some of swebench's parsers depend on the name.
 
         Raises:
             ParserTimeout: parsing exceeded its CPU time.
@@ -103,15 +103,12 @@ def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_
 
 
 def warm_up() -> None:
-    """Import swebench's grading and its slow dependencies."""
+    """Import swebench, so that the children forked for each job need not."""
     import swebench.harness.grading  # noqa: F401
 
 
 def answer(job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Parse logs in the worker: one map per log, and the dataset's own result for the first.
-
-    Returns ``None`` if the parser is unknown.
-    """
+    """Return the fields of :class:`Parsed` for a job; ``None`` if the parser is unknown. Runs in the worker."""
     task, logs = job["task"], job["logs"]
     if task["log_parser"] == R2E_PARSER:
         maps = [parse_r2e(log) for log in logs]
@@ -124,17 +121,16 @@ def answer(job: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     fields = {name: task[name] for name in ("instance_id", *_ROW_FIELDS)}
     spec = TestSpec(image="", eval_script_list=[], **fields)
-    logs = [log.replace("\r\n", "\n").replace("\r", "\n") for log in logs]  # like swebench's text mode
+    logs = [log.replace("\r\n", "\n").replace("\r", "\n") for log in logs]  # swebench reads logs in text mode
     resolved = _resolved_by_swebench(spec, job["exit_code"], logs[0])
     return {"maps": [dict(parser(log, spec)) for log in logs], "resolved": resolved}
 
 
 def _resolved_by_swebench(spec: Any, exit_code: int, log: str) -> bool:
-    """Return swebench's result for a log in the format of its scripts."""
     from swebench.harness import constants, grading
 
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-        # swebench uses the first exit code in the file, so it precedes the tests' output.
+        # swebench uses the first exit code in the file: written first, it cannot be forged by the tests' output.
         file.write(f"{constants.TEST_EXIT_CODE}: {exit_code}\n{constants.START_TEST_OUTPUT}\n{log}\n")
         file.write(f"{constants.END_TEST_OUTPUT}\n")
         file.flush()
@@ -144,10 +140,10 @@ def _resolved_by_swebench(spec: Any, exit_code: int, log: str) -> bool:
 
 
 def parse_r2e(log: str) -> dict[str, str]:
-    """Parse a log by R2E-Gym's rule.
+    """Parse a log by R2E-Gym's rule into statuses by test.
 
-    Each line of pytest's summary with a status word counts, also of a skipped test. A test's name is the node id
-    without its file, joined by dots; it may be empty.
+    Each line of pytest's summary with a status word counts, even the line of a skipped test. A test's name is the node
+    id without the file, joined by dots, and may be empty.
     """
     parts = re.sub(r"\x1b\[[0-9;]*m|\r", "", log).split("short test summary info")
     statuses: dict[str, str] = {}
@@ -160,7 +156,7 @@ def parse_r2e(log: str) -> dict[str, str]:
 
 
 def r2e_names(statuses: Mapping[str, str]) -> dict[str, str]:
-    """Normalize names like R2E-Gym: without colours and the text after a dash. Of equal names the last one counts."""
+    """Normalize test names like R2E-Gym: without colours and the text after a dash. The last of equal names counts."""
     plain = {re.sub(r"\x1b\[\d+m", "", name): status for name, status in statuses.items()}
     return {name.split(" - ")[0]: plain[name] for name in sorted(plain)}
 
@@ -181,20 +177,20 @@ _SUMMED_UP = (
     TestStatus.PASSED, TestStatus.SKIPPED, TestStatus.XFAIL, _XPASS, TestStatus.ERROR, TestStatus.FAILED
 )  # fmt: skip
 """Order of statuses in the output of ``pytest -rA``."""
-_SHOWN = 50
+_MAX_FAILURES = 50  # per list, in the rollout's row
 _MAX_NAME_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerRecords:
-    """Records of the plugin in the runner.
+    """Test outcomes that the plugin in the runner's process recorded.
 
     Attributes:
         statuses: status by the runner's test name.
         begun: whether tests were collected.
         ended: whether the runner completed.
         forged: why the records are not authentic; ``None`` if they are.
-        tampering: modified parts of the runner.
+        tampering: one message for each function of the runner that was replaced.
     """
 
     statuses: Mapping[str, str] = field(default_factory=dict)
@@ -204,9 +200,9 @@ class RunnerRecords:
     tampering: tuple[str, ...] = ()
 
     def as_log(self) -> str:
-        """Format the statuses like pytest and unittest, for the same parser as the log.
+        """Format the statuses like pytest's and unittest's output, for the parser of the log.
 
-        The order is that of pytest's summary: where a parser shortens names, the last of equal names counts.
+        The order is that of pytest's summary: parsers that shorten names use the last of equal names.
         """
         said = [f"{name} ... {_UNITTEST[status]}" for name, status in self.statuses.items() if status in _UNITTEST]
         summed_up = sorted(self.statuses.items(), key=lambda one: _SUMMED_UP.index(one[1]))
@@ -233,7 +229,7 @@ def read_records(raw: bytes, secret: str) -> RunnerRecords:
             case "end", _:
                 ended = True
             case "report", [name, "setup", outcome]:
-                phases[name] = {"setup": outcome}  # a plugin reruns the test
+                phases[name] = {"setup": outcome}  # a second setup is a plugin's rerun: only the last run counts
             case "report", [name, when, outcome]:
                 said = phases.setdefault(name, {})
                 said[when] = "failed" if "failed" in (said.get(when), outcome) else outcome
@@ -248,7 +244,7 @@ def _status(phases: Mapping[str, str]) -> str:
         return TestStatus.ERROR
     outcome = phases.get("call") or phases.get("setup", "")
     if outcome == "passed" and "call" not in phases:
-        return TestStatus.ERROR  # the runner ended after the test's setup
+        return TestStatus.ERROR  # the test was set up but never called
     known = {
         "passed": TestStatus.PASSED,
         "skipped": TestStatus.SKIPPED,
@@ -260,11 +256,11 @@ def _status(phases: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Comparison of outcomes with expected outcomes.
+    """Comparison of outcomes with the row's lists of tests, such as ``FAIL_TO_PASS``.
 
     Attributes:
-        wrong: unexpected outcomes by test, per list of the row.
-        right: number of expected outcomes per list.
+        wrong: for each list, the unexpected outcomes by test.
+        right: for each list, the number of tests with the expected outcome.
         seen: number of the row's tests with an outcome.
     """
 
@@ -277,22 +273,22 @@ class Report:
         return not any(self.wrong.values())
 
     def as_fields(self) -> dict[str, Any]:
-        """Return the fields of the rollout's row, bounded in size."""
+        """Return counts per list and at most 50 failures, as fields of the rollout's row."""
         return {
             name: {
                 "passed": self.right[name],
                 "failed": len(wrong),
-                "failures": {test[:_MAX_NAME_CHARS]: was for test, was in list(wrong.items())[:_SHOWN]},
+                "failures": {test[:_MAX_NAME_CHARS]: was for test, was in list(wrong.items())[:_MAX_FAILURES]},
             }
             for name, wrong in self.wrong.items()
         }
 
 
 def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Report:
-    """Compare outcomes with the row; a test has the expected outcome if all sources agree.
+    """Compare outcomes with the row. The expected outcome must be in all sources.
 
     Args:
-        sources: test to status, one map per source, named as by the log parser.
+        sources: status by test, one map per source, the log first; tests are named as by the log parser.
     """
     maps = list(sources)
     if instance.expected_output is not None:
@@ -319,17 +315,15 @@ def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Repo
 
 
 def _is_a_test(name: str, instance: SweInstance) -> bool:
-    """Return whether a listed name is a real test. SWE-bench's lists contain artefacts of its log parsers, such as
-    ``[100%]``.
-    """
+    """Return whether a listed name is a test, not an artefact of SWE-bench's log parsers such as ``[100%]``."""
     return instance.kind_of_runner is not Runner.PYTEST or "::" in name
 
 
 def status_of(test: str, statuses: Mapping[str, str]) -> str | None:
-    """Return the status of a test.
+    """Return the status of a test; ``None`` without an outcome.
 
-    Some names in SWE-bench are truncated within their parameters. Names match by prefix, if all matches passed or none
-    did.
+    Some names in SWE-bench are truncated within the test's parameters (an unclosed ``[``). Such a name matches by
+    prefix, provided that all matching tests passed or none did.
     """
     if test in statuses or test.count("[") <= test.count("]"):
         return statuses.get(test)
@@ -338,7 +332,7 @@ def status_of(test: str, statuses: Mapping[str, str]) -> str | None:
 
 
 def _compare_maps(expected: Mapping[str, TestStatus], maps: list[Mapping[str, str]]) -> Report:
-    """Compare by R2E-Gym's rule: the same tests with the same statuses. Extra tests matter in the log only."""
+    """Compare by R2E-Gym's rule: the same tests with the same statuses. Unexpected tests count in the log only."""
     wanted = r2e_names(expected)
     wrong: dict[str, str] = {}
     for number, statuses in enumerate(map(r2e_names, maps)):

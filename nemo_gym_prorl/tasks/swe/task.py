@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from nemo_gym_prorl.network_access import HOST
 from nemo_gym_prorl.tasks import require_extras
-from nemo_gym_prorl.tasks.swe.changes import Protection, Solution
+from nemo_gym_prorl.tasks.swe.changes import ProtectedFiles, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, parse_row
 from nemo_gym_prorl.tasks.swe.patches import Base, PatchExtractionError, PatchLimits, Repositories
@@ -36,10 +36,12 @@ def tool_schemas() -> list[dict[str, Any]]:
 
 
 def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, Any]:
-    """Return a row.
+    """Return a row of ``prorl_swe``.
 
     Args:
-        instance: the task; fields with default values are omitted.
+        instance_id: name of the task.
+        image: image of the task, in the sandbox provider's format.
+        instance: the task; the row omits fields with default values.
     """
     return {
         "responses_create_params": {
@@ -71,11 +73,11 @@ class SoftwareEngineering:
         require_extras("swe")
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
-        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # base of each session
+        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # by session
         self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the row's sandbox requirements.
+        """Return the row's sandbox requirements; ``None`` in a field selects the server's value.
 
         Raises:
             CallerError: the row is invalid; names the field.
@@ -91,16 +93,16 @@ class SoftwareEngineering:
         )
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """Prepare the repository without its later history, and activate the image's environment."""
+        """Replace the repository's history by one commit, and activate the image's environment for the tools."""
         instance = parse_row(row).swe
         base, _ = await self._repositories.prepare(tools.sandbox, instance, hide=True)
         tools.work_in(instance.repo_folder, base.variables)
         self._bases[tools] = base
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | PatchExtractionError:
-        instance = parse_row(row).swe
+        swe = parse_row(row).swe
         try:
-            return await self._repositories.extract(tools.sandbox, instance, self._bases[tools], Protection(instance))
+            return await self._repositories.extract(tools.sandbox, swe, self._bases[tools], ProtectedFiles(swe))
         except PatchExtractionError as error:
             return error
 

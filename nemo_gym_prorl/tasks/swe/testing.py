@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a task's tests in a sandbox and collect log, records and exit code.
 
-The channel's secret is written right before the tests start and passes through a pipe. So no command line, environment
-or file contains the secret when code of the policy runs.
+The secret that authenticates the plugin's records is written right before the tests start and passes through a pipe.
+So no command line, environment or file contains the secret when the policy's code runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nemo_gym_prorl.tasks.swe.report import RunnerRecords, read_records
 
 
 ANSWER_MARGIN_S = 30.0
-"""Seconds that a run may take beyond its time limit to report, including the 10 s grace of ``timeout -k``."""
+"""Seconds beyond a script's time limit until its result must arrive, including the 10 s grace of ``timeout -k``."""
 
 TIMEOUT_EXIT_CODES = frozenset({124, 137})
 
@@ -66,7 +66,7 @@ prorl_options=$(shopt -p; set +o); set +x
 {{ declare -f; printf '%s\\n' "$prorl_options"; }} > {work}/options
 }} 2> /dev/null
 """
-"""Saves the shell's state for the test command, after all other processes have been killed."""
+"""Kills all other processes if possible, then saves the shell's state for the test command."""
 
 _RUN = (
     _SETUP
@@ -88,17 +88,17 @@ exec timeout -k 10 "$3" bash --noprofile --norc "$work/command" > "$work/log" 2>
 
 
 _END_OF_LOG = 'tail -c "$2" "$1/log" | tail -n +2 > "$1/log.end"'
-"""Extracts the end of the log in whole lines."""
+"""Copies the end of the log, at most ``$2`` bytes in whole lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestLimits:
-    """Limits of one candidate's tests.
+    """Limits of one test run.
 
     Attributes:
         timeout_s: seconds for the test command.
         before_timeout_s: seconds for ``before_tests``.
-        log_kib: maximum log size; of a longer pytest log only the end with the summary is read.
+        log_kib: maximum log size. Of a longer pytest log only the end is read; other longer logs are unreadable.
     """
 
     timeout_s: float = 1800.0
@@ -111,10 +111,12 @@ class Run:
     """Results of a test run.
 
     Attributes:
-        records: records of the plugin; ``None`` if the runner has no plugin.
+        timed_out: whether ``before_tests`` or the test command exceeded its time limit.
+        exit_code: exit code of the test command, or of ``before_tests`` if no tests ran.
+        records: records of the plugin; ``None`` if the runner has no plugin or did not start.
         rewritten: test files that were modified during the run.
-        problem: why there is no log.
-        ended_early: why no tests ran.
+        problem: why the log cannot be parsed; ``None`` if it can.
+        ended_early: why no tests ran; ``None`` if tests ran.
     """
 
     timed_out: bool = False
@@ -127,7 +129,7 @@ class Run:
 
     @property
     def logs(self) -> list[str]:
-        """Log, and records in the same format, for the log parser."""
+        """Sources for the log parser: the log, then the records in the same format, if any."""
         return [self.log] if self.records is None else [self.log, self.records.as_log()]
 
 
@@ -135,16 +137,17 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
     """Run ``before_tests``, such as the installation of the changed package.
 
     Returns:
-        ``None`` if the tests may follow. Failing lines are ignored, as in the datasets' own harnesses.
+        ``None`` if the tests may run next; a :class:`Run` if the shell timed out or ended early. Failing lines are
+        ignored, as in the datasets' own harnesses.
 
     Raises:
-        AgentError: the candidate exceeded a limit of the sandbox.
+        AgentError: the policy's code exceeded a limit of the sandbox.
         InfrastructureError: the sandbox has ended or failed.
     """
     if not instance.before_tests:
         return None
-    # kill -1 is atomic, so no process can escape by forking. The command is safe only in a PID namespace of the
-    # sandbox.
+    # kill -1 is atomic, so no process can escape by forking. It is safe only in a PID namespace of the sandbox, which
+    # only this project's sandboxes (with a health check) are known to have.
     end_others = "kill -9 -1; " if isinstance(work.sandbox, HasHealthCheck) else ""
     state = _STATE.format(work=shlex.quote(work.path), end_others=end_others)
     await work.write({"before": f"{instance.before_tests}\n{state}"})
@@ -163,10 +166,10 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
 async def apply_mutations(
     instance: SweInstance, applied: AppliedSolution, check: MutationCheck
 ) -> tuple[AppliedSolution, frozenset[str]]:
-    """Change the expectations of the hidden tests.
+    """Change the expectations of the hidden tests (:meth:`.MutationCheck.mutate`).
 
     Returns:
-        The applied solution with the changed hashes, and the names of the changed tests.
+        The applied solution with the hashes of the changed files, and the names of the changed tests.
 
     Raises:
         InfrastructureError: the sandbox failed.
@@ -178,21 +181,21 @@ async def apply_mutations(
         done = await work.run(look, timeout_s=ANSWER_MARGIN_S)
         paths += sorted((done.stdout or "").splitlines())
     for path in [path for path in paths if path.endswith(".py")][:MAX_TEST_FILES]:
-        place = posixpath.join(instance.repo_folder, path)
-        taken = await work.read(place, limit=MAX_SOURCE_BYTES)
-        content, tests = await asyncio.to_thread(check.changed, path, taken.content or b"")
+        target = posixpath.join(instance.repo_folder, path)
+        taken = await work.read(target, limit=MAX_SOURCE_BYTES)
+        content, tests = await asyncio.to_thread(check.mutate, path, taken.content or b"")
         if tests:
-            await work.write({place: content.decode()})
+            await work.write({target: content.decode()})
             hashes[path] = hash_of(content)
             changed |= tests
     return replace(applied, files=hashes), changed
 
 
 async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: TestLimits) -> Run:
-    """Run the row's test command.
+    """Run the row's test command with the runner's plugin.
 
     Raises:
-        AgentError: the candidate exceeded a limit of the sandbox.
+        AgentError: the policy's code exceeded a limit of the sandbox.
         InfrastructureError: the sandbox has ended or failed.
     """
     work = applied.work

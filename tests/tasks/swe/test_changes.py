@@ -17,18 +17,18 @@ from nemo_gym_prorl.tasks.swe.changes import (
     Change,
     Entry,
     Patch,
-    Protection,
+    ProtectedFiles,
     Solution,
-    changed,
+    compare_listings,
     hash_of,
-    ignored,
+    ignore_reasons,
     import_stream,
     importable_modules,
     read_contents,
     read_listing,
     read_patch,
     same_settings,
-    shown,
+    unquote,
 )
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from tests.tasks.swe import records
@@ -83,12 +83,12 @@ def test_extracted_and_applied_changes_are_identical(
         listing = write(folder, after)
         wanted = "".join(f"{entry.blob}\n" for entry in read_listing(listing).values()).encode()
         contents = read_contents(git(folder, "cat-file", "--batch", given=wanted))
-        solution = Solution(tuple(changed(base, read_listing(listing))), contents)
+        solution = Solution(tuple(compare_listings(base, read_listing(listing))), contents)
         git(folder, "fast-import", "--quiet", given=import_stream(solution, commit))
         for ref in ("solution", "applied"):
             git(folder, "read-tree", f"refs/prorl/{ref}")
             assert git(folder, "ls-files", "-s").decode() == listing
-        assert {shown(path) for path in read_listing(listing)} == after.keys()
+        assert {unquote(path) for path in read_listing(listing)} == after.keys()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_any_listing_is_parsed_or_refused(text: str) -> None:
         entries = read_listing(text)
     except BadListing:
         return
-    for path in map(shown, entries):
+    for path in map(unquote, entries):
         assert not Path(path).is_absolute()
         assert not {"..", ".git", "."} & set(path.split("/"))
 
@@ -143,20 +143,20 @@ PROTECTED = ["conftest.py", "test_a.py", "a_test.py", "pytest.ini", ".pytest.tom
 
 @given(FOLDERS, st.sampled_from(PROTECTED))
 def test_test_and_runner_files_are_protected_in_any_folder(folder: str, name: str) -> None:
-    assert Protection(INSTANCE).why(f"{folder}/{name}" if folder else name, BASE) is not None
+    assert ProtectedFiles(INSTANCE).ignore_reason(f"{folder}/{name}" if folder else name, BASE) is not None
 
 
 @given(FOLDERS, st.sampled_from(["setup.cfg", "pyproject.toml"]))
 def test_runner_settings_are_protected_in_any_folder(folder: str, name: str) -> None:
     path = f"{folder}/{name}" if folder else name
-    assert Protection(INSTANCE).by_content(path)
+    assert ProtectedFiles(INSTANCE).depends_on_settings(path)
     content = b"[tool:pytest]\naddopts = -p a\n" if name == "setup.cfg" else b"[tool.pytest.ini_options]\na = 1\n"
     for mode, text in (("100644", content), (LINK, b"plain.cfg")):
         change = Change(path, Entry(mode, hash_of(text)), True)
-        assert path in ignored([change], {}, {hash_of(text): text}, Protection(INSTANCE), BASE)
+        assert path in ignore_reasons([change], {}, {hash_of(text): text}, ProtectedFiles(INSTANCE), BASE)
     harmless = Change(path, Entry("100644", hash_of(b"[metadata]\nname = 1\n")), True)
     contents = {hash_of(b"[metadata]\nname = 1\n"): b"[metadata]\nname = 1\n"}
-    assert path not in ignored([harmless], {}, contents, Protection(INSTANCE), BASE)
+    assert path not in ignore_reasons([harmless], {}, contents, ProtectedFiles(INSTANCE), BASE)
 
 
 @pytest.mark.parametrize(
@@ -177,17 +177,17 @@ def test_runner_settings_are_protected_in_any_folder(folder: str, name: str) -> 
     ],
 )
 def test_shadowing_modules_are_ignored(path: str, counts: bool) -> None:
-    assert (Protection(INSTANCE).why(path, BASE) is None) is counts
+    assert (ProtectedFiles(INSTANCE).ignore_reason(path, BASE) is None) is counts
 
 
 def test_helpers_are_allowed_if_the_fix_changes_one() -> None:
     for path in ("lib/test/client.py", "lib/testutils/deep/base.py"):
         row = INSTANCE.model_copy(update={"patch": records.PATCH.replace("lib/sums.py", path)})
         folder = "/".join(path.split("/")[:2])
-        assert Protection(row).why(path, BASE) is None
-        assert Protection(row).why(f"{folder}/other.py", BASE) is None
-        assert Protection(row).why(f"{folder}/pytest.ini", BASE) is not None
-        assert Protection(row).why("deep/test/other.py", BASE) is not None
+        assert ProtectedFiles(row).ignore_reason(path, BASE) is None
+        assert ProtectedFiles(row).ignore_reason(f"{folder}/other.py", BASE) is None
+        assert ProtectedFiles(row).ignore_reason(f"{folder}/pytest.ini", BASE) is not None
+        assert ProtectedFiles(row).ignore_reason("deep/test/other.py", BASE) is not None
 
 
 SETTINGS = b"[metadata]\nname = a\n\n[tool:pytest]\naddopts = -q\n"
@@ -251,7 +251,7 @@ def test_reported_patch_reproduces_the_files(tmp_path: Path) -> None:
     contents = read_contents(
         git("cat-file", "--batch", given="".join(f"{entry.blob}\n" for entry in now.values()).encode())
     )
-    solution = Solution(tuple(changed(base, now)), contents)
+    solution = Solution(tuple(compare_listings(base, now)), contents)
     patch = read_patch(git("diff", "--binary", "--no-renames", "HEAD~1", "HEAD"), solution, base)
     text, left_out = patch.within(1 << 20)
     assert (left_out, patch.parts.keys()) == ([], {change.path for change in solution.changes})

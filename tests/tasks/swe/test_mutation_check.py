@@ -197,7 +197,7 @@ FORMS = [
 def test_changed_test_fails(form: str, seed: str) -> None:
     source = f"class TestAll:\n  def test_it(self):\n    {form}\n\ndef test_other(): pass\n"
     check = mutation_check_for(["a.py::TestAll::test_it[x]"], seed)
-    content, tests = check.changed("a.py", source.encode())
+    content, tests = check.mutate("a.py", source.encode())
     assert tests == {"a.py::TestAll::test_it"}
     assert b"def test_other" not in content
     assert b"_other(): pass" in content, "as a helper"
@@ -235,7 +235,7 @@ def test_correct_solution_is_not_convicted_by_changed_tests(form: str, fix: obje
     assert passes(source, fix)
     assert passes(source, other)
     for seed in range(30):
-        content, _ = mutation_check_for(["a.py::TestAll::test_it"], str(seed)).changed("a.py", source.encode())
+        content, _ = mutation_check_for(["a.py::TestAll::test_it"], str(seed)).mutate("a.py", source.encode())
         assert passes(content.decode(), fix) or not passes(content.decode(), other), content.decode()
 
 
@@ -258,7 +258,7 @@ def passes(source: str, given: object) -> bool:
     ids=["a ligature in a name", "a long sum", "a long number", "a table of something else"],
 )
 def test_unusual_tests_are_changed(source: str) -> None:
-    content, tests = mutation_check_for(["a.py::test_it"], "").changed("a.py", source.encode())
+    content, tests = mutation_check_for(["a.py::test_it"], "").mutate("a.py", source.encode())
     assert tests == {"a.py::test_it"}
     compile(content, "a.py", "exec")
 
@@ -267,7 +267,7 @@ def test_unusual_tests_are_changed(source: str) -> None:
     st.binary(max_size=300) | st.sampled_from([b"def test_it(): pass", b"\xef\xbb\xbfdef test_it(): assert 1 == 1"])
 )
 def test_unchangeable_file_is_returned_unchanged(source: bytes) -> None:
-    content, tests = mutation_check_for(["a.py::test_it"], "").changed("a.py", source)
+    content, tests = mutation_check_for(["a.py::test_it"], "").mutate("a.py", source)
     assert tests or content == source
 
 
@@ -276,7 +276,7 @@ def test_changed_tests_keep_helpers_and_fixtures() -> None:
         b"@pytest.fixture\ndef test_data(): return 1\ndef test_helper(): pass\ndef test_it(): test_helper(); "
         b"assert f() == 1\ndef test_other(): pass\n"
     )
-    content, _ = mutation_check_for(["a.py::test_it"], "").changed("a.py", source)
+    content, _ = mutation_check_for(["a.py::test_it"], "").mutate("a.py", source)
     assert b"def test_data" in content
     assert b"def test_helper" in content
     assert b"def test_other" not in content
@@ -320,7 +320,7 @@ async def test_fix_earns_and_fails_all_changed_tests(swe: dict[str, Any]) -> Non
 def test_test_with_hidden_expectation_fails_at_its_end(body: str) -> None:
     source = f"class TestAll:\n  def test_it(self):{body}\n  def check(self, given, expected): pass\n"
     play(source)
-    content, tests = mutation_check_for(["a.py::TestAll::test_it"], "").changed("a.py", source.encode())
+    content, tests = mutation_check_for(["a.py::TestAll::test_it"], "").mutate("a.py", source.encode())
     assert tests
     with pytest.raises(AssertionError):
         play(content.decode())

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plugin for pytest 3.0 and later: reports outcomes and modifications of the runner.
 
-PYTEST_DONT_REWRITE. Outcomes are recorded where pytest creates its reports, outside of all other plugins. Whether a
-passing test is meaningful is checked elsewhere, by running changed tests.
+Outcomes are recorded in the outermost hook around the creation of pytest's reports. pytest does not rewrite assertions
+in a module with PYTEST_DONT_REWRITE in its docstring.
 """
 
 import pytest
@@ -17,8 +17,8 @@ _seen = {"xdist": False}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests():
-    """Snapshot the runner after installed plugins and before any code of the repository."""
-    INTEGRITY.add_deciding()
+    """Extend the snapshot after installed plugins are loaded, and before any code of the repository runs."""
+    INTEGRITY.add_assertion_modules()
 
 
 def pytest_configure(config):
@@ -66,6 +66,6 @@ def _status(report):
 
 
 def _name(nodeid):
-    """Return a test's name as in the summary."""
+    """Return a test's name as in pytest's summary."""
     relative = getattr(_seen.get("config"), "cwd_relative_nodeid", None)
     return relative(nodeid) if relative else nodeid

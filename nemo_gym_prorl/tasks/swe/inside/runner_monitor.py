@@ -5,10 +5,10 @@
 Runs in the sandbox with the interpreter of the image: Python 3.5 and later.
 
 The secret comes through a pipe, which is read once, before any code of the repository is imported. Each record has a
-number and an authentication code, so other writers of the channel and printed output cannot forge records.
+number and an HMAC, so other processes that write to the channel cannot forge records.
 
-A package can replace functions of the test runner or builtins when it is imported. :class:`RunnerIntegrity` checks
-objects that legitimate code never changes, or restores after each test.
+Code of the repository can replace functions of the test runner or builtins. :class:`RunnerIntegrity` checks objects
+that legitimate code never changes, or restores after each test.
 """
 
 import builtins
@@ -23,10 +23,11 @@ _write, _getpid, _dumps, _sha256, _new = os.write, os.getpid, json.dumps, hashli
 
 
 class Channel:
-    """Write-only channel to the process that started the tests; closed in forked processes.
+    """Write-only channel to the process that started the tests; forked processes cannot send.
 
     Args:
-        named: ``SECRET:INODE:RECORDS``: two descriptors, and the inode of the first. The pipe contains the secret.
+        named: ``SECRET:INODE:RECORDS``: descriptor and inode of the pipe with the secret, and descriptor of the file
+            for records. With any other text, the channel is closed.
     """
 
     def __init__(self, named):
@@ -44,7 +45,7 @@ class Channel:
             os.close(secret)
             if not self._secret:
                 return
-            self._records = os.dup(records)  # not inherited by other programs
+            self._records = os.dup(records)  # unlike ``records``, the copy is not inherited by programs
             os.close(records)
         except (ValueError, OSError):
             return
@@ -53,7 +54,7 @@ class Channel:
 
     @property
     def open(self):
-        """Return whether the process may send."""
+        """Return whether this process may send: it opened the channel itself."""
         return self._pid == _getpid()
 
     def send(self, kind, *values):
@@ -79,18 +80,18 @@ pluggy.callers pluggy.hooks pluggy.manager unittest.case unittest.result unittes
 unittest.suite math cmath operator
 """.split()
 
-DECIDING = """
+ASSERTION_MODULES = """
 pytest _pytest.python_api _pytest.raises _pytest.recwarn _pytest.assertion _pytest.assertion.util
 _pytest.assertion.rewrite
 """.split()
-"""Modules with assertions; installed plugins may modify them while loading."""
+"""pytest's modules with assertions, which installed plugins may modify while they load."""
 
 _SUBTESTS = "_pytest.unittest.TestCaseFunction.addSkip"
-"""Replaced by the plugin pytest-subtests. A skipped test does not count as passed, so replacing it gains nothing."""
+"""Not checked, since pytest-subtests replaces this method. A cheat gains nothing: a skipped test does not pass."""
 
 
 def _parts(module):
-    """Yield the functions of a module and the methods of its own classes."""
+    """Yield name and object of a module's callables, and of the methods of classes that the module defines."""
     for name, value in list(vars(module).items()):
         if isinstance(value, type) and value.__module__ == module.__name__:
             for inner, part in list(vars(value).items()):
@@ -107,7 +108,7 @@ def _state(part):
 
 
 class RunnerIntegrity:
-    """Snapshot of the runner's functions. References are held, so that addresses stay unique."""
+    """Snapshot of the runner's functions by ``id``. References keep the objects alive, so that ids stay unique."""
 
     def __init__(self):
         self._held = []
@@ -117,12 +118,12 @@ class RunnerIntegrity:
         self._add(MODULES)
         self._builtins = {name: getattr(builtins, name) for name in BUILTINS}
 
-    def add_deciding(self):
-        """Add :data:`DECIDING` to the snapshot."""
-        self._add(DECIDING)
+    def add_assertion_modules(self):
+        """Add :data:`ASSERTION_MODULES` to the snapshot."""
+        self._add(ASSERTION_MODULES)
 
     def report(self, channel):
-        """Report each modification once."""
+        """Send the name of each object that differs from the snapshot, once."""
         if channel.open:
             for name in self._changed():
                 if name not in self._reported:
@@ -130,7 +131,7 @@ class RunnerIntegrity:
                     channel.send("changed", name)
 
     def _changed(self):
-        """Return the names of modified or removed objects; additions are allowed."""
+        """Return the names of at most 20 objects that differ from the snapshot or are gone; new objects are fine."""
         found = [
             "builtins." + name for name, was in self._builtins.items() if getattr(builtins, name, None) is not was
         ]

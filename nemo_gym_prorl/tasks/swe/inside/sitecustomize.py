@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Start the plugin of runners without plugins in the first Python process, then the ``sitecustomize`` that this file
-shadows.
-"""
+"""Import the plugin for unittest, whose runners load no plugins, then the ``sitecustomize`` that this file shadows."""
 
 import importlib
 import os

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Report outcomes of any runner that uses ``unittest.TestResult``."""
+"""Report the outcomes of any runner that uses ``unittest.TestResult``, by patching the class."""
 
 import atexit
 from unittest import TestResult
@@ -13,7 +13,7 @@ _seen = {"begun": False}
 
 
 def _name(result, test):
-    """Return a test's name as in the log: the last line of its description."""
+    """Return a test's name as in the log: the last line of the test's description."""
     describe = getattr(result, "getDescription", str)
     return describe(test).splitlines()[-1]
 
