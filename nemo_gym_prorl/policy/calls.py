@@ -36,12 +36,8 @@ LEFT_OUT: ContextVar[set[str] | None] = ContextVar("left_out", default=None)
 
 
 def refuse(field: str, why: str, part: str | None = None) -> None:
-    """Refuse a field of a request; of a program's request, record instead that the field is left out.
-
-    Args:
-        field: name of the field, with indices.
-        why: reason of the refusal.
-        part: name to record; ``None`` for ``field`` without indices.
+    """Refuse a field of a request; of a program's request, record instead that ``part`` (by default the field without
+    indices) is left out.
 
     Raises:
         CallerError: the request is not a program's.

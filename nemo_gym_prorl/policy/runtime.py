@@ -53,7 +53,7 @@ class PolicyConfig(BaseModel):
     Attributes:
         base_url: URLs of backends, with or without ``/v1``, for rollouts that name no training run; empty if every
             run registers its own backends.
-        api_key: bearer token for these backends, or one for each of them; empty for none.
+        api_key: bearer token for these backends, or a list with a token for each backend; empty for none.
         model: model name as the backends serve it.
         engine: wire protocol; ``null`` is ``vllm`` with a tokenizer, else ``vllm_chat``. An engine with another
             protocol is refused at its handshake.
@@ -232,8 +232,6 @@ class PolicyRuntime:
                 _log.error("%s", error.reason)
             except BackendFailed as error:
                 _log.warning("policy_base_url: %s: no engine answers yet", error.reason)
-
-    # Registration of backends
 
     async def add(
         self,

@@ -115,7 +115,7 @@ class PolicyService:
     ) -> None:
         self.engine, self.dispatcher = dispatcher.engine, dispatcher
         if renderer is not None:
-            # The handshake compares the engine's tokenizer with this one by such a text.
+            # The handshake requires that the engine's tokenizer encodes this text as the same ids.
             text = renderer.tokenizer.sample_text()
             self.engine.expect_tokenization(text, renderer.tokenizer.encode(text))
         self.metrics = metrics
@@ -139,7 +139,7 @@ class PolicyService:
 
         Raises:
             CallerError: the request is invalid for every server.
-            RolloutGone: the request continues a rollout or answer that is unknown here, or the rollout was deleted.
+            RolloutGone: the request continues an unknown rollout or answer, or the rollout was deleted meanwhile.
             BackendFailed: no backend carried out the request.
         """
         rollout = self._rollout(request)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Persistent connections to engines, and validation of their answers.
 
-Engines close connections that were idle for some seconds (vLLM: 5), possibly just as a request reuses one. Such a
-close says nothing about the engine's health, so a request whose connection ends before an answer is sent again.
+Engines close connections that were idle for some seconds (vLLM: 5), possibly just as a request reuses a connection.
+Such a close says nothing about the engine's health. A request whose connection ends before an answer is sent again.
 Cancelling a request closes its connection, on which engines abort the request.
 
 Several choices, missing ids or log-probs, and an aborted generation each raise an error, so they never become a wrong

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine addresses, sampling parameters, and the classification of engine errors.
 
-- :class:`BackendFailed`: this backend failed, and another one may succeed.
+- :class:`BackendFailed`: this backend failed, and another backend may succeed.
 - :class:`BackendErred`: a running engine answered an error, which the request may have caused.
 - :class:`Misconfigured`: a key, name, tokenizer or protocol does not match the engine.
 - :class:`RequestRefused`: the request is invalid, and every backend would refuse it.
@@ -164,7 +164,7 @@ class Sampling:
 
 
 class BackendFailed(InfrastructureError):
-    """The backend is unreachable, broken or overloaded; the same request may succeed on another one."""
+    """The backend is unreachable, broken or overloaded; the same request may succeed on another backend."""
 
 
 class BackendErred(BackendFailed):

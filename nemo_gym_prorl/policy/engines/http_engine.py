@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common base of the wire protocols: handshake, log-prob probes, and classification of refusals.
 
-The handshake compares the engine's tokenizer and reads its context length. It takes place at registration or before
-the first turn. After a failed request, probe or load report and after each weight update (:meth:`HttpEngine.forget`)
-the handshake is repeated. A wrong protocol, model name or key, and an answer that is not JSON, each raise an error
-that names the setting.
+The handshake compares the engine's tokenizer and reads its context length, at registration or before the first turn.
+After a failed request, probe or load report and after each weight update (:meth:`HttpEngine.forget`) the handshake is
+repeated. A wrong protocol, model name or key, and an answer that is not JSON, each raise an error that names the
+setting.
 
 An engine is probed for the mode of its log-probs at registration, or else before its first turn, and for grammars
 before the first turn that uses one. A new handshake discards these verdicts.
@@ -281,7 +281,7 @@ class HttpEngine(EngineControl):
 
         Raises:
             ContextFull: the context is full.
-            Misconfigured: neither the request nor the engine gives a limit.
+            Misconfigured: neither the request nor the engine has a limit.
         """
         if target.context is None:
             self.contexts.pop(target.url, None)  # the engine may report the length by the next turn

@@ -187,7 +187,7 @@ def classify_mode(plain: float, cold: float, only: float) -> LogProbMode | None:
     if plain > _PEAKED or _SAME < abs(cold - plain) < _DIFFERENT:
         return None
     if abs(cold - plain) <= _SAME:
-        # Tied tokens have equal log-probs at every temperature; only a processed one becomes 0 under top_k 1.
+        # Tied tokens have equal log-probs at every temperature. Only processed log-probs become 0 under top_k 1.
         return LogProbMode.RAW if abs(only - plain) <= _SAME else None
     if only >= -_SAME:
         return LogProbMode.PROCESSED
@@ -298,7 +298,7 @@ class EngineProbe:
         except _NoVerdict:
             return  # the engine will refuse the real request with a reason
         except BackendErred:
-            # vLLM with a reasoning parser fails on some grammars. An engine that also fails without one is broken.
+            # vLLM with a reasoning parser fails on some grammars. An error without a grammar is the engine's own.
             await self._sample(replace(probe, extra={}))
             text = ""
         if text and (text.startswith(_CHOICE) or _CHOICE.startswith(text)):

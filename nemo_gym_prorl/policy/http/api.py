@@ -126,7 +126,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.get("/v1/backends", responses=problem_responses())
     async def listing(run: _Label | None = None) -> dict[str, Any]:
-        """List backends with their state and the number of waiting turns, of all training runs or of one."""
+        """List backends with their state and the number of waiting turns, of all training runs or of a single run."""
         return _listing(runtime, run)
 
     @router.delete("/v1/backends/{backend_id}", responses=problem_responses(404))
@@ -137,8 +137,8 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.delete("/v1/backends", responses=problem_responses())
     async def clear(run: _Label | None = None) -> dict[str, Any]:
-        """Remove all backends of a training run, or without `run` those of rollouts without one. Turns wait for new
-        backends.
+        """Remove all backends of a training run; without `run`, the backends for rollouts that name no run. Turns wait
+        for new backends.
         """
         runtime.dispatcher.apply(runtime.pool.clear(run))
         return {"backends": []}

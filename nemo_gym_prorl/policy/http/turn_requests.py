@@ -3,7 +3,7 @@
 """Turns of the Responses API, from request bytes to answer bytes.
 
 Tools, sampling and metadata are the same in all requests of a rollout. Gym's own classes check and convert these once,
-and later requests are recognised by their bytes. The items of the input are read here. Tokens in the answer stay the
+and later requests are recognised by their bytes. This module reads the input's items. Tokens in the answer stay the
 JSON text of the cache.
 
 Agents send texts, calls and their results, reasoning, and earlier turns, with or without tokens. Items are read as Gym
@@ -117,7 +117,7 @@ class _AssistantMessage:
 
 
 def _tokens(item: dict[str, Any], turns: Sequence[LedgerTurn], at: str) -> dict[str, Any]:
-    """Remove an item's token fields and return them: a known turn, or the fields of an unknown one."""
+    """Remove an item's token fields; return the known turn under :data:`KNOWN_TURN`, or the fields with numbers."""
     mark, given = item.pop(TURN_MARKER, None), {name: item.pop(name, None) for name in TOKEN_FIELDS}
     if item.pop("routed_experts", None) is not None:
         raise CallerError("engines do not accept routed_experts: leave it out", field=f"{at}.routed_experts")

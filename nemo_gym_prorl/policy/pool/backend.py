@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one inference backend in the pool, and of the rollouts and turns that the pool places.
 
-A backend that fails is down until a probe succeeds. It is then on trial: it receives one request at a time until a
+A backend that fails is down until a probe succeeds. The backend is then on trial: only one request at a time, until a
 request succeeds. The wait before a probe doubles with each consecutive failure.
 
 Rollouts share prefixes of their first prompts, in blocks that an engine caches once for all of them. A block's name is
@@ -143,8 +143,8 @@ class Ticket:
 
 @dataclass(slots=True)
 class RunQueue:
-    """A run's tickets that wait for any backend, of returning rollouts and of new ones (``fresh``). ``moved`` is the
-    last pool time at which no turn of the run waited in an outage.
+    """A run's tickets that wait for any backend, of returning rollouts and of new rollouts (``fresh``). ``moved`` is
+    the last pool time at which no turn of the run waited in an outage.
     """
 
     moved: float
@@ -198,7 +198,7 @@ class Health(StrEnum):
 
     UP = "up"
     TRIAL = "trial"
-    """A probe succeeded after a failure; the backend receives one request at a time until one succeeds."""
+    """A probe succeeded after a failure; the backend receives one request at a time until a request succeeds."""
     DOWN = "down"
 
 
@@ -213,7 +213,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The backend is being removed: cancel the ticket's request there. The pool places the ticket again."""
+    """The backend is being removed: cancel the ticket's request to the backend. The pool places the ticket again."""
 
     ticket: int
     backend: str
@@ -323,8 +323,6 @@ class Backend:
         """Load for placement: live rollouts, plus load that a late joiner is credited with, scaled by slowness."""
         unseen = self.load_credit * self.load_at_join_left / self.load_at_join if self.load_at_join else 0.0
         return (len(self.live) + unseen + 1) * self.slowness - 1
-
-    # Health
 
     @property
     def usable(self) -> bool:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of a rollout's backend, and of the time to leave it despite its cached prefix.
 
-Placement balances the number of live rollouts, because each one slows its engine down. Memory decides only where it
-makes a difference:
+Placement balances the number of live rollouts, because each live rollout slows its engine down. Memory decides only in
+these cases:
 
 - A new rollout goes to the backend with the fewest live rollouts; equally loaded backends take turns.
 - A sibling joins its group's backend, which has their prompt cached, unless that backend's load is too far above the
@@ -35,8 +35,8 @@ REBALANCE_RATIO = 2.0
 """Multiple of the least loaded backend's load, plus ``_LEAVE_MARGIN``, at which rollouts leave a backend."""
 
 _MIN_PRIVATE_TOKENS = 500
-"""Lower bound of the mean private length in tokens. New rollouts have no private tokens, and no prompt is long enough
-to justify overloading a backend.
+"""Lower bound of the mean private length in tokens. New rollouts have no private tokens; without the bound, a second
+copy of any prompt would seem to cost more than overloading a backend.
 """
 
 KV_OVERCOMMIT = 1.1

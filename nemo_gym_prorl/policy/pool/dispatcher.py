@@ -69,11 +69,8 @@ class _TicketState:
 
 @dataclass(frozen=True, slots=True)
 class PlacedResult[T]:
-    """A request's result, with the id of its backend and the seconds that the request waited for a backend.
-
-    Attributes:
-        weight_version: label of the weights when the request began; ``None`` without a label.
-        last_version: label of the weights when the request ended.
+    """A request's result, the id of its backend, the labels of the weights when the request began and ended (``None``
+    without labels), and the seconds of waiting for a backend.
     """
 
     result: T

@@ -85,8 +85,6 @@ class BackendPool:
         self._clock = 0
         self._now = 0.0
 
-    # Backends
-
     def add(
         self, backend_id: str, url: str, weight_version: str | None = None, run: str | None = None
     ) -> list[Decision]:
@@ -207,8 +205,6 @@ class BackendPool:
                     decisions.append(GiveUp(ticket.id, reason))
         return decisions
 
-    # Rollouts
-
     def request(
         self,
         ticket_id: int,
@@ -289,8 +285,6 @@ class BackendPool:
         self._deactivate(rollout)
         return self._dispatch()
 
-    # Numbers
-
     @property
     def waiting(self) -> int:
         """Number of tickets without a request in flight."""
@@ -313,8 +307,6 @@ class BackendPool:
         """Return the id of the backend with a live or inactive rollout's prefix; ``None`` before its first turn."""
         rollout = self._rollouts.get(rollout_id) or self._inactive.get(rollout_id)
         return rollout.backend if rollout else None
-
-    # Decisions
 
     def _route(self, ticket: Ticket, home: Backend | None) -> list[Decision]:
         """Queue a ticket at its rollout's backend ``home`` or in its run's queue, and dispatch."""
@@ -368,8 +360,6 @@ class BackendPool:
             if ticket.backend is None:
                 ticket.unqueue()
                 ticket.enqueue(backend.held)
-
-    # Bookkeeping
 
     def _requeue(self, ticket: Ticket) -> None:
         """Put a ticket back at the front of its run's queue, because the ticket has waited once already."""

@@ -52,9 +52,6 @@ def _json_end(text: str, at: int) -> int | None:
         return None
 
 
-# Calls as JSON
-
-
 def _object_call(value: object, raw: str) -> ToolCall:
     if not isinstance(value, dict):
         return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
@@ -136,9 +133,6 @@ def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
         return ReaderResult([call], closed.end() if closed and closing else end, closed is not None, unterminated)
 
     return read
-
-
-# Calls with bare parameters between tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +228,6 @@ def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: st
     return schemas.typed(name, [key], bare)
 
 
-# Calls with elements named after the arguments (MiniMax M3)
-
-
 def elements(mark: str, call_end: str, block_end: str) -> Reader:
     """Return a reader of arguments as nested elements, with a mark before each tag (MiniMax M3).
 
@@ -296,9 +287,6 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
     return read
 
 
-# Calls as Python expressions
-
-
 def python_list(closing: str = "") -> Reader:
     """Return a reader of ``[f(a=1), g(b="x")]`` up to a closing marker or the end of the turn. No code is executed."""
 
@@ -352,9 +340,6 @@ def _dotted(node: ast.expr) -> str | None:
         names.append(node.attr)
         node = node.value
     return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
-
-
-# Calls in Gemma 4's notation
 
 
 _QUOTE = '<|"|>'
@@ -428,9 +413,6 @@ def gemma(closing: str) -> Reader:
         return ReaderResult([call], end + len(closing) if closed else end, closed, unterminated)
 
     return read
-
-
-# Turns in OpenAI's Harmony format (gpt-oss)
 
 
 _HARMONY = re.compile(

@@ -7,8 +7,8 @@ between a sampled turn and new messages comes from the template itself (:mod:`.t
 messages, tools and the time of day in vLLM's form, so a first prompt has exactly the tokens that vLLM renders for the
 same conversation.
 
-A template *rewrites history* if new messages change its rendering of earlier ones (it drops reasoning, or moves the
-list of tools). The caller learns of a rewrite, and keeps the history as sampled or starts a branch.
+A template *rewrites history* if new messages change its rendering of earlier messages (the template drops reasoning,
+or moves the list of tools). The caller learns of a rewrite, and keeps the history as sampled or starts a branch.
 
 Control tokens in observations stay text (:class:`EscapedSpecials`). A tokenizer reads ``<|im_end|>`` in a web page as
 the token that ends a turn, so the page's author could end the policy's turn and speak as its user. A control token in
@@ -104,7 +104,7 @@ class EscapedSpecials:
             self.messages.append(message)
 
     def reveal(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text with the tokens restored, and the character ranges of the tokens."""
+        """Return a rendered text with its control tokens in place of the placeholders, and their character ranges."""
         if not self._texts:
             return text, []
         plain, ranges, end = [], [], 0
@@ -298,13 +298,13 @@ class Renderer:
         Args:
             history: the conversation up to and including the sampled assistant message.
             new: the messages after the turn.
-            tools: the tools as given to :meth:`render_prompt`.
+            tools: the same tools as in :meth:`render_prompt`.
             sampled: token ids of the sampled turn.
             finish: why sampling ended.
             previous_id: the last id of the turn's prompt.
             before: the prompt of the turn, whose messages start the history; rendered again if ``None``.
-            now: the time as given to :meth:`render_prompt`.
-            variables: the variables as given to :meth:`render_prompt`.
+            now: the same time as in :meth:`render_prompt`.
+            variables: the same variables as in :meth:`render_prompt`.
 
         Raises:
             CallerError: the template refuses the messages.
@@ -340,7 +340,7 @@ class Renderer:
             return text
         if sampled and sampled[-1] in self.tokenizer.special:
             return self.tokenizer.strip_end_token(sampled, text, previous_id)
-        # With min_tokens an engine ignores early stop strings, so only one that the last token completes ends a turn.
+        # With min_tokens an engine ignores early stop strings, so only a stop string at the last token ends the turn.
         before = len(self.tokenizer.decode(sampled[:-1], previous_id))
         ends = (text.find(one, max(0, before - len(one) + 1)) for one in stop if one)
         cut = min((at for at in ends if at >= 0), default=len(text))

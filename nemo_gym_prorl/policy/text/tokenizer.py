@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 
 _ANCHORS = ("\n", "a", " ")
-"""Ordinary texts, one of which stands for the text before a continuation while the continuation is encoded."""
+"""Ordinary texts that can stand for the unknown text before a continuation while the continuation is encoded."""
 
 SAMPLE = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
 """Text of many scripts and code, which different tokenizers encode as different ids."""
@@ -120,7 +120,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._marks_section(previous_id) else text
 
     def count_unreadable(self, ids: Sequence[int]) -> int:
-        """Return the number of ids that the vocabulary lacks (embedding padding); :meth:`decode` gives U+FFFD."""
+        """Return the number of ids that the vocabulary lacks (embedding padding); :meth:`decode` writes U+FFFD."""
         if max(ids, default=0) < self._end and (not self._unused_ids or self._unused_ids.isdisjoint(ids)):
             return 0
         return sum(one >= self._end or one in self._unused_ids for one in ids)
@@ -202,7 +202,7 @@ class Tokenizer:
                     nearly = nearly or ids
         finally:
             self._fast.encode_special_tokens = False
-        # SentencePiece's space mark in a name never decodes to itself, so the first other encoding is accepted.
+        # A name with SentencePiece's space mark (U+2581) never decodes to itself, so an inexact encoding is accepted.
         return nearly
 
 

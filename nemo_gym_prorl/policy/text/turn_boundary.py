@@ -302,7 +302,7 @@ def _strip_sampled_end(
 
 
 def _end_at(tail: str, before_next: int, end: str) -> int:
-    """Return the index of the turn's end in the text after the turn; -1 unless the next message's content follows."""
+    """Return the index of ``end`` in the text after the turn; -1 if it is not before the next message's content."""
     at = tail.find(end)
     return at if at <= 0 or at < before_next else -1
 

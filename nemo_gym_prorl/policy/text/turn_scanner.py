@@ -384,7 +384,7 @@ def _scan(
 
 
 def _cut(calls: list[ToolCall], complete: bool) -> list[ToolCall]:
-    """Return the calls; unless ``complete``, the last one becomes malformed and loses its final brace."""
+    """Return the calls; unless ``complete``, the last call becomes malformed and loses its final brace."""
     if complete or not calls:
         return calls
     *others, last = calls
@@ -458,7 +458,7 @@ def unparsed_tool_call(content: str, form: TurnFormat, tools: Collection[str]) -
     found, quoted_too = parse(plain, form, reads_reasoning=False), parse(content, form, reads_reasoning=False).calls
     rest, calls = found.content, found.calls
     if not calls or any(call.malformed or call.name not in tools for call in (*calls, *quoted_too)):
-        return None  # engines leave all calls of a turn in the text if one cannot be parsed
+        return None  # engines leave all calls of a turn in the text if any call cannot be parsed
     if "<tool_call>{" in "".join(plain.split()) and plain.count('"arguments"') < len(calls):
         return None  # engines require the key "arguments", the readers of this package do not
     return calls[0].name if plain.startswith(rest.rstrip()) else None

@@ -120,15 +120,11 @@ def branches_of(history: ConversationIndex) -> list[Branch]:
 def training_traces(
     rollout: str, branches: Sequence[Branch], call_ids: Mapping[LedgerTurn, str]
 ) -> dict[str, Any] | None:
-    """Return the trained branches as Gym's ``training_traces``, version 1, the oldest first.
-
-    Args:
-        rollout: name of the rollout, which prefixes the traces' ids.
-        branches: return value of :func:`branches_of`.
-        call_ids: id of the model call by turn.
+    """Return the trained branches as Gym's ``training_traces``, version 1, the oldest first. ``call_ids`` are the ids
+    of the turns' model calls.
 
     Returns:
-        ``None`` if the main branch is the only trained one, or if a turn has routed experts, which version 1 lacks.
+        ``None`` if only the main branch is trained, or if a turn has routed experts, which version 1 lacks.
     """
     trained = [branch for branch in branches if branch.trained and any(turn.sampled for turn in branch.owned)]
     turns = [node.turn for branch in trained for node in branch.nodes]

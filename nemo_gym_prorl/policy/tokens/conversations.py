@@ -3,7 +3,7 @@
 """Find the sampled turn that a conversation continues, from the messages that an agent sends back.
 
 An agent's messages are a lossy copy of the sampled turns. Agents drop reasoning, trim white space and reformat JSON.
-Converters merge neighbouring assistant messages, or drop empty ones. No such change makes a new conversation. A
+Converters merge neighbouring assistant messages, or drop empty messages. No such change makes a new conversation. A
 conversation is therefore identified by its *visible* content: the messages of other roles, and between two of them the
 concatenated text and calls of the policy.
 
@@ -150,15 +150,8 @@ class ConversationIndex:
         tools: Tools = (),
         rendered: RenderedPrompt | None = None,
     ) -> ConversationNode:
-        """Add a turn that was sampled after the turn ``before`` (``None`` at a beginning) and the new messages.
-
-        Args:
-            before: the continued turn, whose conversation the new messages follow.
-            new: the messages between both turns.
-            message: the assistant message of the turn.
-            turn: the turn's tokens.
-            tools: tools that the turn was offered.
-            rendered: the turn's prompt as text, if this server rendered the prompt.
+        """Add a turn, with its assistant message, that was sampled after the turn ``before`` (``None`` at a beginning)
+        and the messages ``new``.
         """
         visible, own = before.visible if before else _BEGINNING, ConversationFingerprint.of(message)
         for one in new:
@@ -222,7 +215,7 @@ class ConversationIndex:
             visible, key = self._fingerprint_with(known, visible, key, message)
             if message["role"] != "assistant":
                 if drops and index + 1 < len(messages) and messages[index + 1]["role"] != "assistant":
-                    # A converter may have dropped a turn without visible content here.
+                    # A converter may have dropped a turn without visible content between these two messages.
                     yield index, key, carried, False
                 continue
             if (known_turn := message.get(KNOWN_TURN)) is not None:
@@ -374,14 +367,8 @@ def _canonical(arguments: Any) -> str:
 
 
 class SavedTurn(BaseModel):
-    """One turn as JSON.
-
-    Attributes:
-        id: id of the turn's answer.
-        continues: whether the prompt begins with the whole sequence of the previous turn.
-        messages: messages since the previous turn; the last is the turn's own.
-        observed: token ids of the prompt, without the previous sequence if ``continues``.
-        weight_versions: labels of the weights when sampling began and ended.
+    """One turn as JSON, with the messages since the previous turn, its own message last. ``continues``: the prompt
+    begins with the whole sequence of the previous turn, and ``observed`` holds the ids after that sequence.
     """
 
     model_config = ConfigDict(extra="forbid")
