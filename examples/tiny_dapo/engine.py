@@ -115,7 +115,7 @@ class Engine:
             if self._weights is not None:
                 self._model.load_state_dict(self._weights)
                 self._weights = None
-            live = [*live]  # requests may add sequences to the other list while the thread samples
+            live = [*live]  # requests may append to self._sequences while the thread samples
             for sequence, (token, log_prob) in zip(live, await asyncio.to_thread(self._sample, live), strict=True):
                 sequence.ids.append(token)
                 sequence.log_probs.append(log_prob)

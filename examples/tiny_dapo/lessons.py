@@ -65,7 +65,7 @@ class Demonstration:
 
 
 def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> Demonstration:
-    """Return a demonstration of a riddle, with mistakes of random occurrence."""
+    """Return a demonstration of a riddle, with random mistakes."""
     turns: list[tuple[str, str]] = []
 
     def end(answer: str) -> Demonstration:

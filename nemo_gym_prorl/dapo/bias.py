@@ -15,7 +15,7 @@ Invariant: the comparison ends before the first prompt with an outstanding first
 which are still running, would be missing from the comparison.
 
 Limit: the next try replaces a rollout that infrastructure broke. If infrastructure breaks long rollouts more often
-than short ones, the measurement misses that bias.
+than short rollouts, the measurement misses that bias.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Prefix:
 
     Attributes:
         rollout: id of the ended rollout.
-        turn: number of turns that are taken over.
+        turn: number of first turns that are inherited.
         node: URL of the service that keeps the checkpoint.
     """
 
@@ -260,7 +260,7 @@ class Member:
 
 @dataclass(slots=True)
 class Group:
-    """The members of one prompt.
+    """Group of rollouts of one prompt.
 
     Attributes:
         number: position in the order of groups; older groups have lower numbers.
@@ -294,7 +294,7 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Return whether two accuracies differ; a test of the standard deviation would fail by rounding."""
+        """Return whether accuracies of scored members differ. The deviation of equal floats need not be exactly 0."""
         return len({member.accuracy for member in self.scored}) > 1
 
     @property

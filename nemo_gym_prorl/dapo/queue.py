@@ -11,8 +11,8 @@ An excess of groups costs more than a lack: a group that becomes too old before 
 batch waits for it. Therefore the estimate is an upper bound of two standard deviations. With ``max_staleness`` 0 all
 groups after a batch start again anyway, and the estimate is a lower bound.
 
-**In flight.** A batch may still need a rollout in flight, or no batch can use it. Unusable rollouts are cancelled,
-except the references of :mod:`~nemo_gym_prorl.dapo.bias`, which run to their end.
+**In flight.** A rollout in flight becomes unusable if its group is dropped or starts again. Unusable rollouts are
+cancelled, except the references of :mod:`~nemo_gym_prorl.dapo.bias`, which run to their end.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Runner:
         services: clients of rollout services, not yet open; the runner opens and closes these clients.
         client: client name under which services share their slots among callers.
         options: further fields of each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. With
-            ``run`` a rollout is valid only if weights of that training, labelled with numbers, sampled every span.
+            ``run`` a rollout is valid only if weights of that training run, labelled with numbers, sampled its turns.
         state: return value of :meth:`state` of an earlier runner. Rollouts at lost services are sampled again.
         stall_s: seconds that :meth:`batch` waits while no rollout changes its state and no service accepts rollouts.
             If a service accepts rollouts, or weights are awaited, the longest budget of a stage is added.
@@ -330,7 +330,7 @@ class Runner:
         self._apply_decisions()
 
     def _foreign_weights(self, job: JobView) -> str | None:
-        """Return why a rollout is invalid: weights that are unknown or of another training sampled it."""
+        """Return why a rollout is invalid: unknown weights or weights of another training run sampled the rollout."""
         run = self._options.get("run")
         if run is None:
             return None

@@ -22,7 +22,7 @@ favour short rollouts. With ``max_staleness`` 0 all groups after the batch are t
 **Failures.** An infrastructure failure is never a reward: the member is tried again. A group that cannot be completed
 is dropped, never filled with a copy of a sibling. Agent failures are outcomes (``agent_failures``).
 
-Pure: methods note events, and :meth:`DynamicSampler.decide` returns the actions. The whole state is JSON.
+Pure: methods record events, and :meth:`DynamicSampler.decide` returns the actions. The whole state is JSON.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DynamicSampler:
         self.asked = 0
         """Number of batches that the trainer asked for."""
         self.emitted = 0
-        """Number of emitted batches."""
+        """Number of batches that :meth:`decide` has returned."""
         self.version = config.first_version
         """Newest weight version that was announced."""
         self._prompts = prompts
@@ -270,7 +270,7 @@ class DynamicSampler:
         self._decision.cancel += self._in_flight.cancel_references()
         self._exhausted = True
         self.prefixes.backlog.clear()
-        self._stop.not_run = 0  # no NothingToLearn after the end
+        self._stop.not_run = 0  # decide() must not raise NothingToLearn after the end
         decision, self._decision = self._decision, Decision()
         return decision
 
@@ -399,7 +399,7 @@ class DynamicSampler:
         return batch
 
     def _certainly_passed(self) -> float:
-        """Return a group number below which no group can start again, because the next batch will end after it."""
+        """Return the number below which all groups come before the end of the next batch, so none can start again."""
         first_open, wanted = self._queue.first_open(), self.config.groups_per_batch
         ready = sorted(number for number in self._queue.ready if number < first_open)
         return ready[wanted - 1] if len(ready) >= wanted else first_open
@@ -409,7 +409,7 @@ class DynamicSampler:
             self._settle(self._queue.zero_variance.pop(number))
 
     def _settle(self, group: Group) -> None:
-        """Use the result of a group that cannot start again any more for admission and curriculum."""
+        """Pass the result of a group that cannot start again to admission and curriculum."""
         self._admission.settled(trainable=group.is_trainable)
         if self._curriculum and group.search is None:
             self._curriculum.saw(group.key, [member.accuracy for member in group.members])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of ended rollouts for the sampler, and metrics of them for the trainer's logger. Pure.
+"""Scores of ended rollouts for the sampler, and the rollouts' metrics for the trainer's logger. Pure.
 
 DAPO's filter compares *accuracies*. A shaped reward (by length or by turns) varies even in a group in which no rollout
 succeeded, and such a group would train on the shaping alone. A reward of 0 or 1 is an accuracy; for any other reward

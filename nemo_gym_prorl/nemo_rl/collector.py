@@ -14,7 +14,7 @@ the training run exists, unless services took longer than :data:`JOIN_S`.
 
 NeMo RL's SingleController has no validation, so the services run it. A validation begins when the engines have a
 weight version that is due, takes precedence in the services' queues, and runs concurrently with training. The next
-weights wait until its rollouts have ended and its metrics are logged. Therefore one policy samples the whole
+weights wait until the validation has ended and its metrics are logged. Therefore one policy samples the whole
 validation, and no result is lost at the end of training.
 
 The collector asks for the batch of weights ``v`` when ``v`` is announced, so that the batch is as fresh as possible.
@@ -124,7 +124,7 @@ async def validate(
             service = services[index % len(services)]
             group = f"{client}:validation-{version}:{index}"
             try:
-                # The priority puts validation before training in the queue, since the next weights wait for it.
+                # Validation precedes training rollouts in the queue, since the next weights wait for the validation.
                 fields = {"group": group, "client": client, "priority": 1, **options}
                 await service.submit(dict(rows[index]), id=f"{group}:0", **fields)
                 return await service.wait(f"{group}:0")
@@ -287,7 +287,7 @@ class Collector:
             self._thread.start()
             started.wait()
         elif self._loop is not None and self._versions is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed; takers get the error
+            with contextlib.suppress(RuntimeError):  # the loop is closed after an error, which take() reports
                 self._loop.call_soon_threadsafe(self._versions.put_nowait, version)
 
     def take(self) -> Future[TrainingGroup]:

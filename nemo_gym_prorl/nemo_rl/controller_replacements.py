@@ -63,7 +63,7 @@ class RolloutStats:
 
 
 _GROUP_COLUMN = "prompt_ids_for_adv"
-"""NeMo RL's column from which its advantage estimators distinguish groups."""
+"""NeMo RL's column by which its advantage estimators distinguish groups."""
 
 
 class RolloutRows:
@@ -88,7 +88,7 @@ class RolloutRows:
         self._members[slot] = [index for index, _ in rows_of(group, self.multiple)]
 
     async def get_samples(self, *, sample_ids: Sequence[str], select_fields: Sequence[str], **more: Any) -> Any:
-        """Return columns of rows. A request for the prompt ids returns group and member numbers, and forgets these."""
+        """Return columns of rows, with group and member of each row in place of the prompt ids, once per row."""
         method = self._client.get_samples
         found = getattr(method, "remote", method)(sample_ids=sample_ids, select_fields=select_fields, **more)
         if inspect.isawaitable(found):
@@ -177,7 +177,7 @@ class ProrlRollouts:
             self._collector.finish_validation()
 
     def state(self) -> dict[str, Any] | None:
-        """Return the collector's state that belongs to the current weights; ``None`` before the first weights."""
+        """Return the collector's state for a checkpoint of the current weights; ``None`` before the first batch."""
         return self._collector.state(self._version - 1) if self._collector else None
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ LOG = logging.getLogger(__name__)
 
 CALL_S = 30.0  # limit for the response of a server; a loaded server may pause for many seconds
 ANNOUNCEMENT_TRIES = 3
-_MAX_CONCURRENT_CALLS = 64  # threads
+_MAX_CONCURRENT_CALLS = 64  # threads, each of which may wait for CALL_S
 PAUSE_S = 1.0  # between two tries of an announcement
 
 

@@ -146,7 +146,7 @@ def _run_controller(master: Any, arguments: Any, timings: Any, servers: Servers)
 
     options = {}
     if servers.node is not None:
-        # The servers listen on loopback of this node if they have no key.
+        # Servers without a key listen on the loopback address of their node only.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(servers.node, soft=False)
     controller = SingleControllerActor.options(**options).remote(
         master_config=master, actor_args=arguments, setup_timing_metrics=timings
@@ -171,7 +171,7 @@ def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
     import ray
 
     for name, actor in environments.items():
-        # Newer versions have no Ray actor but an object for several Gym actors, which its shutdown() ends.
+        # In newer versions of NeMo RL this is an object for several Gym actors, whose shutdown() ends the actors.
         if not hasattr(actor.shutdown, "remote"):
             actor.shutdown()
             continue

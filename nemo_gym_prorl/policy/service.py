@@ -226,8 +226,8 @@ class PolicyService:
         rollout.timings[turn] = started_at, time.monotonic() - started
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
-        # Some templates print reasoning verbatim, so the message includes the white space that the prompt has after
-        # the reasoning marker.
+        # Some templates print reasoning verbatim, so the recorded message includes the white space that the prompt
+        # wrote after the reasoning marker.
         whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
         kept = whole if opened and parsed.reasoning is not None else message
         rollout.answers[answer.id] = rollout.history.record(node, new, kept, turn, request.tools, rendered)
@@ -382,7 +382,7 @@ class PolicyService:
             raise CallerError(
                 "differ from those that the rollout began with: send the same or none", field="instructions"
             )
-        # With the continued turn in front, no new message is merged into the leading system message.
+        # Without the continued turn in front, new system messages would be merged as if no turn had been sampled.
         return ConversationMatch(node, tuple(self._with_roles((node.messages[-1], *request.messages))[1:]))
 
     def _with_roles(self, messages: Sequence[Message]) -> Sequence[Message]:

@@ -96,7 +96,7 @@ class Sampling:
 
     Attributes:
         extra: further fields of the request, for parameters of single engines; the named parameters override these.
-        settings: all settings except ``max_tokens``, with neutral values for missing ones.
+        settings: all parameters except ``max_tokens``, with neutral values for missing parameters.
 
     Raises:
         CallerError: a parameter is invalid, or ``extra`` has a field that the service sets itself.
@@ -157,7 +157,7 @@ class Sampling:
 
     def as_openai(self, max_tokens: int | None) -> dict[str, Any]:
         """Return the fields of a request to an OpenAI-style engine that samples at most ``max_tokens``."""
-        # Engines differ in the threshold of greedy sampling, so each gets an exact 0.
+        # Engines differ in the threshold of greedy sampling, so every engine gets an exact 0.
         greedy = {"temperature": 0.0} if self.greedy else {}
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         return {**self.settings, **greedy, **limit}

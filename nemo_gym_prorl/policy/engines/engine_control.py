@@ -137,7 +137,7 @@ class EngineControl:
             return None
 
     def _capacity(self, metrics: str) -> int | None:
-        """Return the tokens that fit into the KV cache; vLLM publishes number and size of blocks as labels."""
+        """Return how many tokens fit into the KV cache, from number and size of vLLM's blocks; ``None`` if unknown."""
         return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
 
     async def _get(self, url: str, path: str) -> HttpAnswer:

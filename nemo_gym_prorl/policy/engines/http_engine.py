@@ -8,7 +8,7 @@ repeated. A wrong protocol, model name or key, and an answer that is not JSON, e
 setting.
 
 An engine is probed for the mode of its log-probs at registration, or else before its first turn, and for grammars
-before the first turn that uses one. A new handshake discards these verdicts.
+before the first turn that uses a grammar. A new handshake discards these verdicts.
 """
 
 from __future__ import annotations

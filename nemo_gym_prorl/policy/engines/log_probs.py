@@ -149,7 +149,7 @@ def unsupported_setting(
 
 
 def field_of(setting: str) -> str:
-    """Return the name of a setting in a request."""
+    """Return the path of a setting in a request: its name, possibly below ``extra_body``."""
     return setting if setting in _OWN_FIELDS else f"extra_body.{setting}"
 
 
@@ -177,9 +177,9 @@ def classify_mode(plain: float, cold: float, only: float) -> LogProbMode | None:
     """Return the mode that explains three log-probs of one prompt's most probable token.
 
     Args:
-        plain: under neutral settings.
-        cold: at a temperature far below 1.
-        only: under ``top_k`` 1.
+        plain: log-prob under neutral settings.
+        cold: log-prob at a temperature far below 1.
+        only: log-prob under ``top_k`` 1.
 
     Returns:
         ``None`` if the prompt's distribution does not separate the modes.
@@ -212,7 +212,7 @@ _PROMPTS = (((0,), "hi"), ((1, 2), "Name any word."), ((3, 1, 2), "Say a number.
 _TOP = 5
 """Number of most probable tokens that a probe asks for; the sum of their probabilities exposes logits."""
 _COLD = 0.2
-"""Temperature that makes the most probable token much more probable."""
+"""Temperature far enough below 1 to change the log-prob of the most probable token measurably."""
 _BIASED = (10, 11)
 """Token ids that the probe forces by a bias; every vocabulary contains them."""
 

@@ -71,7 +71,7 @@ class VllmChat(HttpEngine):
     takes_tokens = False
     _biased_mode = LogProbMode.PROCESSED
     _sample_route = "/v1/chat/completions"
-    _required_route: str | None = "/v1/completions"  # absent in NeMo RL's engine
+    _required_route: str | None = "/v1/completions"  # which NeMo RL's server lacks
 
     def _body(self, request: SampleRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -124,8 +124,8 @@ class VllmChat(HttpEngine):
 
 
 class NemoRl(VllmChat):
-    """Client of NeMo RL's HTTP server: chat completions with required first token ids of the prompt, if known
-    (``required_prefix_token_ids``).
+    """Client of NeMo RL's HTTP server: chat completions whose prompt must begin with the token ids in the field
+    ``required_prefix_token_ids``. A first turn has no such field.
 
     The server refuses any ``top_k``, and any temperature or ``top_p`` other than those of its training or validation
     profile.

@@ -81,7 +81,7 @@ def decode_header(value: str) -> str:
 
 
 _GRANT = "prorl.grant"
-"""Key in a request's ASGI scope of the capability key's permissions (:class:`CallGrant`)."""
+"""Name of the ASGI scope's entry with the permissions (:class:`CallGrant`) of the request's capability key."""
 
 
 def caller_of(request: Request, session: str) -> RolloutCaller:
@@ -188,7 +188,7 @@ _NOT_FROM_PROGRAMS = (b"x-rollout-", b"authorization", b"x-api-key", b"cookie")
 
 
 class CapabilityKeyMiddleware:
-    """ASGI middleware: a request with a capability key reaches the model API of its rollout and nothing else.
+    """ASGI middleware that restricts requests with a capability key to the model API of the key's rollout.
 
     Args:
         guarded: the application behind the guard of the server's own key, for other requests.

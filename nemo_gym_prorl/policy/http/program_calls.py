@@ -76,7 +76,7 @@ class ProgramCalls:
                 body = orjson.dumps(given)
             answer = await self._answer(request, caller, body)
         except KNOWN_ERRORS as error:
-            # The dispatcher refuses a request that makes engines err. That is the engine's error, not the program's.
+            # The dispatcher refuses a request on which engines err. The program gets the engine's error and may retry.
             answer = program_error(error.__cause__ if isinstance(error.__cause__, BackendErred) else error)
             calls.refused[str(answer.status_code)] += 1
             calls.context_full |= isinstance(error, ProblemError) and error.problem.type.endswith(CONTEXT_FULL)

@@ -28,7 +28,7 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer
 
 
 type Items = Callable[[Message], list[dict[str, Any]]]
-"""Converts an assistant message in chat form to items of a response, as Gym writes them."""
+"""Function that converts an assistant message in chat form to items of a response, as Gym's converter writes items."""
 
 
 def traces_router(runtime: PolicyRuntime, items: Items) -> APIRouter:

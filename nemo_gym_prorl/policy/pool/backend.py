@@ -280,6 +280,7 @@ class Backend:
     load_credit: int = 0
     load_at_join: int = 0
     load_at_join_left: int = 0
+    """Number of the ``load_at_join`` rollouts of peers that have not finished; scales ``load_credit`` down."""
 
     @property
     def kv_demand(self) -> int:

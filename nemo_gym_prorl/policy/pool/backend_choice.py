@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of a rollout's backend, and of the time to leave it despite its cached prefix.
 
-Placement balances the number of live rollouts, because each live rollout slows its engine down. Memory decides only in
-these cases:
+Placement balances the number of live rollouts, because each live rollout slows its engine down. Cached prefixes and
+free cache decide only where they make a difference:
 
 - A new rollout goes to the backend with the fewest live rollouts; equally loaded backends take turns.
 - A sibling joins its group's backend, which has their prompt cached, unless that backend's load is too far above the

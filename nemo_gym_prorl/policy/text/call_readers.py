@@ -229,7 +229,8 @@ def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: st
 
 
 def elements(mark: str, call_end: str, block_end: str) -> Reader:
-    """Return a reader of arguments as nested elements, with a mark before each tag (MiniMax M3).
+    """Return a reader of arguments as nested elements, with ``mark`` before each tag (MiniMax M3). ``call_end`` and
+    ``block_end`` are the closing tags of a call and of a block of calls.
 
     An element with child elements is an array if the tool's schema declares an array or the first child is named
     ``item``, else an object.
@@ -352,7 +353,7 @@ class _Unterminated(ValueError):
 
 
 def gemma(closing: str) -> Reader:
-    """Return a reader of ``call:f{key:<|"|>text<|"|>,n:1,list:[true]}``, Gemma 4's notation."""
+    """Return a reader of ``call:f{key:<|"|>text<|"|>,n:1,list:[true]}``, Gemma 4's notation, up to ``closing``."""
 
     def value(text: str, at: int, depth: int) -> tuple[Any, int]:
         """Return the value at ``at`` and the index after it.

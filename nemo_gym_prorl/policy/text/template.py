@@ -75,7 +75,7 @@ def for_template(message: Message) -> Message:
 
 
 def with_reasoning(message: Message) -> Message:
-    """Move an assistant message's reasoning to separate fields, for templates with other reasoning markers."""
+    """Move an assistant's reasoning to the fields ``reasoning`` and ``reasoning_content``, which templates render."""
     content = str(message.get("content") or "")
     if message["role"] != "assistant" or not (blocks := REASONING_BLOCK.findall(content)):
         return message
@@ -169,7 +169,7 @@ def tool_for_template(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    RecursionError,  # macros that descend a JSON schema without end
+    RecursionError,  # from macros that follow a recursive JSON schema
     *(MemoryError, RuntimeError),
 )
 

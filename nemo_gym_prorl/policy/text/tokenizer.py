@@ -91,7 +91,7 @@ class Tokenizer:
         return ids, escaped_tokens
 
     def _anchors(self, previous_id: int | None) -> Sequence[str]:
-        """Return candidates of text to encode before a continuation, which is else encoded as a text's beginning."""
+        """Return candidates of text to encode before a continuation, so that it does not count as a beginning."""
         if previous_id in self._added:
             return [self._added[previous_id]]
         return _ANCHORS if previous_id is not None and self._marks_beginnings else ()

@@ -260,7 +260,7 @@ def _closing(
     try:
         uncalled = render([*history, *new], True).rpartition(word)[2]
     except CallerError:
-        uncalled = ""  # the template refuses a result without a call
+        uncalled = ""  # the template refuses a tool result without a call
     if uncalled and tail.endswith(uncalled):
         return tail.removesuffix(uncalled)
     ends = list(special.finditer(ending))
@@ -313,7 +313,7 @@ def _before_next(render: Render, history: Conversation, new: Conversation, full:
         return len(tail)
     if first_line := str(new[0].get("content") or "").strip().partition("\n")[0]:
         return tail.find(first_line)
-    # A placeholder locates empty content.
+    # Empty content cannot be searched for: compare with a rendering that has a placeholder as the content.
     try:
         other = render([*history, {**new[0], "content": "Sentinel"}, *new[1:]], True)
     except CallerError:

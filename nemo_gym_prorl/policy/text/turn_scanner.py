@@ -182,7 +182,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 3) -> frozenset[str]:
-    """Return the JSON types that a schema allows, through ``depth`` levels of unions; empty if it restricts none."""
+    """Return the JSON types that a schema allows, through ``depth`` levels of unions; empty if it allows any type."""
     schema = _resolved(schema, root)
     declared = schema.get("type")
     listed = declared if isinstance(declared, list) else [declared]
@@ -305,7 +305,7 @@ def parse(
     calls: bool = True,
     cut: bool = False,
 ) -> Parsed:
-    """Parse a turn.
+    """Parse a turn's text into reasoning, content and tool calls.
 
     Args:
         text: the policy's text, without the end-of-turn token.
@@ -418,7 +418,7 @@ def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
 
 
 def as_call(name: object, arguments: object, raw: str, own_id: object = None) -> ToolCall:
-    """Return a call with arguments from a JSON object or its text; a malformed call has the reason and ``raw``."""
+    """Return a call with ``arguments``, an object or JSON text; a malformed call has that text, else ``raw``."""
     own = own_id if isinstance(own_id, str) else None
     if not isinstance(name, str) or not name:
         return ToolCall(MALFORMED_NAME, raw, "it names no function", own)

@@ -27,7 +27,7 @@ from nemo_gym_prorl.policy.text.turn_scanner import ToolCall, TurnFormat, parse
 
 
 _NOW = datetime(2000, 1, 1)
-"""Time of day in all renderings, which a clock that moves on could make differ."""
+"""Fixed time of day, so that two renderings do not differ by the time that a template writes."""
 
 
 class UnsupportedTemplate(CallerError):
@@ -69,7 +69,7 @@ def _validate(renderer: Renderer, tool_format: str | None, *, reads_reasoning: b
     name = tool_format or (_detect_format(renderer, think) if plays_calls else "plain")
     form = replace(format_named(name) or FORMATS["plain"], think=think)
     if name == "plain" and renderer.shows_tools:
-        # Calls are not read, but answers keep the family's format.
+        # Calls are not read, but answers still have the markers of the model family's format.
         with contextlib.suppress(UnsupportedTemplate):
             family = FORMATS[_detect_format(renderer, think)]
             form = replace(form, dropped_markers=family.dropped_markers, split=family.split)
@@ -223,8 +223,8 @@ class _RenderedTurn:
         self._check_continuation(body, cut, finish=Finish.LENGTH)
         eos = self._renderer.template.eos_token
         if end and eos not in gap and eos in self._tokenizer.special.values():
-            # Some models end a call with the token that opens the result; after another end the result still needs
-            # that token.
+            # Some models end a call with the token that opens a tool result. After another end token, the service must
+            # append that token.
             self._check_continuation(body + eos, right, or_else=end + right)
 
     def _end(self, gap: str) -> str:

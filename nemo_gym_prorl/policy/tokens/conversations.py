@@ -11,10 +11,10 @@ Two different turns can have the same visible content. The index then uses, stro
 
 1. token ids that the agent sends along (as Gym's agents do): only the turn with exactly these ids is continued;
 2. ids of tool calls, and reasoning, where the agent kept them;
-3. the latest of the remaining turns; :attr:`ConversationMatch.ambiguous` records that several matched.
+3. the latest of the remaining turns; :attr:`ConversationMatch.ambiguous` records that several turns matched.
 
 Invariant: a match covers the visible history of one turn in the ledger, from the first message on. An agent that edits
-its past therefore starts a branch at the edit.
+its history therefore starts a branch at the edit.
 
 A rollout's turns can be saved as JSON (:class:`SavedTurn`), each as the difference to the previous turn. Another model
 server, or another rollout, continues from saved turns without tokenising sampled text. Pure: no task, socket, clock or

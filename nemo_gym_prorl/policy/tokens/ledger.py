@@ -114,7 +114,7 @@ class TrainingSequence:
 
     @property
     def mask(self) -> list[int]:
-        """1 for trained tokens, 0 for all others."""
+        """Mask of the sequence: 1 for each token that is trained on, else 0."""
         mask: list[int] = []
         for span in self.spans:
             mask += [int(span.sampled)] * (span.end - span.start)
