@@ -30,7 +30,7 @@ class RolloutOutcome(StrEnum):
     GROUP_FAILED = "group_failed"
     """Scored, in a group of which another member could not be run."""
     LEFT_OVER = "left_over"
-    """Scored, and in no batch when training ended or was restored."""
+    """Scored, and in no batch when training ended or a saved state was restored."""
     CANCELLED = "cancelled"
     """Cancelled by the sampler, because no batch could use its result."""
     FAILED = "failed"

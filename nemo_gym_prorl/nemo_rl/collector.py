@@ -165,7 +165,7 @@ class CollectionPlan:
         rows: dataset rows with sampling parameters.
         sampler: settings of the sampler; :meth:`runner` sets ``first_version``.
         servers: rollout services and model servers.
-        reward_of: reward to train on.
+        reward_of: scaling and overlong penalty of rewards.
         seed: seed of the shuffles of prompts; ``None`` keeps the dataset's order.
         skip_solved: number of consecutive solved groups after which a prompt is skipped; ``None`` for never.
         client: client name of the submissions, unique to the training run, by which its rollouts can be cancelled.

@@ -193,7 +193,7 @@ class PolicyRuntime:
         config, renderer = self.config, None
         async with self._client, contextlib.aclosing(self.dispatcher):
             if self.engine.takes_tokens and config.tokenizer_folder is not None:
-                # The service encodes one text at a time, so the tokenizer's thread pool would only cost memory.
+                # The service encodes one text at a time, so the tokenizer's own thread pool has no use.
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
                 renderer, self._form = await asyncio.to_thread(self._load_renderer, config.tokenizer_folder)
             self.service = PolicyService(

@@ -138,7 +138,7 @@ class PolicyService:
         """Sample the next turn.
 
         Raises:
-            CallerError: the request is invalid for every server.
+            CallerError: the request is invalid, or every engine would refuse it.
             RolloutGone: the request continues an unknown rollout or answer, or the rollout was deleted meanwhile.
             BackendFailed: no backend carried out the request.
         """

@@ -142,7 +142,7 @@ class HttpEngine(EngineControl):
         self._discard_verdicts(url)
 
     async def _sample(self, target: EngineTarget, request: SampleRequest) -> Generation:
-        """Sample, with log-probs of the sampled distribution."""
+        """Sample with log-probs of the sampled distribution; refuse settings that log-probs would not include."""
         sampling = request.sampling
         known = self.log_prob_modes.get(target.url)
         mode = known or await self._probe_mode(target, sampling)

@@ -203,7 +203,7 @@ def _reasoning_texts(item: Mapping[str, Any], at: str) -> list[str]:
 
 
 _MAX_TEMPLATES = 512
-"""Request templates that are cached (LRU), to bound memory."""
+"""Maximum of cached request templates (LRU), to bound memory."""
 _PLACEHOLDER_TOKENS = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
 """Placeholders for Gym's converter; the turn's own tokens are already JSON text and are inserted afterwards."""
 

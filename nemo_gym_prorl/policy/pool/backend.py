@@ -62,7 +62,7 @@ class PrefixBlockCounts:
                 del self._counts[block]
 
     def tokens_of(self, blocks: bytes) -> int:
-        """Return the length of a prompt's longest prefix in counted blocks, by binary search."""
+        """Return how many tokens of a prompt's first blocks other rollouts share, by binary search."""
         low, high = 0, len(blocks) // _DIGEST_BYTES
         while low < high:
             middle = (low + high + 1) // 2

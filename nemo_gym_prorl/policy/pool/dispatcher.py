@@ -139,7 +139,7 @@ class BackendDispatcher:
         Raises:
             BackendFailed: too many attempts failed, no other backend is up after an error of the engine, or no backend
                 of the run served for ``unreachable_s``.
-            RequestRefused: the engine errs on this request and not on others.
+            RequestRefused: every backend would refuse the request, or the engine errs on this request alone.
         """
         ticket = next(self._tickets)
         state = self._ticket_states[ticket] = _TicketState()

@@ -53,7 +53,7 @@ from nemo_gym_prorl.policy.pool.backend import (
 
 
 _MAX_INACTIVE = 100_000
-"""Inactive rollouts whose backend is remembered, to bound memory."""
+"""Maximum of inactive rollouts whose backend is remembered, to bound memory."""
 
 
 class BackendPool:

@@ -120,7 +120,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._marks_section(previous_id) else text
 
     def count_unreadable(self, ids: Sequence[int]) -> int:
-        """Return the number of ids that the vocabulary lacks (embedding padding); :meth:`decode` writes U+FFFD."""
+        """Return the number of ids outside the vocabulary (embedding padding), each of which decodes to U+FFFD."""
         if max(ids, default=0) < self._end and (not self._unused_ids or self._unused_ids.isdisjoint(ids)):
             return 0
         return sum(one >= self._end or one in self._unused_ids for one in ids)

@@ -40,7 +40,7 @@ MAX_PYTHON_CHARS = 100_000
 """Longest Python literal that is parsed; CPython's parser needs quadratic memory for some inputs."""
 _MAX_DEPTH = 100  # levels of a literal, or references in a row; bounds recursion and cycles of references
 _MAX_BRANCHES = 16
-"""Branches examined on each level of a union in a schema, to bound time."""
+"""Maximum of branches that are examined on each level of a union in a schema, to bound time."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 ARRAY_ITEM = "[]"
 _STRING = "string"

@@ -90,7 +90,7 @@ class LedgerTurn:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part ``[start, end)`` of a sequence that is either all sampled or all observed."""
+    """Part ``[start, end)`` of a sequence that is either all trained on (``sampled``) or not at all."""
 
     start: int
     end: int
