@@ -86,7 +86,7 @@ def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def block_at(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the block at a path; empty if there is none, or another value, which NeMo RL's models refuse."""
+    """Return the block at a path; empty for no value, or for a value of another type (NeMo RL's models refuse it)."""
     value = value_at(config, path)
     return value if isinstance(value, Mapping) else {}
 

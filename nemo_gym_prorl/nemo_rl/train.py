@@ -133,7 +133,7 @@ def _check_nemo_rl() -> Iterator[Finding]:
 
 
 def complete(config: dict[str, Any]) -> None:
-    """Set in place where Gym finds servers and their virtual environments in this installation."""
+    """Set the folder of Gym's virtual environments in a configuration, and export a clone's folder of Gym servers."""
     gym = value_at(config, "env.nemo_gym")
     if not isinstance(gym, dict):
         return

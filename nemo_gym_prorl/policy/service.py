@@ -287,7 +287,7 @@ class PolicyService:
         return self._rollout(TurnRequest(rollout, (), run=run)).calls
 
     def revoke(self, rollout: str) -> None:
-        """Revoke a rollout's capability key and cancel its turns, if any. Cancelled calls do not stay unanswered."""
+        """Revoke a rollout's capability key, if any, and cancel its turns, whose calls do not count as unanswered."""
         self.keys = {key: grant for key, grant in self.keys.items() if grant.rollout != rollout}
         if (known := self._rollouts.get(rollout)) is not None:
             known.calls.close()

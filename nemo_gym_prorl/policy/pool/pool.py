@@ -304,7 +304,7 @@ class BackendPool:
         return [backend for backend in self.backends.values() if backend.run == run]
 
     def backend_of(self, rollout_id: str) -> str | None:
-        """Return the id of the backend with a live or inactive rollout's prefix; ``None`` before its first turn."""
+        """Return the id of the backend with a live or inactive rollout's prefix; ``None`` if there is none."""
         rollout = self._rollouts.get(rollout_id) or self._inactive.get(rollout_id)
         return rollout.backend if rollout else None
 
