@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Complete training runs of a tiny policy: warm starts, a rollout service, and a training for each seed.
+"""Complete training runs of a tiny policy: warm starts, a rollout service, and a training run for each seed.
 
     python -m examples.tiny_dapo
 
-The service is a Gym deployment. A training only knows the service's URLs: it serves its policy at a port for the model
-server, takes batches from ``nemo_gym_prorl.dapo``, trains, and announces each new weight version. Trainings with a log
-in the output folder are skipped.
+The service is a Gym deployment. A training run only knows the service's URLs: the run serves its policy at a port for
+the model server, takes batches from ``nemo_gym_prorl.dapo``, trains, and announces each new weight version. Runs with
+a log in the output folder are skipped.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ GROUPS, GROUP_SIZE = 8, 8
 IN_FLIGHT = 64
 STALENESS = 2
 LEARNING_RATE, LAST_SHARE = 5e-4, 0.1
-"""Learning rate, and the share of it at the end of its linear decay."""
-HELD_OUT, TRAINING = 150, 2000  # riddles of each seed
+"""Learning rate, and the share of this rate that is left at the end of its linear decay."""
+HELD_OUT, TRAINING = 150, 2000  # number of riddles for each seed
 
 
 def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = IMITATION_STEPS) -> None:
-    """Write weights that imitate the demonstrator, unless they are there."""
+    """Train a model to imitate demonstrations and write its weights to ``file``, unless the file exists."""
     if file.exists():
         return
     torch.manual_seed(seed)
@@ -73,7 +73,7 @@ def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = IMITATI
 async def train(
     service_url: str, model_server: str, port: int, tokenizer: Tokenizer, start: Path, seed: int, steps: int
 ) -> dict[str, Any]:
-    """Train on ``steps`` batches from the weights in ``start``; return the log."""
+    """Train on ``steps`` batches, starting with the weights in the file ``start``; return the log."""
     torch.manual_seed(seed)
     rng, began = random.Random(seed), time.monotonic()
     vocabulary = tokenizer.get_vocab_size()
@@ -114,8 +114,12 @@ async def train(
 
 
 async def success(service: RolloutClient, riddles: Sequence[Riddle]) -> float:
-    """Return the success rate on held-out riddles, with one rollout each, sampled as in training."""
-    run = f"tiny-{time.time_ns():x}"  # services remember ids, so each run needs its own
+    """Return the success rate on held-out riddles, with one rollout each, sampled as in training.
+
+    Raises:
+        RuntimeError: no rollout has a reward.
+    """
+    run = f"tiny-{time.time_ns():x}"  # services remember ids, so each evaluation needs its own
     for number, riddle in enumerate(riddles):
         await service.submit(riddle.row(), id=f"{run}-{number}", client="evaluation", priority=1)
     ended = [await service.wait(f"{run}-{number}") for number in range(len(riddles))]
@@ -127,7 +131,7 @@ async def success(service: RolloutClient, riddles: Sequence[Riddle]) -> float:
 
 
 async def train_all(logs: dict[int, Path], steps: int, out: Path, tokenizer: Tokenizer) -> None:
-    """Train the seeds one after another with one rollout service, and write their logs."""
+    """Train each seed in turn with one rollout service, and write each log to its file."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     model = str((out / "model").resolve()).replace("'", "\\'")
@@ -156,7 +160,6 @@ async def train_all(logs: dict[int, Path], steps: int, out: Path, tokenizer: Tok
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m examples.tiny_dapo", description="DAPO on a laptop")
     parser.add_argument("--seeds", type=int, default=3, help="number of trainings (default: 3)")
     parser.add_argument("--steps", type=int, default=40, help="number of batches of a training (default: 40)")
@@ -165,7 +168,7 @@ def main() -> None:
     if min(options.seeds, options.steps) < 1:
         parser.error("--seeds and --steps: must be at least 1")
     out: Path = options.out
-    torch.set_num_threads(1)  # leaves other cores to sandboxes
+    torch.set_num_threads(1)  # the sandboxes need the other cores
     logs = {seed: out / f"seed{seed}-steps{options.steps}.json" for seed in range(options.seeds)}
     todo = {seed: file for seed, file in logs.items() if not file.exists()}
     tokenizer = make_tokenizer(out / "model")
@@ -183,8 +186,8 @@ def main() -> None:
     for seed, file in logs.items():
         log = json.loads(file.read_text())
         minutes, batches = log["seconds"] / 60, len(log["steps"])
-        told = f"{log['before']:.0%} after the warm start, {log['after']:.0%} after {batches} batches"
-        print(f"seed {seed}: held-out riddles solved: {told} in {minutes:.1f} min")
+        rates = f"{log['before']:.0%} after the warm start, {log['after']:.0%} after {batches} batches"
+        print(f"seed {seed}: held-out riddles solved: {rates} in {minutes:.1f} min")
 
 
 if __name__ == "__main__":

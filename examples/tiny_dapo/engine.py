@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inference endpoint of the trainer, with token ids as input and output, in vLLM's wire protocol.
 
-A background task samples one token of every sequence in flight at a time, in a thread. New sequences and new weights
+A background task repeatedly samples one token for every sequence in flight, in a thread. New sequences and new weights
 take effect between two tokens; sequences in flight continue under the new weights.
 """
 
@@ -27,7 +27,7 @@ from nemo_gym_prorl.http.applications import served
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Prompt, maximum number of tokens, and tokens sampled so far."""
+    """A request in flight: prompt ids, maximum number of tokens, and the tokens sampled so far."""
 
     prompt: list[int]
     max_tokens: int
@@ -40,8 +40,8 @@ class Engine:
     """Engine that samples at temperature 1.
 
     Args:
-        model: model of the policy's size; :meth:`load` sets its weights.
-        tokenizer: tokenizer of the policy, which model servers compare with theirs.
+        model: model of the policy's shape; :meth:`load` sets its weights.
+        tokenizer: tokenizer of the policy, which the model server compares with its own.
         seed: seed of sampling; results also depend on the order of requests.
     """
 
@@ -59,7 +59,7 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def serve(self, port: int) -> AsyncIterator[None]:
-        """Answer at this port of the loopback address."""
+        """Serve HTTP at this port of the loopback address within the context."""
         app = FastAPI(title="A tiny policy", openapi_url=None)
         app.add_api_route("/v1/models", self._models)
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
@@ -115,7 +115,7 @@ class Engine:
             if self._weights is not None:
                 self._model.load_state_dict(self._weights)
                 self._weights = None
-            live = [*live]  # others may arrive meanwhile
+            live = [*live]  # requests may append to self._sequences while the thread samples
             for sequence, (token, log_prob) in zip(live, await asyncio.to_thread(self._sample, live), strict=True):
                 sequence.ids.append(token)
                 sequence.log_probs.append(log_prob)
@@ -126,7 +126,7 @@ class Engine:
     def _sample(self, live: list[Sequence]) -> list[tuple[int, float]]:
         """Draw the next token of each sequence, with its log-probability."""
         ids, _ = padded([([*one.prompt, *one.ids], []) for one in live])
-        places = torch.tensor([len(one.prompt) + len(one.ids) - 1 for one in live])
-        log_probs = self._model(ids, places).log_softmax(-1)
+        positions = torch.tensor([len(one.prompt) + len(one.ids) - 1 for one in live])
+        log_probs = self._model(ids, positions).log_softmax(-1)
         drawn = torch.multinomial(log_probs.exp(), 1, generator=self._random)
         return [*zip(drawn[:, 0].tolist(), log_probs.gather(1, drawn)[:, 0].tolist(), strict=True)]

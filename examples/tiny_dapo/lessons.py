@@ -4,8 +4,8 @@
 
 Demonstrations are synthetic and include the sandbox's output, which tests compare with a real sandbox. At each
 decision the demonstrator may make the typical mistake of the riddle's kind or confuse a name, so that about two of
-five demonstrations succeed. After imitation the policy produces right and wrong behaviour, and must learn from rewards
-which is right.
+five demonstrations succeed. After imitation the policy sometimes solves riddles and sometimes repeats the mistakes;
+training with rewards removes the mistakes.
 
 The tokenizer is a byte-level BPE over the demonstrations that merges across words, so the constant part of a tool call
 is a few tokens. Tool calls have the format of Qwen models.
@@ -26,7 +26,7 @@ from examples.tiny_dapo.riddles import GAVE_UP, Riddle, draw_code, draw_name
 SPECIAL = ("<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
 TOOLS, USER, ASSISTANT, TOOL, END = SPECIAL
 VOCABULARY = 384
-TEXTS = 2000  # demonstrations from which the tokenizer learns its merges
+TEXTS = 2000  # number of demonstrations from which the tokenizer learns its merges
 TEMPLATE = """
 {%- for tool in tools or [] %}{{ '<|tools|>' + tool.function.name + '<|end|>' }}{% endfor %}
 {%- for message in messages %}
@@ -53,7 +53,7 @@ class Carelessness:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Conversation: question, and turns with the observation after each (empty after the last)."""
+    """Conversation: a question, and pairs of a turn and the tool output after the turn (empty after the last turn)."""
 
     question: str
     turns: list[tuple[str, str]]
@@ -65,7 +65,7 @@ class Demonstration:
 
 
 def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> Demonstration:
-    """Return a demonstration of a riddle."""
+    """Return a demonstration of a riddle, with random mistakes."""
     turns: list[tuple[str, str]] = []
 
     def end(answer: str) -> Demonstration:
@@ -103,7 +103,7 @@ def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> D
 
 
 def lesson(demonstration: Demonstration, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a demonstration, and a mask of the policy's turns with their end tokens."""
+    """Return the token ids of a demonstration, and a mask that is true for the policy's turns and their end tokens."""
     ids: list[int] = tokenizer.encode(demonstration.text(), add_special_tokens=False).ids
     opening, end = tokenizer.token_to_id(ASSISTANT), tokenizer.token_to_id(END)
     mask, writes = [], False
@@ -114,7 +114,7 @@ def lesson(demonstration: Demonstration, tokenizer: Tokenizer) -> tuple[list[int
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
-    """Train the tokenizer, which is the same for all seeds, and write it with the chat template for a model server."""
+    """Train the tokenizer (the same for all seeds); write the tokenizer and the chat template to a folder."""
     rng, texts = random.Random("tokenizer"), list[str]()
     for _ in range(TEXTS):
         shown = demonstrate(Riddle.draw(rng), rng, Carelessness())

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy, imitation learning, and DAPO's loss (arXiv 2503.14476).
 
-The policy is a decoder of 370,000 parameters without a key-value cache: it reads the whole sequence for each token.
-Imitation of demonstrations is the warm start; then DAPO's loss trains on sampled tokens.
+The policy is a decoder of 370,000 parameters without a key-value cache, so each token needs a pass over the whole
+sequence. Imitation of demonstrations is the warm start; then DAPO's loss trains on sampled tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Decoder whose input and output share the embedding."""
+    """Transformer decoder whose input and output share the embedding matrix."""
 
     angles: Tensor
 
@@ -66,21 +66,21 @@ class TinyModel(nn.Module):
         frequencies = 1.0 / 1000 ** (torch.arange(half) / half)
         self.register_buffer("angles", torch.arange(CONTEXT)[:, None] * frequencies, persistent=False)
 
-    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return logits of the next tokens.
 
         Args:
             ids: token ids ``[batch, tokens]``, int64.
-            places: one position in each sequence ``[batch]``; ``None``: all positions.
+            positions: one position in each sequence ``[batch]``; ``None``: all positions.
 
         Returns:
-            Logits ``[batch, tokens, vocabulary]``, or ``[batch, vocabulary]`` with ``places``.
+            Logits ``[batch, tokens, vocabulary]``, or ``[batch, vocabulary]`` with ``positions``.
         """
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, self.angles[: ids.shape[1]])
-        if places is not None:
-            x = x[torch.arange(len(ids)), places]
+        if positions is not None:
+            x = x[torch.arange(len(ids)), positions]
         return F.linear(self.norm(x), self.embedding.weight)
 
 
@@ -102,9 +102,9 @@ class Sample:
     """Rollout to train on.
 
     Attributes:
-        ids: tokens of the whole conversation.
+        ids: token ids of the whole conversation.
         mask: whether the policy sampled each token.
-        log_probs: log-probabilities of the sampled tokens under the weights that sampled them.
+        log_probs: log-probability of each sampled token under the weights that sampled the token.
         advantage: advantage of the rollout in its group.
     """
 
@@ -115,7 +115,7 @@ class Sample:
 
 
 def imitate(model: TinyModel, lessons: Iterator[tuple[list[int], list[bool]]], steps: int, name: str) -> None:
-    """Train the model in place to imitate the policy's turns in an endless stream of lessons (tokens and masks)."""
+    """Train the model in place on the masked tokens of an endless stream of lessons (token ids and masks)."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=PEAK_RATE, total_steps=steps, pct_start=0.1)
     for _ in track(range(steps), description=name):
@@ -181,7 +181,7 @@ def learn(model: TinyModel, optimiser: torch.optim.Optimizer, samples: list[Samp
         advantage = torch.tensor([sample.advantage for sample in part])[:, None]
         ratio = (log_probs_of(model, ids) - old).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        # All tokens have equal weight, whatever the length of their rollout.
+        # As in DAPO, all tokens have equal weight, regardless of the length of their rollout.
         loss = -(torch.minimum(ratio * advantage, clipped * advantage) * mask).sum() / mask.sum().clamp(min=1)
         _descend(model, optimiser, loss)
         losses.append(loss.item())

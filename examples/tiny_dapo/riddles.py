@@ -6,7 +6,7 @@ Three kinds of riddles, each with a typical mistake of a policy that ignores the
 
 - **read**: a file contains the code. Mistake: answer without reading the file.
 - **follow**: a file names another file, which contains the code. Mistake: answer with that name.
-- **repair**: a script fails because a file is missing, which exists under another name. Mistake: give up at the error.
+- **repair**: a script fails because the file that it prints has another name. Mistake: give up at the error.
 
 Codes and names are random, so only the shell reveals a code, and held-out riddles are new to the policy.
 """
@@ -31,11 +31,11 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 QUESTIONS = {"read": "What does %s say?", "follow": "Where does %s lead?", "repair": "What does running %s print?"}
 GAVE_UP = "none"
 MAX_TURN_TOKENS = 64
-"""Maximum length of a turn, three times that of a right one."""
+"""Maximum length of a turn in tokens, three times the length of a right turn."""
 
 
 def draw_name(rng: random.Random) -> str:
-    """Draw a file name of a letter and a digit, which the tokenizer does not merge."""
+    """Draw a file name of a letter and a digit."""
     return rng.choice(string.ascii_lowercase) + rng.choice(string.digits)
 
 
@@ -46,13 +46,13 @@ def draw_code(rng: random.Random) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Riddle:
-    """Riddle.
+    """Question about files, with a code as its answer.
 
     Attributes:
         kind: key of :data:`QUESTIONS`.
         name: file that the question names.
-        other: file that the first file names or prints; missing in riddles of kind ``repair``.
-        code: answer.
+        other: second file, which the first file names or prints; does not exist in riddles of kind ``repair``.
+        code: right answer.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Riddle:
 
     @property
     def files(self) -> dict[str, str]:
-        """Files in the folder: text by path."""
+        """Files of the sandbox's folder: text by path."""
         code = self.code + "\n"
         return {
             "read": {self.name: code},
@@ -94,7 +94,7 @@ class Riddle:
 
 
 def draw_riddles(count: int, seed: str) -> list[Riddle]:
-    """Draw riddles with different codes."""
+    """Draw ``count`` riddles with different codes; the same riddles for the same seed."""
     rng, riddles = random.Random(seed), dict[str, Riddle]()
     while len(riddles) < count:
         riddle = Riddle.draw(rng)
@@ -103,7 +103,7 @@ def draw_riddles(count: int, seed: str) -> list[Riddle]:
 
 
 class Riddles:
-    """Task of riddles, graded by the last message."""
+    """Task whose rows are riddles, graded by the policy's last message."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self.tools = Workbench(("bash",), "/sandbox", limits)
@@ -121,9 +121,9 @@ class Riddles:
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        said, code = last_message_text(response).strip(), _riddle(row).code
-        verdict = "right" if said == code else "wrong" if said else "no_answer"
-        return Grade(float(said == code), verdict, f"the answer is {said[:40]!r}, the code is {code}")
+        answer, code = last_message_text(response).strip(), _riddle(row).code
+        verdict = "right" if answer == code else "wrong" if answer else "no_answer"
+        return Grade(float(answer == code), verdict, f"the answer is {answer[:40]!r}, the code is {code}")
 
 
 class RiddleServer(TaskServer):

@@ -2,20 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling bias: compare rollouts that are trained on with first tries that ran to their end. Pure.
 
-A schedule that cancels or resamples slow rollouts trains on short ones, and cancelled rollouts do not show this bias,
+A schedule that cancels or resamples slow rollouts trains on short rollouts. Cancelled rollouts do not show this bias,
 since their full length is unknown. Therefore a random share of prompts, drawn before any of their rollouts begins, are
-*references*: the first try of each member runs to its end, even if no batch can use its result.
+*references*: the first try of each member runs to its end, even if no batch can use the result.
 
 The policy's distribution is then known from two kinds of prompts: prompts whose first tries all ended by themselves,
 and a random sample of the prompts whose first tries were cut off. The bias is a ratio of two means, in tokens or in
 accuracy: rollouts that were trained on, over the first tries that pass the filter. 1 is unbiased. The confidence
 interval covers the sampling of references and resampled groups; without either the bias is known exactly.
 
-Invariant: only prompts are compared that have no outstanding first try and come before every prompt that has one.
-Otherwise the longest references, which are still running, would be missing from the comparison.
+Invariant: the comparison ends before the first prompt with an outstanding first try. Otherwise the longest references,
+which are still running, would be missing from the comparison.
 
 Limit: the next try replaces a rollout that infrastructure broke. If infrastructure breaks long rollouts more often
-than short ones, the measurement misses that bias.
+than short rollouts, the measurement misses that bias.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 _WINDOW = 4096
 """Number of latest prompts that are compared, because the policy changes during training."""
 _MIN_REFERENCES = 5
-"""Below this number of finished references, their spread is estimated as twice that of prompts without a cut."""
+"""Below this number of finished references, their spread counts as twice the spread of prompts that were not cut."""
 _Z = 1.96  # standard normal quantile of a 95 % interval
 
 
@@ -40,7 +40,7 @@ class Estimate:
     """A ratio with its 95 % confidence interval.
 
     Attributes:
-        end: number of the first group that was not compared.
+        end: group number at which the comparison ends, exclusive.
     """
 
     value: float
@@ -49,13 +49,13 @@ class Estimate:
     end: int
 
     def by_suffix(self) -> Iterator[tuple[str, float]]:
-        """Return the ratio and the ends of its interval, with the suffixes of their metric names."""
+        """Yield the suffixes of metric names, with the ratio and the bounds of its interval."""
         return zip(("", "_low", "_high"), (self.value, self.low, self.high), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSums:
-    """Sums over the rollouts of one group; zeros for a group that does not pass the filter."""
+    """Sums over the rollouts of one group; zeros for a group that does not pass the variance filter."""
 
     rollouts: int = 0
     length: float = 0.0
@@ -72,7 +72,7 @@ class BiasMeter:
 
     Args:
         share: share of prompts that are references, 0 to 1.
-        run: name of the training, which together with a group's number decides whether its prompt is a reference.
+        run: name of the training run, which with a group's number decides whether the group's prompt is a reference.
     """
 
     def __init__(self, share: float, run: str) -> None:
@@ -86,23 +86,30 @@ class BiasMeter:
         self._emitted: dict[int, GroupSums] = {}
 
     def opened(self, number: int, size: int) -> None:
-        """Note a group that is about to be sampled for the first time."""
+        """Record a group of ``size`` members before its first rollout begins."""
         self._open[number] = [None] * size
 
-    def ended(self, number: int, place: int, length: float, accuracy: float) -> None:
-        """Note the outcome of a member; outcomes after the member's first are ignored."""
+    def record_outcome(self, number: int, index: int, length: float, accuracy: float) -> None:
+        """Record the outcome of a member's first try; later outcomes of the member are ignored.
+
+        Args:
+            number: number of the group.
+            index: index of the member in its group.
+            length: tokens that the policy sampled.
+            accuracy: value that the variance filter compares.
+        """
         tries = self._open.get(number)
-        if tries is None or tries[place] is not None:
+        if tries is None or tries[index] is not None:
             return
-        tries[place] = (length, accuracy)
+        tries[index] = (length, accuracy)
         known = [one for one in tries if one is not None]
         if len(known) == len(tries):
             del self._open[number]
             self._whole[number] = GroupSums.of(known) if len({right for _, right in known}) > 1 else GroupSums()
 
-    def cut(self, number: int, place: int) -> bool:
-        """Note that no batch can use a running rollout; return whether it is a reference and runs to its end."""
-        if number not in self._open or self._open[number][place] is not None:
+    def cut(self, number: int, index: int) -> bool:
+        """Record that no batch can use a member's running rollout; return whether to keep it as a reference."""
+        if number not in self._open or self._open[number][index] is not None:
             return False
         self._cut.add(number)
         if random.Random(f"{self._run}:reference:{number}").random() < self._share:
@@ -110,19 +117,22 @@ class BiasMeter:
         del self._open[number]
         return False
 
-    def gave_up(self, number: int, unless_heard: int | None = None) -> None:
+    def gave_up(self, number: int, unless_recorded: int | None = None) -> None:
         """Exclude a group whose first tries cannot all be scored, because of infrastructure or of its row.
 
         Args:
-            unless_heard: index of an ended member; the group stays if the outcome of that member was noted.
+            number: number of the group.
+            unless_recorded: index of a member; if the member's outcome is recorded, the group stays.
         """
-        if unless_heard is not None and (number not in self._open or self._open[number][unless_heard] is not None):
+        if unless_recorded is not None and (
+            number not in self._open or self._open[number][unless_recorded] is not None
+        ):
             return
         self._open.pop(number, None)
         self._cut.discard(number)
 
     def emitted(self, number: int, rollouts: Iterable[tuple[float, float]]) -> None:
-        """Note the lengths and accuracies of a group's rollouts that are trained on."""
+        """Record lengths in tokens and accuracies of a group's rollouts that are trained on."""
         self._emitted[number] = GroupSums.of(rollouts)
         for numbers in (self._emitted, self._whole):
             for old in [known for known in numbers if known < number - 2 * _WINDOW]:
@@ -130,7 +140,7 @@ class BiasMeter:
         self._cut = {known for known in self._cut if known >= number - 2 * _WINDOW}
 
     def length(self, settled: int) -> Estimate | None:
-        """Return the mean length of trained rollouts over that of first tries.
+        """Return the mean length of trained rollouts over that of first tries; ``None`` without enough data.
 
         Args:
             settled: number of the first group that may still be trained on.
@@ -138,7 +148,7 @@ class BiasMeter:
         return self._ratio(settled, lambda sums: sums.length)
 
     def accuracy(self, settled: int) -> Estimate | None:
-        """Return the mean accuracy of trained rollouts over that of first tries; ``None`` if one is not above 0."""
+        """Return the ratio of mean accuracies, as :meth:`length`; ``None`` also if a mean is not above 0."""
         return self._ratio(settled, lambda sums: sums.accuracy)
 
     def _ratio(self, settled: int, of: Callable[[GroupSums], float]) -> Estimate | None:
@@ -152,7 +162,7 @@ class BiasMeter:
         rollouts = sum(s.rollouts for s in whole.values()) + weight * sum(s.rollouts for s in sample)
         total = sum(map(of, whole.values())) + weight * sum(map(of, sample))
         trained_total = sum(map(of, trained.values()))
-        if total <= 0 or trained_total <= 0:  # services gave no lengths, or all correct rollouts are masked
+        if total <= 0 or trained_total <= 0:  # services report no lengths, or all correct rollouts are masked
             return None
         true = total / rollouts
         ratio = trained_total / sum(sums.rollouts for sums in trained.values()) / true
@@ -160,13 +170,13 @@ class BiasMeter:
         def spread(known: Iterable[GroupSums]) -> float:
             return statistics.stdev(of(sums) - true * sums.rollouts for sums in known)
 
-        # Variance of resampled groups: a second sample has another mean without being biased.
+        # Variance of resampled groups: even an unbiased second sample has another mean than the first tries.
         mean, count = true * ratio, sum(sums.rollouts for sums in trained.values())
         redrawn = 0.0
         for number in trained.keys() | whole.keys():
-            ours, first = trained.get(number, GroupSums()), whole.get(number, GroupSums())
+            used, first = trained.get(number, GroupSums()), whole.get(number, GroupSums())
             redrawn += (
-                (of(ours) - mean * ours.rollouts) / (count * mean) - (of(first) - true * first.rollouts) / total
+                (of(used) - mean * used.rollouts) / (count * mean) - (of(first) - true * first.rollouts) / total
             ) ** 2
         error = _Z * math.sqrt(redrawn)
         if len(cut) > len(sample) and len(sample) >= _MIN_REFERENCES:

@@ -12,7 +12,7 @@ from nemo_gym_prorl.failures import CallerError
 
 
 class AgentFailures(StrEnum):
-    """Treatment of agent failures: a rollout that exceeds its time, turn or token limit, or gives no scorable result.
+    """Treatment of agent failures: a rollout that exceeds its time, turn or token limit, or has no scorable result.
 
     An agent failure is an outcome and is never sampled again: resampling until a rollout fits its budget would train
     on short rollouts only.
@@ -21,7 +21,7 @@ class AgentFailures(StrEnum):
     ZERO = "zero"
     """Reward and accuracy 0, trained on."""
     MASK = "mask"
-    """No loss and no part in variance or baseline of the group; trained rollouts get shorter than sampled ones."""
+    """No loss, and excluded from variance and baseline of the group; biases training to shorter rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class SamplerConfig:
         max_in_flight: maximum number of submitted rollouts without an outcome, at least ``group_size``. ``None``: the
             maximum that can still be trained on.
         max_staleness: maximum number of weight versions between a rollout's first token and the batch that uses it.
-        max_failures: tries of a member that infrastructure may break; one more failure drops its group.
+        max_failures: infrastructure failures after which a member is tried again; one more failure drops its group.
         filter_on: verdict field that is the accuracy, by which groups vary. ``None``: the reward, which must be 0 or 1
             (:mod:`nemo_gym_prorl.dapo.scoring`).
         agent_failures: treatment of agent failures.
         reference_share: share of prompts whose first tries always run to their end, to measure bias, 0 to 1.
             References cost the work that cancelling their rollouts would have saved.
-        max_fruitless: number of consecutive zero-variance groups that ends the training.
-        max_dropped: number of consecutive groups that cannot be run that ends the training.
+        max_fruitless: number of consecutive zero-variance groups after which training ends.
+        max_dropped: number of consecutive groups that could not be run after which training ends.
         first_version: weight version of the first batch.
         prefix_tries: maximum number of groups that begin at a prefix after a zero-variance group. Prefix groups
             **change the training distribution** (:mod:`nemo_gym_prorl.dapo.group`).
@@ -92,8 +92,10 @@ class Submission:
     """A rollout to submit.
 
     Attributes:
+        rollout: id of the rollout.
         group: id that all rollouts of the group share.
         prompt: number of the prompt in the stream of prompts.
+        version: weight version under which the rollout begins.
         urgent: whether siblings of the rollout are scored already.
         prefix: prefix at which the rollout begins; ``None`` if it begins at the prompt.
     """
@@ -145,7 +147,7 @@ class Decision:
 
     Attributes:
         submit: rollouts to submit, in order of urgency.
-        cancel: ids of rollouts to cancel. The sampler must still be given their outcomes.
+        cancel: ids of rollouts to cancel; the sampler still expects their outcomes.
         forget: ids of scored rollouts whose results can be deleted.
         batches: batches that became complete.
     """

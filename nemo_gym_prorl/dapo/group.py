@@ -19,7 +19,7 @@ from typing import Any, Self
 
 
 class RolloutOutcome(StrEnum):
-    """Use that the trainer made of a submitted rollout."""
+    """Final use of a submitted rollout."""
 
     EMITTED = "emitted"
     """Scored and handed to the trainer."""
@@ -30,11 +30,11 @@ class RolloutOutcome(StrEnum):
     GROUP_FAILED = "group_failed"
     """Scored, in a group of which another member could not be run."""
     LEFT_OVER = "left_over"
-    """Scored, and not yet in a batch when training ended."""
+    """Scored, and in no batch when training ended or a saved state was restored."""
     CANCELLED = "cancelled"
     """Cancelled by the sampler, because no batch could use its result."""
     FAILED = "failed"
-    """Never scored, because of infrastructure or of its row."""
+    """Never scored, because of infrastructure or of its row; or scored, with a result that was lost."""
     REFERENCE = "reference"
     """Run to its end to measure bias, although no batch could use its result."""
 
@@ -44,8 +44,8 @@ class Usage:
     """Cost of a rollout.
 
     Attributes:
-        seconds: time that the stages worked on the rollout.
-        length: tokens that the policy sampled.
+        seconds: seconds that the stages worked on the rollout.
+        length: number of tokens that the policy sampled.
     """
 
     seconds: float = 0.0
@@ -101,8 +101,8 @@ class CheckpointRef:
     """Checkpoints of an ended rollout, from which other rollouts can be forked.
 
     Attributes:
-        node: URL of the service that keeps the checkpoints.
-        turns: turns after which there is a checkpoint, in ascending order.
+        node: URL of the service that keeps the checkpoints; ``None`` without checkpoints.
+        turns: numbers of turns after which there is a checkpoint, in ascending order.
     """
 
     node: str | None
@@ -118,7 +118,7 @@ class Prefix:
 
     Attributes:
         rollout: id of the ended rollout.
-        turn: number of turns that are taken over.
+        turn: number of first turns that are inherited.
         node: URL of the service that keeps the checkpoint.
     """
 
@@ -143,9 +143,10 @@ class PrefixSearch:
     Attributes:
         source: rollout that provides the prefix.
         accuracy: accuracy of all members of the group that began at the prompt.
-        early: index of the last checkpoint from which a group still ended with that accuracy.
-        late: index of the first checkpoint from which a group ended with the source's accuracy.
-        tries: groups that were begun from a prefix.
+        early: index of the last checkpoint from which a group ended with ``accuracy``; -1 for the prompt.
+        late: index of the first checkpoint from which a group ended with another accuracy; at first the number of
+            checkpoints.
+        tries: number of groups that began at a prefix, the next group included.
     """
 
     source: PrefixSource
@@ -156,7 +157,7 @@ class PrefixSearch:
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the search that :meth:`state` gave."""
+        """Restore a search from the return value of :meth:`state`."""
         source = saved["helper"]
         checkpoints = CheckpointRef(**source["kept"])
         return cls(
@@ -179,7 +180,7 @@ class PrefixSearch:
         return (self.early + self.late) // 2
 
     def narrow(self, accuracy: float) -> None:
-        """Continue after a group whose members all ended with one accuracy."""
+        """Continue the search after a group whose members all ended with one accuracy."""
         if accuracy == self.accuracy:
             self.early = self._middle
         else:
@@ -198,17 +199,19 @@ class Member:
     """One rollout of a group, over all its tries.
 
     Attributes:
-        place: index among the members.
-        tries: number of rollout ids that were used.
+        index: index among the members.
+        tries: number of rollouts that were begun for the member.
         rollout: id of the running or scored rollout; ``None`` while the member waits for submission.
         version: weight version under which that rollout was submitted.
         reward: raw reward of the environment; ``None`` until the rollout is scored.
         accuracy: value that the variance filter compares.
         masked: whether the rollout gets no loss.
-        failures: tries that ended without a reward.
+        usage: cost of the scored rollout.
+        checkpoints: checkpoints of the scored rollout.
+        failures: number of tries that ended without a reward.
     """
 
-    place: int
+    index: int
     tries: int = 0
     rollout: str | None = None
     version: int = 0
@@ -221,10 +224,10 @@ class Member:
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the member that :meth:`state` gave."""
+        """Restore a member from the return value of :meth:`state`."""
         fields = dict(saved)
         checkpoints, usage = CheckpointRef(**fields.pop("kept")), Usage(**fields.pop("usage"))
-        return cls(**fields, usage=usage, checkpoints=checkpoints)
+        return cls(fields.pop("place"), **fields, usage=usage, checkpoints=checkpoints)
 
     @property
     def waits(self) -> bool:
@@ -251,17 +254,19 @@ class Member:
 
     def state(self) -> dict[str, Any]:
         saved = asdict(self)
-        saved["kept"] = saved.pop("checkpoints")
+        saved["place"], saved["kept"] = saved.pop("index"), saved.pop("checkpoints")
         return saved
 
 
 @dataclass(slots=True)
 class Group:
-    """The members of one prompt.
+    """Group of rollouts of one prompt.
 
     Attributes:
         number: position in the order of groups; older groups have lower numbers.
-        members: one for each rollout that a batch needs of a prompt.
+        prompt: number of the prompt.
+        key: name of the prompt.
+        members: one for each rollout that a batch needs of the prompt.
         search: search for the prefix from which the members begin; ``None`` if they begin at the prompt.
     """
 
@@ -273,7 +278,7 @@ class Group:
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the group that :meth:`state` gave."""
+        """Restore a group from the return value of :meth:`state`."""
         members = [Member.of_saved(member) for member in saved["members"]]
         search = PrefixSearch.of_saved(saved["search"]) if saved["search"] else None
         return cls(saved["number"], saved["prompt"], saved["key"], members, search)
@@ -289,7 +294,7 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Return whether two accuracies differ. Exact: the standard deviation of equal floats need not be 0."""
+        """Return whether accuracies of scored members differ. The deviation of equal floats need not be exactly 0."""
         return len({member.accuracy for member in self.scored}) > 1
 
     @property
@@ -299,7 +304,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """Oldest weight version of the group's rollouts, of which there must be one."""
+        """Oldest weight version of the group's rollouts; the group must have a rollout."""
         return min(member.version for member in self.members if not member.waits)
 
     @property
@@ -326,9 +331,9 @@ class PrefixSampling:
     are a handicap. The source rollout is of an earlier epoch, since all members of the group itself ended alike.
     Without a source that has checkpoints, no group follows.
 
-    A group at the prompt ends with one accuracy, and a group at the end of the source with the other. Bisection over
-    the source's checkpoints finds a turn from which both occur. The search ends after a bounded number of groups, or
-    when no untried turn is left.
+    A group that begins at the prompt ends with one accuracy, a group that begins at the source's end with the other.
+    Bisection over the source's checkpoints finds a turn from which both occur. The search ends after a bounded number
+    of groups, or when no untried turn is left.
 
     All members of a group begin at the same prefix and are compared with each other. Inherited turns get no loss,
     since the baseline covers only differences after the prefix, and the source was trained on in its own group.
@@ -346,21 +351,22 @@ class PrefixSampling:
         self._sources: dict[str, list[PrefixSource]] = {}
         """Worst and best rollout of each prompt; among equals the newest."""
         self.counts: Counter[str] = Counter()
-        """Groups: ``begun`` from a prefix, ``helped`` to variance by it, ``given_up``, ``refused`` by the service."""
+        """Number of prefix groups that were ``begun``, had variance (``helped``), or were ``refused`` by the service,
+        and of searches that were ``given_up``."""
         self.backlog: deque[tuple[int, str, PrefixSearch]] = deque()
         """Prompt number, prompt name and search of prefix groups that are still to be opened."""
 
     def plan(self, group: Group, usable: Sequence[Group]) -> None:
-        """Add the prefix group that follows a complete group to the backlog, if one follows."""
+        """Add the prefix group that follows a complete group, if any, to the backlog."""
         planned = [it.prompt for it in usable if it.search is not None and it is not group]
         planned += [prompt for prompt, *_ in self.backlog]
         if group.search is None and group.prompt in planned:
-            return  # the group is complete for the second time, because it was started again as stale
+            return  # the group was complete before, and started again as stale
         if (search := self.next_search(group)) is not None:
             self.backlog.append((group.prompt, group.key, search))
 
     def next_search(self, group: Group) -> PrefixSearch | None:
-        """Return where the group that follows a complete group begins; ``None`` if no prefix group follows."""
+        """Return the search of the prefix group that follows a complete group; ``None`` if no such group follows."""
         accuracy = group.members[0].accuracy
         if group.search is not None:
             if group.is_trainable:
@@ -371,7 +377,7 @@ class PrefixSampling:
         return search
 
     def refused(self, key: str, search: PrefixSearch) -> None:
-        """Forget a source whose checkpoints are missing."""
+        """Forget a search's source, because the service could not fork its checkpoint."""
         self.counts["refused"] += 1
         sources = [source for source in self._sources.pop(key, ()) if source.rollout != search.source.rollout]
         self._add_sources(key, sources)

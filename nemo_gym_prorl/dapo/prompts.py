@@ -15,7 +15,7 @@ from nemo_gym_prorl.failures import CallerError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A dataset row with the name that it has in every epoch."""
+    """A dataset row, with its name (``key``), which is the same in every epoch."""
 
     key: str
     row: Mapping[str, Any]
@@ -24,11 +24,11 @@ class Prompt:
 class Epochs:
     """Endless or bounded repetition of a dataset, with another shuffle in each epoch.
 
-    Prompts have numbers from 0. Invariant: a number is the same prompt, also after a restart.
+    Prompts have numbers from 0. Invariant: a number always means the same prompt, also after a restart.
 
     Args:
         rows: dataset rows.
-        key: field that holds the name of a row; ``None``: the row's index is its name.
+        key: field of the rows that holds their names; ``None``: the index of a row is its name.
         seed: seed of the shuffles; ``None`` keeps the dataset's order.
         epochs: number of repetitions; ``None`` for an endless stream.
 
@@ -37,7 +37,7 @@ class Epochs:
     """
 
     _CACHED_ORDERS = 4
-    """Number of shuffles in memory; open groups may belong to earlier epochs."""
+    """Number of epochs whose shuffles stay in memory; open groups may belong to earlier epochs."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Epochs:
     ) -> None:
         if not rows:
             raise CallerError("the dataset has no rows", field="rows")
-        self._prompts = [Prompt(str(place if key is None else row.get(key)), row) for place, row in enumerate(rows)]
+        self._prompts = [Prompt(str(index if key is None else row.get(key)), row) for index, row in enumerate(rows)]
         twice = [name for name, times in Counter(prompt.key for prompt in self._prompts).items() if times > 1]
         if twice:
             raise CallerError(f"must be unique in each row; several rows have {twice[0]!r}", field=key)
@@ -63,10 +63,10 @@ class Epochs:
 
     def __getitem__(self, number: int, /) -> Prompt | None:
         """Return the prompt with this number, or ``None`` after the last epoch."""
-        epoch, place = divmod(number, self.size)
+        epoch, position = divmod(number, self.size)
         if self._epochs is not None and epoch >= self._epochs:
             return None
-        return self._prompts[place if self._seed is None else self._order(epoch)[place]]
+        return self._prompts[position if self._seed is None else self._order(epoch)[position]]
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
@@ -83,10 +83,10 @@ class Curriculum(Protocol):
     """Selection of prompts. A curriculum's state must be JSON, because the sampler saves it."""
 
     def skips(self, key: str) -> bool:
-        """Return whether to skip this prompt now."""
+        """Return whether to skip the prompt with the name ``key`` in this epoch."""
 
-    def saw(self, key: str, rewards: Sequence[float]) -> None:
-        """Note the rewards of a complete group of this prompt."""
+    def saw(self, key: str, accuracies: Sequence[float]) -> None:
+        """Record the accuracies of a complete group of the prompt, once the group cannot start again."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON."""
@@ -100,7 +100,7 @@ class SkipSolved:
 
     Args:
         times: number of consecutive groups.
-        solved: minimum reward of a solution.
+        solved: minimum accuracy of a solution.
     """
 
     def __init__(self, times: int, solved: float = 1.0) -> None:
@@ -114,9 +114,9 @@ class SkipSolved:
         """Return whether enough consecutive groups solved the prompt."""
         return self._in_a_row[key] >= self._times
 
-    def saw(self, key: str, rewards: Sequence[float]) -> None:
+    def saw(self, key: str, accuracies: Sequence[float]) -> None:
         """Count a solved group, or reset the count of its prompt."""
-        if min(rewards) >= self._solved:
+        if min(accuracies) >= self._solved:
             self._in_a_row[key] += 1
         else:
             self._in_a_row.pop(key, None)

@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that are not in a batch yet, admission of new groups, and rollouts in flight. Pure.
 
-**Admission.** A group that begins under weights ``v`` can be used by batches up to the one for ``v + max_staleness``.
+**Admission.** A group that begins under weights ``v`` is usable by batches up to the batch for ``v + max_staleness``.
 The number of batches bounds the groups with variance that may be ready or open, as in the staleness control of AReaL
 and SkyRL. The number of open groups that will have variance is estimated from the share of earlier groups with
-variance. Counting every open group as one with variance would leave services idle when variance is rare.
+variance. A bound on all open groups would leave services idle when variance is rare.
 
 An excess of groups costs more than a lack: a group that becomes too old before its batch starts again, and the next
 batch waits for it. Therefore the estimate is an upper bound of two standard deviations. With ``max_staleness`` 0 all
 groups after a batch start again anyway, and the estimate is a lower bound.
 
-**In flight.** A batch may still need a rollout in flight, or no batch can use it. Unusable rollouts are cancelled,
-except the references of :mod:`~nemo_gym_prorl.dapo.bias`, which run to their end.
+**In flight.** A rollout in flight becomes unusable if its group is dropped or starts again. Unusable rollouts are
+cancelled, except the references of :mod:`~nemo_gym_prorl.dapo.bias`, which run to their end.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from nemo_gym_prorl.dapo.group import Group, Member, OutcomeTotals, RolloutOutco
 
 
 class GroupQueue:
-    """Groups by progress, and a heap of members that wait for submission. A group is in exactly one of the three.
+    """Groups by progress, each in one of three tables by group number, and a heap of members that wait for submission.
 
     Attributes:
+        open: groups that are not complete.
         ready: complete groups with variance, in order of completion.
-        zero_variance: complete groups without variance that a batch may still be cut before.
+        zero_variance: complete groups without variance that may start again, if a batch ends before them.
     """
 
     def __init__(self) -> None:
@@ -48,19 +49,19 @@ class GroupQueue:
         self.open[group.number] = group
         for member in group.members:
             if member.waits:
-                heapq.heappush(self._waiting, (group.number, member.place))
+                heapq.heappush(self._waiting, (group.number, member.index))
 
     def drop(self, number: int) -> None:
         for groups in (self.open, self.ready, self.zero_variance):
             groups.pop(number, None)
 
     def next_waiting(self) -> tuple[Group, Member] | None:
-        """Remove and return the first waiting member of the oldest group."""
+        """Remove and return the first waiting member of the oldest group; ``None`` if no member waits."""
         while self._waiting:
-            number, place = heapq.heappop(self._waiting)
+            number, index = heapq.heappop(self._waiting)
             group = self.open.get(number)
-            if group is not None and group.members[place].waits:
-                return group, group.members[place]
+            if group is not None and group.members[index].waits:
+                return group, group.members[index]
         return None
 
     @property
@@ -95,15 +96,15 @@ class GroupQueue:
 
 
 _AVERAGED_GROUPS = 256
-"""Number of latest groups over which the share with variance is averaged."""
+"""Number of latest groups over which the share of groups with variance is averaged."""
 _MIN_SHARE = 1 / 8
-"""Lower bound of the estimated share, so that a share that rises again leaves few surplus groups."""
+"""Lower bound of the estimated share, which bounds the surplus of groups when the true share rises again."""
 _DEVIATIONS = 2.0
-"""Standard deviations between the expected number of groups with variance and the number that admission assumes."""
+"""Standard deviations from the expected number of groups with variance to the bound that admission assumes."""
 
 
 class GroupAdmission:
-    """Bound on the number of groups, and estimate of the share of groups with variance."""
+    """Bound on the number of open and ready groups, from an estimate of the share of groups with variance."""
 
     def __init__(self, config: SamplerConfig) -> None:
         self._config = config
@@ -130,7 +131,7 @@ class GroupAdmission:
 
 
 class StopConditions:
-    """Numbers of consecutive groups of no use, which end the training.
+    """Counters of consecutive groups without variance, and of groups that could not be run, to end a training run.
 
     Attributes:
         reason: failure of the last group that could not be run.
@@ -150,10 +151,10 @@ class StopConditions:
         self.reason = reason
 
     def check(self) -> None:
-        """Refuse to begin another group after too many groups of no use.
+        """Refuse another group if a counter has reached its bound.
 
         Raises:
-            NothingToLearn: a bound is reached.
+            NothingToLearn: ``max_dropped`` or ``max_fruitless`` is reached.
         """
         if self.not_run >= self._config.max_dropped:
             raise self.nothing_runs()
@@ -185,7 +186,7 @@ class InFlightRollouts:
         self.running: dict[str, tuple[Group, Member]] = {}
         self._cancelling: set[str] = set()
         self._references: dict[str, tuple[int, int]] = {}
-        """Weight version and prompt number by rollout id."""
+        """Weight version and prompt number of references, by rollout id."""
 
     def __len__(self) -> int:
         return len(self.running) + len(self._cancelling) + len(self._references)
@@ -201,19 +202,19 @@ class InFlightRollouts:
         return self._submission(rollout, group, version)
 
     def record_score(self, rollout: str, length: float, accuracy: float) -> None:
-        """Give a score to the bias measurement, unless an earlier try of the member still runs as a reference."""
+        """Pass a score to the bias measurement, unless an earlier try of the member still runs as a reference."""
         if rollout not in self._references and rollout not in self.running:
             return
-        place = group_and_member_of(rollout)
+        key = group_and_member_of(rollout)
         others = self._references.keys() - {rollout}
-        if rollout in self._references or place not in map(group_and_member_of, others):
-            self._bias.ended(*place, length, accuracy)
+        if rollout in self._references or key not in map(group_and_member_of, others):
+            self._bias.record_outcome(*key, length, accuracy)
 
     def remove(self, rollout: str, usage: Usage) -> tuple[Group, Member] | None:
         """Remove an ended rollout; return its group and member, or ``None`` if no batch can use the rollout."""
         if self._references.pop(rollout, None) is not None:
-            number, place = group_and_member_of(rollout)
-            self._bias.gave_up(number, unless_heard=place)
+            number, index = group_and_member_of(rollout)
+            self._bias.gave_up(number, unless_recorded=index)
             self._outcomes.add(RolloutOutcome.REFERENCE, usage)
         elif rollout in self._cancelling:
             self._cancelling.discard(rollout)
@@ -221,10 +222,10 @@ class InFlightRollouts:
         return self.running.pop(rollout, None)
 
     def abandon(self, group: Group, member: Member) -> list[str]:
-        """Give up a member's running rollout; return its id if it is to be cancelled, not kept as a reference."""
+        """Give up a member's running rollout; return the ids to cancel, which are none if it becomes a reference."""
         rollout = str(member.rollout)
         del self.running[rollout]
-        if self._bias.cut(group.number, member.place):
+        if self._bias.cut(group.number, member.index):
             self._references[rollout] = (member.version, group.prompt)
             return []
         self._cancelling.add(rollout)
@@ -268,5 +269,5 @@ class InFlightRollouts:
 
 def group_and_member_of(rollout: str) -> tuple[int, int]:
     """Return group number and member index of a rollout id, which has the form ``run:group:member:try``."""
-    _, number, place, _ = rollout.rsplit(":", 3)
-    return int(number), int(place)
+    _, number, index, _ = rollout.rsplit(":", 3)
+    return int(number), int(index)

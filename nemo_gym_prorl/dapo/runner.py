@@ -8,8 +8,8 @@
             train(batch)
             runner.weights(batch.version + 1)
 
-Rollouts go on in the background between calls of :meth:`Runner.batch`, as far as ``max_staleness`` allows. The trainer
-must load weights into the engines before it announces them with :meth:`Runner.weights`.
+Rollouts run in the background between calls of :meth:`Runner.batch`, as far as ``max_staleness`` allows. The trainer
+must load weights into the engines before it announces their version with :meth:`Runner.weights`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from nemo_gym_prorl.rollout.job import JobState
 
 LOG = logging.getLogger(__name__)
 
-CLOSE_S = 30.0  # to remove the sandboxes of cancelled rollouts at the end
+CLOSE_S = 30.0  # limit for services to remove the sandboxes of cancelled rollouts when the runner closes
 STALL_S = 900.0  # the agent waits as long for a server that does not answer (unreachable_s)
 
 
@@ -56,12 +56,14 @@ class TrainedRollout:
     """A rollout to train on.
 
     Attributes:
+        id: id of the rollout.
+        prompt: dataset row.
         reward: raw reward of the environment.
         version: weight version under which the rollout began.
         masked: whether the rollout gets no loss and does not enter the baseline of its group.
         tokens: tokens of each policy turn.
-        inherited: number of first turns that were taken over from a prefix and get no loss.
-        body: result as JSON bytes, because thousands of parsed results would take several times the memory.
+        inherited: number of first turns that were inherited from a prefix and get no loss.
+        body: result as JSON bytes; thousands of parsed results would take several times the memory.
     """
 
     id: str
@@ -80,13 +82,13 @@ class TrainedRollout:
 
     @property
     def traces(self) -> list[list[TurnTokens]]:
-        """Sequences to train on, the oldest first, if the rollout has several of them; :attr:`tokens` is the last.
+        """Sequences to train on, the oldest first; empty if :attr:`tokens` is the rollout's only sequence.
 
         Raises:
             ValueError: the result's ``training_traces`` are invalid.
         """
-        told = self.result.get(TRAINING_TRACES) if TRAINING_TRACES.encode() in self.body else None
-        return [trace_turns(trace) for trace in told.get("traces") or ()] if isinstance(told, dict) else []
+        field = self.result.get(TRAINING_TRACES) if TRAINING_TRACES.encode() in self.body else None
+        return [trace_turns(trace) for trace in field.get("traces") or ()] if isinstance(field, dict) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,10 @@ class Runner:
     Args:
         sampler: new sampler.
         prompts: prompts of the sampler.
-        services: clients of rollout services, not yet open; the runner opens and closes them.
+        services: clients of rollout services, not yet open; the runner opens and closes these clients.
         client: client name under which services share their slots among callers.
         options: further fields of each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. With
-            ``run`` a rollout is valid only if weights of that training, labelled with numbers, sampled every span.
+            ``run`` a rollout is valid only if weights of that training run, labelled with numbers, sampled its turns.
         state: return value of :meth:`state` of an earlier runner. Rollouts at lost services are sampled again.
         stall_s: seconds that :meth:`batch` waits while no rollout changes its state and no service accepts rollouts.
             If a service accepts rollouts, or weights are awaited, the longest budget of a stage is added.
@@ -198,7 +200,8 @@ class Runner:
 
         Raises:
             NothingToLearn: too many consecutive groups have no variance or cannot be run.
-            ApiError: a service refuses this runner's requests, not a single row.
+            ApiError: a service refuses all requests of this runner, and not only a row.
+            CallerError: a reward is no accuracy, or a setting is invalid.
             StalledError: no rollout has changed its state for too long. Another call waits again.
         """
         started = asyncio.get_running_loop().time()
@@ -231,7 +234,7 @@ class Runner:
         return {"sampler": self.sampler.state(), "services": dict(self._service_of)}
 
     async def _change(self, started: float) -> None:
-        """Wait for a change."""
+        """Wait for an event of a service, at most until it is time to check again whether rollouts have stalled."""
         troubles, now = self._services.unusable_nodes(), asyncio.get_running_loop().time()
         stuck = not self.sampler.awaits_weights and len(troubles) == len(self._services.nodes)
         bound = self._stall_s + (0.0 if stuck else self._longest_stage())
@@ -240,7 +243,7 @@ class Runner:
             raise StalledError(f"no rollout has changed its state for {bound:g} s: {self._stall_reason(troubles)}")
         self._changed.clear()
         with suppress(TimeoutError):
-            # The bound depends on the services, so it is computed again ten times before it is reached.
+            # Services that fail or recover change the bound, so it is computed again several times before it ends.
             async with asyncio.timeout(min(left, self._stall_s / 10)):
                 await self._changed.wait()
 
@@ -256,27 +259,27 @@ class Runner:
     def _stall_reason(self, troubles: Mapping[str, str]) -> str:
         if self.sampler.awaits_weights:
             return f"weights {self.sampler.version + 1} are awaited; announce them by weights()"
-        places = Counter(
+        counts = Counter(
             node or "no service" for rollout, node in self._service_of.items() if rollout not in self._results
         )
         reasons = [f"{self.sampler.in_flight} rollouts are in flight"]
-        reasons += [f"{count} at {node}" for node, count in places.items()]
+        reasons += [f"{count} at {node}" for node, count in counts.items()]
         return "; ".join([*reasons, *(f"{node}: {why}" for node, why in troubles.items())])
 
     async def _resume(self, state: Mapping[str, Any]) -> None:
         again = self.sampler.restore(state["sampler"])
         self._handed_over = self.sampler.emitted
-        places = {rollout: node for rollout, node in state["services"].items() if node in self._services.nodes}
-        await asyncio.gather(*(self._fetch_result(rollout, places.get(rollout)) for rollout in self.sampler.results()))
+        nodes = {rollout: node for rollout, node in state["services"].items() if node in self._services.nodes}
+        await asyncio.gather(*(self._fetch_result(rollout, nodes.get(rollout)) for rollout in self.sampler.results()))
         for rollout in again.cancel:
-            if rollout in places:
-                self._service_of[rollout] = places[rollout]
-                self._services.cancel_unknown(rollout, places[rollout])
+            if rollout in nodes:
+                self._service_of[rollout] = nodes[rollout]
+                self._services.cancel_unknown(rollout, nodes[rollout])
             else:
                 self.sampler.cancelled(rollout)
         self._resumed = {submission.rollout for submission in again.submit}
         for submission in again.submit:
-            self._submit(submission, places.get(submission.rollout))
+            self._submit(submission, nodes.get(submission.rollout))
 
     async def _fetch_result(self, rollout: str, node: str | None) -> None:
         try:
@@ -285,8 +288,6 @@ class Runner:
         except InfrastructureError as error:
             LOG.warning("result of rollout %s is lost, sampling it again: %s", rollout, error)
             self.sampler.lost(rollout)
-
-    # Events of services
 
     def _ended(self, job: JobView) -> None:
         self._note_progress()
@@ -329,7 +330,7 @@ class Runner:
         self._apply_decisions()
 
     def _foreign_weights(self, job: JobView) -> str | None:
-        """Return why a rollout is invalid: weights that are unknown or of another training sampled it."""
+        """Return why a rollout is invalid: unknown weights or weights of another training run sampled the rollout."""
         run = self._options.get("run")
         if run is None:
             return None
@@ -343,7 +344,7 @@ class Runner:
         return None
 
     def _lost(self, rollout: str, loss: LossReason, why: str) -> None:
-        # A taken id counts as infrastructure: an earlier start of this trainer, with other weights, used the id.
+        # An id in use is an infrastructure failure: an earlier start of this trainer, with other weights, used the id.
         refused = loss in (LossReason.REFUSED, LossReason.CANCELLED, LossReason.UNFORKABLE)
         origin = Origin.CALLER if refused else Origin.INFRASTRUCTURE
         LOG.warning("rollout %s has no outcome: %s", rollout, why)
@@ -359,8 +360,6 @@ class Runner:
         LOG.error("service %s refuses the runner, which cannot go on: %s", node, error)
         self._error = self._error or error
         self._changed.set()
-
-    # Decisions of the sampler
 
     def _apply_decisions(self) -> None:
         try:

@@ -6,23 +6,23 @@ Each prompt gets a group of rollouts. A zero-variance group, whose members all h
 batch is a fixed number of groups with variance. There are no rounds: each rollout that ends makes room for the next.
 
 **Versions.** Batch ``b`` (0, 1, ...) trains weights ``first_version + b`` and produces the next version. A rollout is
-labelled with the version that it began under, and can be used by batches at most ``max_staleness`` versions ahead.
-:class:`~nemo_gym_prorl.dapo.queue.GroupAdmission` bounds the open groups. Rollouts go on while the trainer works.
+labelled with the version under which the rollout began, and can be used by batches at most ``max_staleness`` versions
+ahead. :class:`~nemo_gym_prorl.dapo.queue.GroupAdmission` bounds the open groups. Rollouts run while the trainer works.
 
 **Order.** A batch takes the first groups with variance in the order of their prompts. Therefore membership of a batch
 does not depend on the duration of rollouts, and a batch waits for its slowest rollout. Once a batch is complete,
 groups after it that are too old for the next batch start again regardless of their progress, so cancellation does not
 favour short rollouts. With ``max_staleness`` 0 all groups after the batch are too stale.
 
-:mod:`~nemo_gym_prorl.dapo.bias` measures how trained rollouts differ from sampled ones.
+:mod:`~nemo_gym_prorl.dapo.bias` measures how trained rollouts differ from all sampled rollouts.
 
 **Prefixes.** With ``prefix_tries`` a zero-variance group may be followed by a group that begins at a prefix
-(:mod:`~nemo_gym_prorl.dapo.group`). The prefix group takes the place of the next prompt, so no batch waits for it.
+(:mod:`~nemo_gym_prorl.dapo.group`). A prefix group gets the next group number, so that no earlier batch waits for it.
 
 **Failures.** An infrastructure failure is never a reward: the member is tried again. A group that cannot be completed
 is dropped, never filled with a copy of a sibling. Agent failures are outcomes (``agent_failures``).
 
-Pure: methods note events, and :meth:`DynamicSampler.decide` returns the actions. The whole state is JSON.
+Pure: methods record events, and :meth:`DynamicSampler.decide` returns the actions. The whole state is JSON.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class DynamicSampler:
     """State machine of dynamic sampling; see the module.
 
     Args:
-        curriculum: selection of prompts to skip.
-        run: prefix of all rollout ids, which each training needs its own of, since services remember ids; random by
-            default.
+        config: settings.
+        prompts: stream of prompts.
+        curriculum: selection of prompts to skip; ``None`` skips none.
+        run: prefix of all rollout ids; random by default. Services remember ids, so each training run needs its own
+            prefix.
     """
 
     def __init__(
@@ -76,20 +78,20 @@ class DynamicSampler:
         self.asked = 0
         """Number of batches that the trainer asked for."""
         self.emitted = 0
-        """Number of emitted batches."""
+        """Number of batches that :meth:`decide` has returned."""
         self.version = config.first_version
         """Newest weight version that was announced."""
         self._prompts = prompts
         self._curriculum = curriculum
         self._run = run or f"dapo-{uuid.uuid4().hex[:8]}"
         self._restore_id = ""
-        """Random part of rollout ids after a restore. Ids that were used after the state was saved, or by another
-        training that was restored from the same state, are not used again."""
+        """Random part of rollout ids after a restore, so that ids differ from those used after the state was saved, by
+        this training run or by another that was restored from the same state."""
         self._next_prompt = 0
         self._next_number = 0
-        """Number of the next group. Prefix groups have numbers as well, and no prompt number of their own."""
+        """Number of the next group; a prefix group has its own group number, and the prompt number of its source."""
         self._passed = 0
-        """Number of groups that come before the next batch."""
+        """First group number that a later batch can use; all groups with lower numbers are in a batch or dropped."""
         self._exhausted = False
         self._admission = GroupAdmission(config)
         self._stop = StopConditions(config)
@@ -98,8 +100,6 @@ class DynamicSampler:
         self._queue = GroupQueue()
         self._in_flight = InFlightRollouts(self._run, self._bias, self.outcomes)
         self._decision = Decision()
-
-    # Events
 
     def scored(
         self,
@@ -111,16 +111,18 @@ class DynamicSampler:
         masked: bool = False,
         checkpoints: CheckpointRef = NO_CHECKPOINTS,
     ) -> None:
-        """Note the score of a rollout.
+        """Record the score of a rollout.
 
         Args:
+            rollout: id of the rollout.
             reward: raw reward of the environment.
+            usage: cost of the rollout.
             accuracy: value that the variance filter compares; the reward by default.
             masked: whether the rollout gets no loss and does not enter the baseline of its group.
             checkpoints: checkpoints from which other rollouts can be forked.
 
         Raises:
-            ValueError: reward or accuracy is not finite. Nothing was changed; call :meth:`failed` instead.
+            ValueError: reward or accuracy is not finite. The rollout has no outcome yet; call :meth:`failed` instead.
         """
         accuracy = reward if accuracy is None else accuracy
         if not (math.isfinite(reward) and math.isfinite(accuracy)):
@@ -135,7 +137,7 @@ class DynamicSampler:
             self._complete(group)
 
     def failed(self, rollout: str, origin: Origin, usage: Usage = Usage(), why: str = "") -> None:
-        """Record a rollout that ended without a reward, by the origin of its failure."""
+        """Record a rollout that ended without a reward: score 0 for an agent failure, else another try if possible."""
         if origin is Origin.AGENT:
             masked = self.config.agent_failures == AgentFailures.MASK
             self.scored(rollout, 0.0, usage, accuracy=0.0, masked=masked)
@@ -158,14 +160,14 @@ class DynamicSampler:
             self._queue.put(group)
 
     def cancelled(self, rollout: str, usage: Usage = Usage()) -> None:
-        """Note that a rollout was cancelled; if the sampler did not ask for that, it is an infrastructure failure."""
+        """Record that a rollout was cancelled, which is an infrastructure failure unless the sampler asked for it."""
         self.failed(rollout, Origin.INFRASTRUCTURE, usage)
 
     def interrupted(self, rollout: str, usage: Usage = Usage()) -> None:
-        """Note that a rollout, which was in flight when the state was saved, was cancelled before the restore.
+        """Record that a rollout, which was in flight when the state was saved, was cancelled before the restore.
 
-        Rollouts in flight are the slow ones. Resampling only rollouts in flight would train on fewer slow rollouts, so
-        all groups that come after the last batch start again.
+        Rollouts in flight are mostly slow. Resampling only these would train on fewer slow rollouts, so all groups
+        that are in no batch start again.
         """
         if (removed := self._in_flight.remove(rollout, usage)) is None:
             return
@@ -175,7 +177,7 @@ class DynamicSampler:
             self._restart(group, RolloutOutcome.LEFT_OVER)
 
     def lost(self, rollout: str) -> None:
-        """Note that the result of a scored rollout is lost, so that its member is tried again."""
+        """Record that the result of a scored rollout is lost, so that its member is tried again."""
         number, _ = group_and_member_of(rollout)
         for group in self._queue.usable:
             member = next((member for member in group.scored if member.rollout == rollout), None)
@@ -185,7 +187,7 @@ class DynamicSampler:
                 self._queue.put(group)
 
     def weights(self, version: int) -> None:
-        """Note the weight version from which the engines sample now.
+        """Record the weight version from which the engines sample now.
 
         Raises:
             ValueError: the version is older than the current one, or newer than the complete batches allow.
@@ -198,10 +200,8 @@ class DynamicSampler:
         self.version = version
 
     def ask(self) -> None:
-        """Note that the trainer wants one more batch."""
+        """Record that the trainer wants one more batch."""
         self.asked += 1
-
-    # Decisions
 
     def decide(self) -> Decision:
         """Return the actions that follow from the events since the last call.
@@ -218,7 +218,7 @@ class DynamicSampler:
             if self.finished and self._stop.not_run and not ever_complete:
                 raise self._stop.nothing_runs()
         except NothingToLearn:
-            # Pending actions come first, and rollouts in flight may still give a group with variance.
+            # Pending actions come first, and a rollout in flight may still complete a group with variance.
             if self._decision == Decision() and not self.in_flight:
                 raise
         decision, self._decision = self._decision, Decision()
@@ -236,11 +236,11 @@ class DynamicSampler:
 
     @property
     def held(self) -> int:
-        """Number of scored rollouts that wait for their group or batch to be complete."""
+        """Number of scored rollouts whose group or batch is not complete."""
         return len(self._queue.scored)
 
     def wants(self, rollout: str) -> bool:
-        """Return whether a batch may use the result of a rollout."""
+        """Return whether a rollout runs and a batch may use its result."""
         return rollout in self._in_flight.running
 
     def results(self) -> list[str]:
@@ -249,35 +249,33 @@ class DynamicSampler:
 
     @property
     def finished(self) -> bool:
-        """Return whether no batch will come, because prompts have ended and no rollout is in flight."""
+        """Return whether no further batch can come: prompts have ended, and no group is open or rollout in flight."""
         return self._exhausted and not (self.prefixes.backlog or self._queue.open or self._in_flight.abandoned)
 
     @property
     def length_bias(self) -> Estimate | None:
-        """Mean length of trained rollouts over that of sampled ones, in tokens (:mod:`~nemo_gym_prorl.dapo.bias`)."""
+        """Ratio of trained rollouts' mean length to that of all first tries; ``None`` without enough data."""
         return self._bias.length(self._passed)
 
     @property
     def accuracy_bias(self) -> Estimate | None:
-        """Mean accuracy of trained rollouts over that of sampled ones (:mod:`~nemo_gym_prorl.dapo.bias`)."""
+        """Ratio of trained rollouts' mean accuracy to that of all first tries; ``None`` without enough data."""
         return self._bias.accuracy(self._passed)
 
     def close(self) -> Decision:
-        """End training: cancel rollouts in flight, whose outcomes are still expected, and forget results."""
+        """End training: cancel rollouts in flight, whose outcomes the sampler still expects, and forget results."""
         for group in self._queue.usable:
             self._bias.gave_up(group.number)
             self._drop(group, "left_over", RolloutOutcome.LEFT_OVER)
         self._decision.cancel += self._in_flight.cancel_references()
         self._exhausted = True
         self.prefixes.backlog.clear()
-        self._stop.not_run = 0  # no NothingToLearn after the end
+        self._stop.not_run = 0  # decide() must not raise NothingToLearn after the end
         decision, self._decision = self._decision, Decision()
         return decision
 
-    # Saving and restoring
-
     def state(self) -> dict[str, Any]:
-        """Return the state for :meth:`restore` as JSON. Emitted batches count as trained on."""
+        """Return the state for :meth:`restore` as JSON. Emitted batches count as trained on and are not saved."""
         return {  # the keys are the format of saved states
             "run": self._run,
             "version": self.version,
@@ -346,8 +344,6 @@ class DynamicSampler:
         decision.submit = [submission for submission in again.submit if submission.rollout not in stale]
         return decision
 
-    # Groups
-
     @property
     def _due(self) -> int:
         """Weight version of the batch that is being filled."""
@@ -370,7 +366,7 @@ class DynamicSampler:
             self._settle(group)
 
     def _drop(self, group: Group, reason: str, outcome: RolloutOutcome) -> None:
-        """Drop a group: cancel its running rollouts, and count its scored ones under an outcome."""
+        """Drop a group: cancel its running rollouts, and count its scored rollouts under ``outcome``."""
         self.dropped[reason] += 1
         self._queue.drop(group.number)
         for member in group.members:
@@ -385,8 +381,6 @@ class DynamicSampler:
             self.outcomes.add(outcome, member.usage)
             self._decision.forget.append(member.rollout)
         member.reset()
-
-    # Batches
 
     def _batch(self) -> Batch | None:
         wanted, ready = self.config.groups_per_batch, self._queue.ready
@@ -405,18 +399,17 @@ class DynamicSampler:
         return batch
 
     def _certainly_passed(self) -> float:
-        """Return the number below which all groups come before the end of the next batch in every case."""
+        """Return the number below which all groups come before the end of the next batch, so none can start again."""
         first_open, wanted = self._queue.first_open(), self.config.groups_per_batch
         ready = sorted(number for number in self._queue.ready if number < first_open)
         return ready[wanted - 1] if len(ready) >= wanted else first_open
 
     def _settle_zero_variance(self, end: float) -> None:
-        """Settle the zero-variance groups with numbers below ``end``."""
         for number in sorted(number for number in self._queue.zero_variance if number < end):
             self._settle(self._queue.zero_variance.pop(number))
 
     def _settle(self, group: Group) -> None:
-        """Use the result of a group that cannot start again any more for admission and curriculum."""
+        """Pass the result of a group that cannot start again to admission and curriculum."""
         self._admission.settled(trainable=group.is_trainable)
         if self._curriculum and group.search is None:
             self._curriculum.saw(group.key, [member.accuracy for member in group.members])
@@ -440,7 +433,7 @@ class DynamicSampler:
             self._restart(group, RolloutOutcome.STALE)
 
     def _restart(self, group: Group, outcome: RolloutOutcome) -> None:
-        """Start all members of a group again, regardless of scores: resampling only some would bias the group."""
+        """Start all members of a group again, regardless of scores: resampling only some members would be biased."""
         results_are_forgotten = group.number in self._queue.zero_variance
         for member in group.members:
             if results_are_forgotten:
@@ -448,8 +441,6 @@ class DynamicSampler:
             else:
                 self._discard(group, member, outcome)
         self._queue.put(group)
-
-    # Submissions
 
     def _submit(self) -> None:
         """Submit rollouts up to ``max_in_flight``: waiting members of the oldest groups first, then new groups."""
@@ -460,12 +451,12 @@ class DynamicSampler:
             if next_one is None:
                 return
             group, member = next_one
-            rollout = f"{self._run}:{group.number}:{member.place}:{self._restore_id}{member.tries}"
+            rollout = f"{self._run}:{group.number}:{member.index}:{self._restore_id}{member.tries}"
             self.submitted += 1
             self._decision.submit.append(self._in_flight.begin(group, member, rollout, self.version))
 
     def _next_group(self) -> tuple[Group, Member] | None:
-        """Open the next group, if a batch could use a group that begins under the current weights."""
+        """Open the next group and return its first member; ``None`` if no batch could use another group now."""
         behind = self._due - self.version
         if (self._exhausted and not self.prefixes.backlog) or not self._admission.admits(
             len(self._queue.ready), len(self._queue.open), behind
@@ -475,8 +466,8 @@ class DynamicSampler:
         if self.prefixes.backlog:
             return self._open(*self.prefixes.backlog.popleft())
         for _ in range(self._prompts.size):
-            place = self._next_prompt
-            prompt = self._prompts[place]
+            number = self._next_prompt
+            prompt = self._prompts[number]
             if prompt is None:
                 self._exhausted = True
                 return None
@@ -484,11 +475,11 @@ class DynamicSampler:
             if self._curriculum and self._curriculum.skips(prompt.key):
                 continue
             self._bias.opened(self._next_number, self.config.group_size)
-            return self._open(place, prompt.key)
+            return self._open(number, prompt.key)
         raise NothingToLearn("the curriculum skips every prompt", field="curriculum")
 
     def _open(self, prompt: int, key: str, search: PrefixSearch | None = None) -> tuple[Group, Member] | None:
-        members = [Member(place) for place in range(self.config.group_size)]
+        members = [Member(index) for index in range(self.config.group_size)]
         self._queue.put(Group(self._next_number, prompt, key, members, search))
         self._next_number += 1
         return self._queue.next_waiting()

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of ended rollouts for the sampler, and metrics of them for the trainer's logger. Pure.
+"""Scores of ended rollouts for the sampler, and the rollouts' metrics for the trainer's logger. Pure.
 
 DAPO's filter compares *accuracies*. A shaped reward (by length or by turns) varies even in a group in which no rollout
 succeeded, and such a group would train on the shaping alone. A reward of 0 or 1 is an accuracy; for any other reward
-``filter_on`` must name the verdict field that is one.
+``filter_on`` must name the verdict field with the accuracy.
 
-Training goes on if the policy never manages to call a tool, or if every agent exceeds its time limit. Only
-:class:`RolloutMetrics` show such a fault of the deployment.
+A policy that never manages to call a tool, or agents that always exceed their time limit, do not stop training. Only
+:class:`RolloutMetrics` shows such a fault of the deployment.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class Score:
 
 
 def score_of(job: JobView, filter_on: str | None) -> Score | Origin:
-    """Return the score of an ended job, or the origin of the failure that left it without one.
+    """Return the score of an ended job; without a score, the origin of the failure.
 
     Args:
         job: ended job with its result.
         filter_on: verdict field that is the accuracy; ``None``: the reward, which must be 0 or 1.
 
     Raises:
-        CallerError: the verdict has no accuracy.
+        CallerError: the verdict has no finite number in ``filter_on``; or ``filter_on`` is ``None``, and the reward is
+            neither 0 nor 1.
     """
     result = job.result or {}
     if job.state is JobState.SUCCEEDED and job.reward is not None:
@@ -65,12 +66,12 @@ def score_of(job: JobView, filter_on: str | None) -> Score | Origin:
 
 
 def inherited_turns(job: JobView) -> int:
-    """Return the number of turns that a job took over from the rollout it was forked from."""
+    """Return the number of first turns that a forked job inherited from another rollout; 0 for other jobs."""
     return job.forked_from.turn if job.forked_from else 0
 
 
 def usage_of(job: JobView) -> Usage:
-    """Return the seconds that all stages worked on a job, and its sampled tokens without inherited turns."""
+    """Return the seconds of work of all stages on a job, and the number of sampled tokens without inherited turns."""
     tokens = sum(turn.length for turn in (job.tokens or ())[inherited_turns(job) :])
     return Usage(sum(timing.worked_s for timing in job.timings.values()), float(tokens))
 
@@ -94,7 +95,7 @@ def _accuracy(result: Mapping[str, Any], reward: float, filter_on: str | None) -
 
 
 WINDOW = 1024
-"""Number of latest rollouts in shares and means, so that early rollouts do not hide the current policy's."""
+"""Number of latest rollouts in shares and means, which so describe the current policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class _Ended:
 
 
 class RolloutMetrics:
-    """Metrics over all rollouts that reached their policy, whether trained on or not."""
+    """Metrics over the latest rollouts that reached their policy, whether trained on or not."""
 
     def __init__(self) -> None:
         self._ended: deque[_Ended] = deque(maxlen=WINDOW)

@@ -3,8 +3,8 @@
 """Checks of a configuration before training starts; all findings are reported at once.
 
 The checks look for settings under which training starts and silently does something else: wrong gradients, biased
-samples, a policy that never calls a tool, or an endless wait. Errors that stop a start by themselves are left to NeMo
-RL, Gym, Hydra and the component that meets them.
+samples, a policy that never calls a tool, or an endless wait. Errors that prevent a start are left to NeMo RL, Gym,
+Hydra and the component that detects them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nemo_gym_prorl.nemo_rl.configuration import ProrlSettings, RolloutSource
 
 DEADLINE = "async_rl.rollout_failure.nemo_gym.rollout_timeout_s"
 _FROM_NEMO_RL = {"policy_base_url": "", "policy_api_key": "", "policy_model_name": "policy"}
-"""Values that NeMo RL adds once its engines run, and to which configuration files refer."""
+"""Stand-ins for values to which configuration files refer, and which NeMo RL adds once its engines run."""
 _AGENT, _MODEL = "responses_api_agents.prorl_agent", "responses_api_models.prorl_model"
 _DATA = "data.train.data_path"
 _PARSERS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
@@ -54,7 +54,7 @@ FORBIDDEN_SETTINGS: tuple[tuple[str, bool | float, str, str], ...] = (
     ("loss_fn.token_level_loss", False, "DAPO's loss weighs all tokens of a batch alike", "true"),
     ("loss_fn.disable_ppo_ratio", True, "without the ratio there is nothing to clip", "false"),
 )
-"""Path of a setting, forbidden value, reason, and the value to set."""
+"""Settings that would silently change training: path, forbidden value, reason, and the value to set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ class Finding:
 
     Attributes:
         field: path of the setting, e.g. ``grpo.num_prompts_per_step``.
+        what: description of the error.
+        fix: sentence that says how to correct the setting, without the full stop.
     """
 
     field: str
@@ -84,22 +86,22 @@ def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def block_at(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the block at a path, or an empty one. NeMo RL's models refuse a value that is no block."""
+    """Return the block at a path; empty for no value, or for a value of another type (NeMo RL's models refuse it)."""
     value = value_at(config, path)
     return value if isinstance(value, Mapping) else {}
 
 
 def number_at(config: Mapping[str, Any], path: str) -> float | None:
-    """Return the number at a path, or ``None``. NeMo RL's models refuse a value that is no number."""
+    """Return the finite number at a path; ``None`` for any other value, which NeMo RL's models refuse."""
     value = value_at(config, path)
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def findings_of_validation(block: str, error: ValidationError) -> Iterator[Finding]:
-    """Return one finding for each field that a pydantic model refused."""
+    """Yield one finding for each field that a pydantic model of the block at the path ``block`` refused."""
     for one in error.errors(include_url=False):
         key = one["loc"][-1] if one["loc"] else ""
-        # Pydantic inserts the name of a union's member into the path, where the file has none.
+        # Pydantic inserts the type of a union's member into the path. That name is not a key of the file.
         path = ".".join(str(key) for key in one["loc"] if str(key).isidentifier() or isinstance(key, int))
         what = one["msg"].removeprefix("Value error, ").removeprefix(f"{key}: ").rstrip(".")
         field = ".".join(part for part in (block, path) if part)
@@ -153,7 +155,7 @@ def _check_loss(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[
 
 
 def _check_log_probs(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that vLLM returns log-probabilities of the modified logits; its default is the unmodified ones."""
+    """Check that vLLM's log-probabilities include sampling settings, which vLLM's default mode excludes."""
     where = "policy.generation"
     neutral = {"temperature": (1.0,), "top_p": (None, 1.0), "top_k": (None, 0, -1)}
     changed = [
@@ -244,7 +246,7 @@ def _check_parsers(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _read(path: Path) -> tuple[int, bool]:
-    """Return the number of rows, and whether a row has tools. NeMo RL reads every line as a row, blank lines too."""
+    """Return the number of rows, and whether any row has tools. A blank line is an error, as it is for NeMo RL."""
     count, with_tools = 0, False
     with path.open(encoding="utf-8") as lines:
         for count, line in enumerate(lines, 1):
@@ -279,7 +281,7 @@ def gym_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agent_of(settings: ProrlSettings, gym: Mapping[str, Any]) -> str | None:
-    """Return the name of the agent that runs the rollouts, or ``None`` if it is missing or ambiguous."""
+    """Return the name of the agent that runs the rollouts; ``None`` if the agent is missing or ambiguous."""
     agents = [name for name, block in gym.items() if isinstance(block, Mapping) and block_at(block, _AGENT)]
     if settings.agent is None and len(agents) == 1:
         return agents[0]
@@ -287,7 +289,7 @@ def agent_of(settings: ProrlSettings, gym: Mapping[str, Any]) -> str | None:
 
 
 def _check_servers(config: Mapping[str, Any], settings: ProrlSettings, gym: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that Gym's servers fit the trainer. A server that cannot start reports the reason itself."""
+    """Check that Gym's model servers and agent fit the trainer. A server that cannot start reports its own errors."""
     for name in gym:
         model = block_at(gym, f"{name}.{_MODEL}")
         if model and block_at(model, "policy").get("engine") != "nemo_rl":

@@ -4,7 +4,7 @@
 
 NeMo RL's controller converts groups to tensors on its event loop, and ends without a hook for cleanup. The collector
 submits and cancels rollouts independently of that loop. Invariant: when :meth:`Collector.close` returns, no sandbox of
-the training exists.
+the training run exists, unless services took longer than :data:`JOIN_S`.
 
     collector = Collector(plan)
     collector.weights(0)            # the engines have weights 0: rollouts begin
@@ -14,7 +14,7 @@ the training exists.
 
 NeMo RL's SingleController has no validation, so the services run it. A validation begins when the engines have a
 weight version that is due, takes precedence in the services' queues, and runs concurrently with training. The next
-weights wait until its rollouts have ended and its metrics are logged. Therefore one policy samples the whole
+weights wait until the validation has ended and its metrics are logged. Therefore one policy samples the whole
 validation, and no result is lost at the end of training.
 
 The collector asks for the batch of weights ``v`` when ``v`` is announced, so that the batch is as fresh as possible.
@@ -61,7 +61,8 @@ class Validation:
 
     Attributes:
         rows: rows with sampling parameters.
-        period: weight versions between two validations.
+        period: weight versions between two validations; 0 for none after the start.
+        at_start: whether to validate weights 0.
         last: final weight version, which is not validated because its metrics would not be logged.
     """
 
@@ -90,7 +91,7 @@ def validation_of(config: Mapping[str, Any]) -> Validation | None:
 
 
 def with_sampling_params(row: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dataset row with the sampling parameters that NeMo RL's engines require."""
+    """Return a dataset row with NeMo RL's ``temperature`` and ``top_p``, and at most ``max_new_tokens`` per turn."""
     params = dict(row["responses_create_params"])
     longest = params.get("max_output_tokens")
     own = generation["max_new_tokens"]
@@ -106,9 +107,11 @@ async def validate(
     client: str,
     options: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Run one rollout of each row and return the metrics.
+    """Run one rollout of each row and return the metrics. Rows without a reward are logged and counted.
 
     Args:
+        version: weight version that is validated.
+        rows: rows with sampling parameters.
         services: clients of rollout services, not yet open.
         client: client name of the submissions.
         options: further fields of each submission.
@@ -117,16 +120,16 @@ async def validate(
         for service in services:
             await stack.enter_async_context(service)
 
-        async def outcome(place: int) -> JobView | None:
-            service = services[place % len(services)]
-            group = f"{client}:validation-{version}:{place}"
+        async def outcome(index: int) -> JobView | None:
+            service = services[index % len(services)]
+            group = f"{client}:validation-{version}:{index}"
             try:
-                # Before training rollouts in the queue, since the next weights wait for the validation.
+                # Validation precedes training rollouts in the queue, since the next weights wait for the validation.
                 fields = {"group": group, "client": client, "priority": 1, **options}
-                await service.submit(dict(rows[place]), id=f"{group}:0", **fields)
+                await service.submit(dict(rows[index]), id=f"{group}:0", **fields)
                 return await service.wait(f"{group}:0")
             except (ApiError, InfrastructureError, aiohttp.ClientError, OSError) as error:
-                LOG.warning("validation row %d has no reward: %s", place, error or type(error).__name__)
+                LOG.warning("validation row %d has no reward: %s", index, error or type(error).__name__)
                 return None
 
         jobs = await asyncio.gather(*map(outcome, range(len(rows))))
@@ -144,13 +147,13 @@ async def validate(
 
 
 def _reward_of(job: JobView) -> float | None:
-    """Return the reward of a job; 0 for an agent failure, since leaving those out would favour quick rollouts."""
+    """Return the reward of a job; 0 for an agent failure, since excluding failures would favour quick rollouts."""
     if job.failure is not None and job.failure.origin is Origin.AGENT:
         return 0.0
     return job.reward if job.state is JobState.SUCCEEDED else None
 
 
-JOIN_S = CLOSE_S + 30.0  # for the thread to end: the runner's own limit, and time to close its connections
+JOIN_S = CLOSE_S + 30.0  # limit for the thread to end: the runner's own limit, and time to close its connections
 REMIND_S = 10.0  # between announcements to external model servers, which lose engines and weights in a restart
 
 
@@ -160,10 +163,14 @@ class CollectionPlan:
 
     Attributes:
         rows: dataset rows with sampling parameters.
+        sampler: settings of the sampler; :meth:`runner` sets ``first_version``.
+        servers: rollout services and model servers.
+        reward_of: scaling and overlong penalty of rewards.
         seed: seed of the shuffles of prompts; ``None`` keeps the dataset's order.
         skip_solved: number of consecutive solved groups after which a prompt is skipped; ``None`` for never.
-        client: client name of the submissions, unique to the training, by which its rollouts can be cancelled.
-        state: return value of :meth:`Collector.state` of an earlier training.
+        client: client name of the submissions, unique to the training run, by which its rollouts can be cancelled.
+        validation: rows and schedule of validations; ``None`` for no validation.
+        state: return value of :meth:`Collector.state` of an earlier start; ``None`` for a new training run.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -177,11 +184,7 @@ class CollectionPlan:
     state: Mapping[str, Any] | None = None
 
     def runner(self, version: int) -> Runner:
-        """Return a runner that is not entered yet.
-
-        Args:
-            version: weight version from which the engines sample first.
-        """
+        """Return a runner that is not entered yet, for engines that first sample from the weights ``version``."""
         prompts = Epochs(self.rows, seed=self.seed)
         curriculum = SkipSolved(self.skip_solved) if self.skip_solved else None
         first = version - (self.state["sampler"]["emitted"] if self.state else 0)
@@ -191,7 +194,7 @@ class CollectionPlan:
         )
 
     async def validate(self, version: int) -> dict[str, float]:
-        """Validate a weight version and return the metrics; none if the version is not due."""
+        """Validate a weight version and return the metrics; empty if no validation is due."""
         if self.validation is None or not self.validation.is_due(version):
             return {}
         return await validate(version, self.validation.rows, self._services(), self.client, self._options())
@@ -204,7 +207,7 @@ class CollectionPlan:
 
 
 def metrics_of(runner: Runner) -> dict[str, float]:
-    """Return metrics of the runner's rollouts for a trainer's logger."""
+    """Return metrics of the runner's rollouts, groups and bias for a trainer's logger."""
     sampler = runner.sampler
     found = {
         f"prorl/rollouts/{outcome.value}": float(sampler.outcomes[outcome].rollouts) for outcome in RolloutOutcome
@@ -222,7 +225,7 @@ def metrics_of(runner: Runner) -> dict[str, float]:
 class _WeightAnnouncer:
     """Announcements of weights to model servers, repeated every :data:`REMIND_S` while the announcer is entered.
 
-    A model server that was restarted has no engines of the training, and a batch may wait for turns of that server.
+    A model server that was restarted has no engines of the training run, and a batch may wait for that server's turns.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -253,8 +256,7 @@ class _WeightAnnouncer:
 class Collector:
     """Runner in its own thread; see the module. All methods are thread-safe.
 
-    :meth:`close` and :meth:`finish_validation` block, and so does the first call of :meth:`weights` for the start of
-    the thread.
+    :meth:`close`, :meth:`finish_validation` and the first call of :meth:`weights`, which starts the thread, block.
     """
 
     def __init__(self, plan: CollectionPlan) -> None:
@@ -285,11 +287,11 @@ class Collector:
             self._thread.start()
             started.wait()
         elif self._loop is not None and self._versions is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed; takers get the error
+            with contextlib.suppress(RuntimeError):  # the loop is closed after an error, which take() reports
                 self._loop.call_soon_threadsafe(self._versions.put_nowait, version)
 
     def take(self) -> Future[TrainingGroup]:
-        """Return a future of the next group, in order of calls. The error that ends the training ends the future."""
+        """Return a future of the next group, in order of calls. An error that ends training becomes its exception."""
         taker: Future[TrainingGroup] = Future()
         with self._lock:
             if self._error is not None:
@@ -305,17 +307,17 @@ class Collector:
             self._closed = True
         self._end(CallerError("training is over"))
         if self._thread is not None and self._loop is not None and self._work is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the work has ended already
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the thread has ended already
                 self._loop.call_soon_threadsafe(self._work.cancel)
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
                 LOG.warning("rollouts were still being cancelled after %s s; services end them", JOIN_S)
 
     def state(self, version: int) -> dict[str, Any] | None:
-        """Return the state for a new training as JSON, taken when the batch of this version was complete.
+        """Return the state for a later start as JSON, taken when the batch of this weight version was complete.
 
         The states of the last two batches are kept, so that a checkpoint can be written while the next batch is
-        collected.
+        collected. ``None`` for other versions.
         """
         with self._lock:
             return self._states.get(version)
@@ -329,9 +331,9 @@ class Collector:
         return self._metrics | metrics
 
     def finish_validation(self) -> None:
-        """Wait until no validation runs and :meth:`metrics` has returned the results of the last one.
+        """Block until no validation runs and :meth:`metrics` has returned the results of the last validation.
 
-        Without the wait the results of the last validation would be lost, because the trainer only logs at intervals.
+        Without the wait, results of a validation could be lost, because the trainer only logs at intervals.
         """
         self._validated.wait()
 
@@ -352,7 +354,7 @@ class Collector:
                 return
             self._work = asyncio.create_task(self._collect(version, self._versions))
         started.set()
-        with contextlib.suppress(asyncio.CancelledError):  # by close()
+        with contextlib.suppress(asyncio.CancelledError):  # close() cancels the work
             await self._work
 
     async def _collect(self, version: int, versions: asyncio.Queue[int]) -> None:

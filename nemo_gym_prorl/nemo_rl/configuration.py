@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a training: block ``prorl:``, recipes by NeMo RL's own loader, smoke check of its checkout.
+"""Configuration of a training run: block ``prorl:``, recipes by NeMo RL's own loader, smoke check of its checkout.
 
 Sizes come from NeMo RL's own blocks: the prompts of a batch from ``grpo.num_prompts_per_step``, the rollouts of a
 group from ``grpo.num_generations_per_prompt``, the groups in flight from ``async_rl.max_inflight_prompts``.
 
 Invariant: rewards are shaped after the variance filter, which reads the environment's rewards. Otherwise a group of
-wrong answers of different lengths would pass the filter, and training on it would only shorten answers.
+wrong answers of different lengths would pass the filter, and training on such groups would only shorten answers.
 
 The smoke check looks for each name that this package imports, calls or replaces. Without the check a renamed function
 of NeMo RL would fail only after the engines have started. Signatures are not checked.
@@ -36,7 +36,7 @@ from nemo_gym_prorl.failures import CallerError
 
 
 class RolloutSource(StrEnum):
-    """Owner of the rollout services."""
+    """Source of the rollout services."""
 
     GYM = "gym"
     """NeMo RL's Gym actor starts the servers next to the trainer."""
@@ -55,8 +55,8 @@ class Overlong(_Block):
     ``max_total_sequence_length`` and the engine's context limit count the same tokens.
 
     Attributes:
-        max_sequence_length: tokens from which on the whole penalty applies.
-        buffer_length: tokens below ``max_sequence_length`` over which the penalty grows from 0.
+        max_sequence_length: length in tokens from which the whole penalty applies.
+        buffer_length: number of tokens below ``max_sequence_length`` over which the penalty grows from 0.
         penalty: maximum deduction from the reward.
     """
 
@@ -94,25 +94,25 @@ class ProrlSettings(_Block):
     """The block ``prorl:``.
 
     Attributes:
-        rollouts: ``gym`` starts the servers, ``service`` uses running ones.
-        agent: name of the ``prorl_agent`` server in ``env.nemo_gym``, unless it is the only one.
+        rollouts: ``gym`` starts the servers, ``service`` uses running servers.
+        agent: name of the ``prorl_agent`` server in ``env.nemo_gym``; ``null`` for the only ``prorl_agent`` server.
         services: URLs of ``prorl_agent`` servers, for ``rollouts: service``.
         models: URLs of the services' ``prorl_model`` servers.
         key_env: environment variable with the servers' control token.
-        max_staleness: weight versions between a rollout's first token and its training; 0 is on-policy.
-        mini_batches: optimizer steps of a batch. From the second step on the
-            policy differs from the one of the log-probabilities in the loss, so the clip takes effect.
-        max_failures: tries of a rollout without a score, before its group is dropped.
-        max_fruitless: consecutive groups without variance that end the training.
-        max_dropped: consecutive dropped groups that end the training.
+        max_staleness: maximum of weight versions between a rollout's first token and its training; 0 is on-policy.
+        mini_batches: optimizer steps of a batch. From the second step on, the policy differs from the policy of the
+            log-probabilities in the loss, so the clip takes effect.
+        max_failures: infrastructure failures after which a group member is tried again; one more drops the group.
+        max_fruitless: number of consecutive groups without variance after which training ends.
+        max_dropped: number of consecutive groups that could not be run after which training ends.
         filter_on: verdict field that is the accuracy, by which groups vary; ``null``: the reward.
         agent_failures: ``zero`` reward, or ``mask``.
-        reference_share: share of prompts that are never cancelled, to measure bias.
-        prefix_tries: groups that begin at a prefix after one without variance. The gradient of these groups differs
-            from that of dynamic sampling (docs/train-your-own.md).
-        overlong: penalty for long rollouts.
-        reward_scaling: scaling of rewards, before the penalty.
-        skip_solved: consecutive solved groups after which a prompt is skipped.
+        reference_share: share of prompts whose first tries are never cancelled, to measure bias.
+        prefix_tries: maximum number of groups that begin at a prefix after a group without variance. The gradient of
+            these groups differs from that of dynamic sampling (docs/train-your-own.md).
+        overlong: penalty for long rollouts; ``null`` for none.
+        reward_scaling: scaling of rewards, before the penalty; ``null`` for none.
+        skip_solved: number of consecutive solved groups after which a prompt is skipped; ``null`` skips none.
     """
 
     rollouts: RolloutSource = RolloutSource.GYM
@@ -151,7 +151,7 @@ class ProrlSettings(_Block):
         return self
 
     def sampler(self, groups_per_batch: int, group_size: int, max_in_flight: int, first_version: int) -> SamplerConfig:
-        """Return the sampler's settings, with sizes from NeMo RL's blocks."""
+        """Return the sampler's settings, with the given sizes from NeMo RL's blocks."""
         return SamplerConfig(
             groups_per_batch=groups_per_batch,
             group_size=group_size,
@@ -169,14 +169,18 @@ class ProrlSettings(_Block):
 
 
 def settings_of(config: Mapping[str, Any]) -> ProrlSettings:
-    """Return the block ``prorl:`` of a resolved configuration; the defaults if there is none."""
+    """Return the block ``prorl:`` of a resolved configuration; the defaults without a block.
+
+    Raises:
+        ValidationError: the block is invalid.
+    """
     block = config.get("prorl")
     return ProrlSettings.model_validate({} if block is None else block)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
-    """Scaling of a reward, followed by the overlong penalty. Called with a reward and a sequence length in tokens."""
+    """Function that scales a reward and subtracts the overlong penalty, for a sequence length in tokens."""
 
     scaling: RewardScaling | None = None
     overlong: Overlong | None = None
@@ -216,7 +220,7 @@ def read(recipe: str, variants: Sequence[str] = (), overrides: Sequence[str] = (
         recipe: name of a recipe, or path of a file.
         variants: names or paths of files that override the recipe, in ascending order of precedence.
         overrides: Hydra overrides, which take precedence over all files, e.g. ``grpo.max_num_steps=10``. A setting
-            that no file has must be added with ``++``; otherwise it is refused as a typing error.
+            that is in no file must be added with ``++``; otherwise the override is refused as a typing error.
 
     Raises:
         CallerError: a recipe or file cannot be found or read, an override cannot be applied, or a required value
@@ -282,7 +286,7 @@ ROOT_VARIABLE = "NRL_ROOT"
 
 
 def checkout() -> Path | None:
-    """Return the NeMo RL checkout that the environment variable names, or ``None`` if there is none."""
+    """Return the NeMo RL checkout that :data:`ROOT_VARIABLE` names; ``None`` if unset, or not a checkout."""
     root = os.environ.get(ROOT_VARIABLE)
     return Path(root) if root and Path(root, "nemo_rl", "__init__.py").is_file() else None
 
@@ -294,7 +298,7 @@ RECIPE_NAMES: Mapping[str, str] = {
     "nemo_rl.utils.config": "OverridesError load_config merge_with_override parse_hydra_overrides "
     "register_omegaconf_resolvers",
 }
-"""Names that recipes need, by module or by class."""
+"""Names of NeMo RL that reading recipes needs, separated by spaces, by module or by class (``module:class``)."""
 TRAINING_NAMES: Mapping[str, str] = {
     "nemo_rl.algorithms.async_utils.replay_buffer:TQReplayBuffer": "commit remove_group reserve",
     "nemo_rl.algorithms.async_utils.staleness_sampler": "CustomSamplerConfig WindowedSampler",
@@ -321,7 +325,7 @@ TRAINING_NAMES: Mapping[str, str] = {
     "nemo_rl.utils.logger": "get_next_experiment_dir",
     "nemo_rl.weight_sync.interfaces:WeightSynchronizer": "shutdown sync_weights",
 }
-"""Names that training needs, by module or by class."""
+"""Names of NeMo RL that training needs, in the form of :data:`RECIPE_NAMES`."""
 
 
 _PACKAGES: Mapping[str, str] = {
@@ -332,7 +336,7 @@ _PACKAGES: Mapping[str, str] = {
     "transformers": "'transformers>=5.5,<5.9'",
     "zmq": "pyzmq",
 }
-"""Package of a module, where the names differ or NeMo RL sets the version."""
+"""Package to install by module, for packages with another name or with a version that NeMo RL sets."""
 
 
 def check_nemo_rl(table: Mapping[str, str]) -> None:
@@ -351,39 +355,39 @@ def check_nemo_rl(table: Mapping[str, str]) -> None:
 
 
 def missing_modules(root: Path, table: Mapping[str, str]) -> list[str]:
-    """Return the packages that this Python lacks and NeMo RL's modules import, directly or through each other.
+    """Return the packages that this Python lacks and that NeMo RL's modules import, directly or through each other.
 
     Args:
-        root: folder of NeMo RL's package.
-        table: names by module or by class, from which to start.
+        root: folder that contains the package ``nemo_rl``.
+        table: names by module or by class; the search starts from these modules.
     """
-    seen, foreign, places = set[str](), set[str](), [place.partition(":")[0] for place in table]
-    while places:
-        name = places.pop()
+    seen, foreign, pending = set[str](), set[str](), [owner.partition(":")[0] for owner in table]
+    while pending:
+        name = pending.pop()
         if name.partition(".")[0] != "nemo_rl":
             foreign.add(name.partition(".")[0])
         elif name not in seen:
             seen.add(name)
-            places.append(name.rpartition(".")[0] or name)
+            pending.append(name.rpartition(".")[0] or name)
             stem = root / name.replace(".", "/")
             file = next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
             for node in ast.parse(file.read_bytes()).body if file else ():
                 match node:
                     case ast.Import(names=names):
-                        places += [one.name for one in names]
+                        pending += [one.name for one in names]
                     case ast.ImportFrom(module=str(module), names=names, level=0):
-                        places += [module, *(f"{module}.{one.name}" for one in names)]
+                        pending += [module, *(f"{module}.{one.name}" for one in names)]
     missing = sorted(name for name in foreign if importlib.util.find_spec(name) is None)
     return [_PACKAGES.get(name, name) for name in missing]
 
 
 def missing_names(table: Mapping[str, str]) -> Iterator[str]:
-    """Return the names of a table that NeMo RL does not have."""
-    for place, names in table.items():
+    """Yield the names of a table that NeMo RL lacks."""
+    for path, names in table.items():
         try:
-            owner = resolve_name(place if ":" in place else f"{place}:")
+            owner = resolve_name(path if ":" in path else f"{path}:")
         except (ImportError, AttributeError) as error:
-            yield f"{place} ({error})"
+            yield f"{path} ({error})"
             continue
         fields = {name for one in getattr(owner, "__mro__", ()) for name in inspect.get_annotations(one)}
-        yield from (f"{place}.{name}" for name in names.split() if not hasattr(owner, name) and name not in fields)
+        yield from (f"{path}.{name}" for name in names.split() if not hasattr(owner, name) and name not in fields)

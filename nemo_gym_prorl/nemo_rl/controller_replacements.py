@@ -3,17 +3,17 @@
 """Replacements for parts of NeMo RL's SingleController: rollout manager, trainer, data loader and others.
 
 **Rollouts.** The controller requests a group for each prompt of its data loader and commits the group to its buffer.
-:class:`ProrlRollouts` answers each request with the next group with variance, whatever its prompt. Variance, failures,
-retries and staleness are handled by the dynamic sampler, so the controller only receives complete groups, and its own
-retries and drop budgets have nothing to do.
+:class:`ProrlRollouts` answers each request with the next group with variance, whatever its prompt. The dynamic sampler
+handles variance, failures, retries and staleness. The controller therefore only receives complete groups, and its own
+retries and drop budgets are never used.
 
-**Advantages.** A rollout whose agent compacted its context has several rows of a batch. :class:`RolloutRows` gives
-the estimator the rollout of each row, and :class:`GroupAdvantages` computes one advantage per rollout.
+**Advantages.** A rollout whose agent compacted its context has several rows in a batch. :class:`RolloutRows` passes
+the rollout of each row to the estimator, and :class:`GroupAdvantages` computes one advantage per rollout.
 
 **Optimizer steps.** The controller computes the loss's reference log-probabilities directly before its only optimizer
-step, in which the ratio is 1 at every token and the clip has no effect. :class:`MiniBatches` computes
-the log-probabilities once, and makes one optimizer step for each part of the batch. From the second step on the
-policy has changed, and the clip bounds its change.
+step, in which the ratio is 1 at every token and the clip has no effect. :class:`MiniBatches` makes one optimizer step
+for each part of the batch, with the same reference log-probabilities. From the second step on the policy has changed,
+and the clip bounds its change.
 
 **Checkpoints.** The controller saves the states of its data loader and of its buffer. :class:`SavingDataLoader` adds
 the state of the dynamic sampler, which draws the prompts. That state is taken when the last trained batch was
@@ -63,21 +63,21 @@ class RolloutStats:
 
 
 _GROUP_COLUMN = "prompt_ids_for_adv"
-"""NeMo RL's column from which its advantage estimators distinguish groups."""
+"""NeMo RL's column by which its advantage estimators distinguish groups."""
 
 
 class RolloutRows:
-    """NeMo RL's data plane client, with group and rollout of each row in place of the prompts for advantages.
+    """NeMo RL's data plane client, with group and member of each row in place of the prompt ids for advantages.
 
     Args:
-        client: NeMo RL's client, or a Ray actor with its methods.
-        multiple: number of rows that all ranks of the trainer share evenly.
+        client: NeMo RL's client, or a Ray actor with the client's methods.
+        multiple: see :func:`.rows_of`.
     """
 
     def __init__(self, client: Any, multiple: int = 1) -> None:
         self._client = client
         self.multiple = multiple
-        self._places: dict[str, list[int]] = {}
+        self._members: dict[str, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "_client":  # not set yet while the object is unpickled
@@ -85,10 +85,10 @@ class RolloutRows:
         return getattr(self._client, name)
 
     def add(self, slot: str, group: TrainingGroup) -> None:
-        self._places[slot] = [place for place, _ in rows_of(group, self.multiple)]
+        self._members[slot] = [index for index, _ in rows_of(group, self.multiple)]
 
     async def get_samples(self, *, sample_ids: Sequence[str], select_fields: Sequence[str], **more: Any) -> Any:
-        """Return columns of rows; the groups of the rows are forgotten with the column of prompts."""
+        """Return columns of rows, with group and member of each row in place of the prompt ids, once per row."""
         method = self._client.get_samples
         found = getattr(method, "remote", method)(sample_ids=sample_ids, select_fields=select_fields, **more)
         if inspect.isawaitable(found):
@@ -97,15 +97,15 @@ class RolloutRows:
             import torch
 
             rows = [sample_id.rsplit("_g", 1) for sample_id in sample_ids]
-            groups = {slot: (number, self._places.pop(slot)) for number, slot in enumerate(dict(rows))}
+            groups = {slot: (number, self._members.pop(slot)) for number, slot in enumerate(dict(rows))}
             owners = [[-1 - groups[slot][0], groups[slot][1][int(row)]] for slot, row in rows]
             found = found.clone(recurse=False)
-            found[_GROUP_COLUMN] = torch.tensor(owners)  # negative, as no token id of a prompt is
+            found[_GROUP_COLUMN] = torch.tensor(owners)  # group numbers are negative, which token ids never are
         return found
 
 
 class ProrlRollouts:
-    """Rollout manager of the controller; pickled for the controller's actor, and started there.
+    """Rollout manager of the controller. It is pickled for the controller's actor, and starts in that actor.
 
     Args:
         plan: settings of the collector.
@@ -147,7 +147,7 @@ class ProrlRollouts:
 
         Args:
             input_sample: not used; the dynamic sampler draws the prompts.
-            target_step: step for which the group is stamped. Groups come in the order of requests.
+            target_step: training step that the buffer records for the group. Groups are committed in request order.
             inflight_registry: not used; rollouts in flight belong to no request, and only the sampler judges
                 staleness.
             lineage_group_id: not used; checkpoints contain the dynamic sampler's state instead.
@@ -158,7 +158,7 @@ class ProrlRollouts:
             raise RuntimeError("the engines have no weights yet: call set_weight_version() first")
         group = await asyncio.wrap_future(self._collector.take())
         record = record_of(group, self.stats.committed, self._rows.multiple)
-        # Slots are reserved after the group exists, so that their order is that of groups.
+        # A slot is reserved once its group exists, so that slots and groups have the same order.
         slot = self._tq_buffer.reserve(weight_version=group.version, target_step=target_step)
         self._rows.add(slot, group)
         try:
@@ -172,12 +172,12 @@ class ProrlRollouts:
         return RolloutOutcome.COMMITTED
 
     def finish_validation(self) -> None:
-        """Wait until the engines may get other weights; see :meth:`Collector.finish_validation`."""
+        """Block until the engines may get other weights; see :meth:`Collector.finish_validation`."""
         if self._collector is not None:
             self._collector.finish_validation()
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint after a refit, taken when the batch before the refit was complete."""
+        """Return the collector's state for a checkpoint of the current weights; ``None`` before the first batch."""
         return self._collector.state(self._version - 1) if self._collector else None
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class ProrlRollouts:
 
 
 class ClosingSynchronizer:
-    """NeMo RL's weight synchronizer, which also ends rollouts and delays weights until a validation is over.
+    """NeMo RL's weight synchronizer, extended: ends rollouts at shutdown, and delays weights until validation ends.
 
     The controller shuts its weight synchronizer down in every case, so rollouts end in every case.
     """
@@ -202,12 +202,12 @@ class ClosingSynchronizer:
         return getattr(self._synchronizer, name)
 
     def sync_weights(self, **more: Any) -> Any:
-        """Synchronize weights; the controller calls this in its own thread, so the wait blocks no event loop."""
+        """Synchronize weights after a running validation. The controller's thread for this call may block."""
         self._rollouts.finish_validation()
         return self._synchronizer.sync_weights(**more)
 
     def shutdown(self) -> None:
-        """End rollouts, then the synchronizer, since rollouts sample from the engines that it manages."""
+        """End rollouts, then shut down the synchronizer, which manages the engines that rollouts sample from."""
         try:
             self._rollouts.close()
         finally:
@@ -222,8 +222,8 @@ class GroupAdvantages:
 
     Invariants:
 
-    - each rollout enters the baseline of its group once, and all its rows get its advantage;
-    - a rollout without a trained token does not shift the baseline of its siblings: it is a group of its own.
+    - each rollout enters the baseline of its group once, and all rows of the rollout get the same advantage;
+    - a rollout without a trained token is a group of its own, so that its siblings' baseline does not shift.
     """
 
     def __init__(self, estimator: Any) -> None:
@@ -233,9 +233,9 @@ class GroupAdvantages:
         """Return the estimator's advantages of shape ``[rows, tokens]``.
 
         Args:
-            prompt_ids: group and rollout of each row.
-            rewards: reward of each row's rollout.
-            mask: mask of shape ``[rows, tokens]``, 1 for each token that is trained on.
+            prompt_ids: negative group number and member index of each row ``[rows, 2]``, from :class:`RolloutRows`.
+            rewards: reward of each row's rollout ``[rows]``.
+            mask: 1 for each token that is trained on, else 0 ``[rows, tokens]``.
             more: further arguments of the estimator.
 
         Raises:
@@ -260,7 +260,6 @@ class GroupAdvantages:
 
 
 def _rows(value: Any, chosen: Any) -> Any:
-    """Return the chosen rows of a tensor, or of each tensor of a dictionary."""
     if isinstance(value, Mapping):
         return {name: _rows(column, chosen) for name, column in value.items()}
     return value[chosen] if hasattr(value, "new_tensor") else value
@@ -276,8 +275,8 @@ class MiniBatches:
     Args:
         trainer: NeMo RL's trainer, whose split interface is called once for each part.
         count: number of parts, all of about the same number of rows.
-        rollouts: rollouts of a batch; the learning rate's schedule counts them, not their rows.
-        multiple: number of rows that all ranks of the trainer share evenly.
+        rollouts: number of rollouts of a batch; the schedule of the learning rate counts rollouts, not rows.
+        multiple: number of which the rows of a part must be a multiple.
     """
 
     def __init__(self, trainer: Any, count: int, rollouts: int, multiple: int = 1) -> None:
@@ -294,7 +293,7 @@ class MiniBatches:
         return getattr(self._trainer, name)
 
     def begin_train_step(self, loss_fn: Any) -> None:
-        """Note the loss function; each optimizer step begins with its data."""
+        """Store the loss function; :meth:`train_microbatches_from_meta` begins the trainer's steps, one per part."""
         self._loss, self._done = loss_fn, []
 
     def train_microbatches_from_meta(self, meta: Any, **more: Any) -> None:
@@ -338,10 +337,10 @@ class SavingDataLoader:
     """NeMo RL's data loader, whose saved state includes the dynamic sampler's.
 
     Args:
-        loader: NeMo RL's data loader, already restored if a training is resumed.
+        loader: NeMo RL's data loader, already restored if a training run is resumed.
         rollouts: rollout manager of the same controller.
-        rows: unchanged dataset rows.
-        sampling: sampling parameters.
+        rows: dataset rows as read, whose checksum identifies the data set.
+        sampling: sampling parameters of rollouts.
     """
 
     def __init__(
@@ -358,21 +357,21 @@ class SavingDataLoader:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; the controller calls this after a step, when its weights are announced."""
+        """Return the state; the controller calls this after a step, once the step's weights are announced."""
         return {**self._loader.state_dict(), _STATE_KEY: {**self._identity, "runner": self._rollouts.state()}}
 
 
 def saved_state(
     checkpoint: str | None, rows: Iterable[Mapping[str, Any]], sampling: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the dynamic sampler's state in a checkpoint; ``None`` without one, or if the dataset has changed.
+    """Return the dynamic sampler's state in a checkpoint; ``None`` without a state, or if the dataset has changed.
 
-    A state of other sampling parameters is used as well: rollouts that are scored are trained on as they were sampled.
+    Changed sampling parameters only cause a warning: scored rollouts are trained on as they were sampled.
 
     Args:
-        checkpoint: folder of the checkpoint.
-        rows: unchanged dataset rows.
-        sampling: sampling parameters.
+        checkpoint: folder of the checkpoint; ``None`` for a new training run.
+        rows: dataset rows as read.
+        sampling: sampling parameters of rollouts.
     """
     if checkpoint is None or not (file := Path(checkpoint, DATALOADER_FILE)).is_file():
         return None

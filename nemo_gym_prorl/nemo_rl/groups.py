@@ -6,14 +6,14 @@ Pure, except for :func:`record_of`, which needs NeMo RL and torch.
 
 Invariants:
 
-- A sequence alternates observed tokens (prompts, tool results) with sampled ones; the prompt of each turn begins with
-  all tokens before it. A rollout is one sequence, or several if its agent compacted its context. Each sampled token
-  is trained on in one sequence, with the advantage of the rollout.
-- NeMo RL trains on a message if the message has log-probabilities; only sampled tokens have them here.
-- A rollout that is masked or has no valid tokens has no sequences here and gets no loss. The rollout's reward stays in
-  the metrics and does not enter the baseline of its siblings (:class:`~.controller_replacements.GroupAdvantages`).
-- Turns that a rollout inherited from a prefix become part of its prompt, so nothing of them is trained on.
-- A group of which no rollout has tokens is an error: the deployment does not keep tokens.
+- A sequence alternates observed tokens (prompts, tool results) with sampled tokens. The prompt of each turn begins
+  with all tokens before the turn. A rollout is one sequence, or several if its agent compacted its context. Each
+  sampled token is trained on in one sequence, with the advantage of the rollout.
+- NeMo RL trains on messages with log-probabilities, so only messages of sampled tokens get log-probabilities.
+- A rollout that is masked or has no valid tokens has no sequences and gets no loss. The rollout's reward stays in the
+  metrics and does not enter the baseline of its siblings (:class:`~.controller_replacements.GroupAdvantages`).
+- Turns that a rollout inherited from a prefix become part of its prompt, so their tokens are not trained on.
+- A group of which no rollout has tokens is an error: the model server does not return tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 type RewardFunction = Callable[[float, int], float]
-"""Reward to train on, from a raw reward and the length of the whole sequence in tokens."""
+"""Function from a raw reward and the length of the whole sequence in tokens to the reward to train on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,9 @@ class TrainingMember:
     """One rollout of a training group.
 
     Attributes:
-        sequences: sequences to train on, as turns; empty if the rollout gets no loss.
-        reward: reward after scaling and shaping.
+        rollout: id of the rollout.
+        sequences: sequences to train on, each as turns; empty if the rollout gets no loss.
+        reward: reward after scaling and overlong penalty.
         version: weight version under which the rollout began.
     """
 
@@ -60,8 +61,9 @@ class TrainingGroup:
     """The rollouts of one prompt.
 
     Attributes:
-        prompt: tokens of the first prompt.
+        prompt: token ids of the first prompt.
         members: ``grpo.num_generations_per_prompt`` rollouts.
+        row: dataset row.
     """
 
     prompt: Sequence[int]
@@ -79,20 +81,20 @@ def turns_of(tokens: Sequence[TurnTokens], inherited: int = 0) -> tuple[TurnToke
 
     Args:
         tokens: turns of a rollout.
-        inherited: number of first turns that were taken over from a prefix.
+        inherited: number of first turns that were inherited from a prefix.
 
     Raises:
         ValueError: no turn has sampled tokens, or the turns are not one sequence.
     """
     turns: list[TurnTokens] = []
     seen, inherited_turns = 0, 0
-    for place, turn in enumerate(tokens):
+    for index, turn in enumerate(tokens):
         if not turn.sampled:
             continue
         if turn.kept != seen:
             raise ValueError(f"the prompt of response.output.{turn.item} does not begin with the tokens before it")
         turns.append(turn)
-        inherited_turns += place < inherited
+        inherited_turns += index < inherited
         seen += len(turn.observed) + len(turn.sampled)
     if inherited_turns:
         turns[: inherited_turns + 1] = _as_prompt(turns[:inherited_turns], turns[inherited_turns:])
@@ -102,7 +104,7 @@ def turns_of(tokens: Sequence[TurnTokens], inherited: int = 0) -> tuple[TurnToke
 
 
 def _as_prompt(inherited: Sequence[TurnTokens], others: Sequence[TurnTokens]) -> list[TurnTokens]:
-    """Return the first of the other turns, if there is one, with the inherited tokens as part of its prompt."""
+    """Return the first of ``others`` with the inherited turns' tokens as part of its prompt; empty without others."""
     if not others:
         return []
     prompt, experts = array[int]("i"), None
@@ -119,7 +121,7 @@ def training_group(rollouts: Sequence[TrainedRollout], reward_of: RewardFunction
 
     Args:
         rollouts: rollouts of one prompt.
-        reward_of: scaling and shaping of rewards.
+        reward_of: scaling and overlong penalty of rewards.
 
     Raises:
         CallerError: no rollout has tokens to train on.
@@ -150,12 +152,12 @@ def with_loss(groups: Iterable[TrainingGroup]) -> list[bool]:
 
 
 def rows_of(group: TrainingGroup, multiple: int = 1) -> list[tuple[int, tuple[TurnTokens, ...]]]:
-    """Return the group's training rows: the place of each row's member, and its turns.
+    """Return the group's training rows: the index of each row's member, and the row's turns.
 
-    A member has a row for each sequence, or one without turns. Rows beyond one per member are filled up to a multiple
-    by rows without turns of the member -1, because NeMo RL divides a batch evenly.
+    A member has a row for each sequence, or one row without turns. The number of rows beyond one per member is filled
+    up to a multiple of ``multiple`` by rows without turns and with index -1, because NeMo RL divides a batch evenly.
     """
-    rows = [(place, turns) for place, member in enumerate(group.members) for turns in member.sequences or ((),)]
+    rows = [(index, turns) for index, member in enumerate(group.members) for turns in member.sequences or ((),)]
     return rows + [(-1, ())] * ((len(group.members) - len(rows)) % multiple)
 
 
@@ -164,7 +166,7 @@ def record_of(group: TrainingGroup, number: int, multiple: int = 1) -> PromptGro
 
     Args:
         group: training group with the number of rollouts that NeMo RL expects.
-        number: number of the group in this training.
+        number: number of the group in this training run.
         multiple: see :func:`rows_of`.
     """
     from nemo_rl.experience.interfaces import Completion, PromptGroupRecord
@@ -172,11 +174,11 @@ def record_of(group: TrainingGroup, number: int, multiple: int = 1) -> PromptGro
     completions = [
         Completion(
             message_log=_message_log(turns, group.prompt),
-            env_extras={"rollout": group.members[place].rollout, "weight_version": group.members[place].version},
+            env_extras={"rollout": group.members[index].rollout, "weight_version": group.members[index].version},
             truncated=False,
-            reward=group.members[place].reward,
+            reward=group.members[index].reward,
         )
-        for place, turns in rows_of(group, multiple)
+        for index, turns in rows_of(group, multiple)
     ]
     return PromptGroupRecord(
         prompt_idx=number,
@@ -203,8 +205,8 @@ def _message_log(turns: Sequence[TurnTokens], prompt: Sequence[int]) -> list[dic
 def add_experts(messages: list[dict[str, Any]], turn: TurnTokens) -> None:
     """Set the experts of the last two messages, which are those of ``turn``.
 
-    The last token of the previous turn gets its experts here as well. An engine routes a token when it reads the
-    token, which for the last sampled token of a turn happens in the next turn.
+    The last token of the previous turn gets its experts from ``turn`` as well. An engine routes a token when it is
+    read, which for the last sampled token of a turn happens in the next turn.
     """
     import torch
 

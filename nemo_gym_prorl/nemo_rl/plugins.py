@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes that NeMo RL loads by name: a buffer sampler, and an environment that does nothing.
 
-Groups reach NeMo RL's buffer in order, and never more of them than a step needs, so any sampler fits the hook
+Groups reach NeMo RL's buffer in order, and never more groups than a step needs, so any sampler fits the hook
 ``async_rl.sampler``. :class:`UncheckpointedSampler` keeps groups out of NeMo RL's checkpoints: the saved state of the
 dynamic sampler contains the same groups, which would otherwise be trained on twice.
 
@@ -26,10 +26,10 @@ class UncheckpointedSampler(WindowedSampler):  # type: ignore[misc]  # NeMo RL h
 
 
 def sampler_block(configured: Any, settings: ProrlSettings) -> Any:
-    """Return the block ``async_rl.sampler`` to start with.
+    """Return the block ``async_rl.sampler`` with which training starts.
 
     Args:
-        configured: block of the configuration; a custom sampler of the user is kept.
+        configured: the configuration's own block, if any; a custom sampler of the user is kept.
         settings: the block ``prorl:``.
     """
     if (configured or {}).get("name") == "custom":
@@ -40,7 +40,7 @@ def sampler_block(configured: Any, settings: ProrlSettings) -> Any:
 
 @ray.remote(num_cpus=0)
 class NoEnvironment:
-    """Ray actor that does nothing."""
+    """Environment that does nothing, as a Ray actor."""
 
     def __init__(self, config: Any) -> None:
         del config

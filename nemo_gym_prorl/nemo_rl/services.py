@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers behind a training run: addresses, registered engines, and announced weight versions.
 
-With ``rollouts: gym`` NeMo RL's actor has started the servers, its head server lists their addresses, and their
-engines are the trainer's from the start. With ``rollouts: service`` the servers run already and may serve several
-trainers. The trainer registers its engines there as backends of its own training, and removes them when it ends.
+With ``rollouts: gym`` NeMo RL's actor has started the servers with the trainer's engines, and its head server lists
+the addresses. With ``rollouts: service`` the servers run already and may serve several trainers. The trainer registers
+its engines at the model servers as backends of its own training run, and removes these when the run ends.
 
-The calls are small and rare, so they block; callers with an event loop run them in a thread.
+Calls are small and rare, so they block; callers with an event loop run them in a thread.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 
 LOG = logging.getLogger(__name__)
 
-CALL_S = 30.0  # for the response of a server; a loaded server may pause for many seconds
+CALL_S = 30.0  # limit for the response of a server; a loaded server may pause for many seconds
 ANNOUNCEMENT_TRIES = 3
-_MAX_CONCURRENT_CALLS = 64
+_MAX_CONCURRENT_CALLS = 64  # threads, each of which may wait for CALL_S
 PAUSE_S = 1.0  # between two tries of an announcement
 
 
@@ -49,11 +49,13 @@ class Servers:
     """Addresses of the rollout services and of the model servers behind them.
 
     Attributes:
+        services: URLs of ``prorl_agent`` servers.
+        models: URLs of ``prorl_model`` servers.
         key_env: name of the environment variable with the servers' key; the key itself is not part of the object.
         node: Ray node id of the only node that can reach the servers; ``None``: every node can.
-        engines: URLs of the trainer's engines, if they must be registered at the model servers.
-        run: run name of the engines. Each start of a trainer needs its own, since equal version numbers of two starts
-            mean different weights.
+        engines: URLs of the trainer's engines to register at the model servers; empty if the servers have engines.
+        run: run name of the engines. Each start of a trainer needs its own name, since equal version numbers of two
+            starts mean different weights.
     """
 
     services: tuple[str, ...]
@@ -83,15 +85,16 @@ class Servers:
     def announce(self, version: int, *, needed: bool = False) -> None:
         """Announce the engines' weight version to the model servers, without draining turns in flight.
 
-        A model server that was restarted gets the engines again. An announcement that fails is tried again and then
-        given up: labels only inform readers of the rows, and training uses the sampler's own versions.
+        The engines are registered again at a model server that was restarted. An announcement that fails is tried
+        again and then given up: labels only inform readers of the rows, and training uses the sampler's own versions.
 
         Args:
+            version: weight version of the engines.
             needed: whether a failure is an error, because no engine is registered yet.
 
         Raises:
-            CallerError: a server refuses the announcement, and it is needed.
-            InfrastructureError: a server does not answer, and the announcement is needed.
+            CallerError: a server refuses an announcement with ``needed``, or the key is not set.
+            InfrastructureError: a server does not answer an announcement with ``needed``.
         """
 
         def announce(url: str) -> None:
@@ -134,7 +137,7 @@ class Servers:
             self._call_all_models(withdraw)
 
     def _call_all_models(self, call: Callable[[str], None]) -> None:
-        """Call all model servers concurrently, so that one that hangs does not delay the others."""
+        """Call all model servers concurrently, so that a server that hangs does not delay the others."""
         with ThreadPoolExecutor(min(len(self.models), _MAX_CONCURRENT_CALLS) or 1) as threads:
             for _ in threads.map(call, self.models):
                 pass
@@ -165,15 +168,14 @@ class Servers:
         _call("POST", route, self.key, body)
 
     def _backends(self, url: str) -> str:
-        """Return the URL of this training's backends at a model server."""
         return f"{url}/v1/backends?run={quote(self.run or '', safe='')}"
 
 
 def gym_servers(gym: Any, settings: ProrlSettings) -> Servers:
-    """Return the servers that NeMo RL's Gym actor, or each shard of it in newer versions, has started.
+    """Return the servers that NeMo RL's Gym actor has started, or in newer versions several actors (shards).
 
     Args:
-        gym: handle of the actor, or the object with the handles of its shards.
+        gym: handle of the actor, or NeMo RL's object with the handles of the shards.
         settings: the block ``prorl:``, which names the agent if there are several.
 
     Raises:
@@ -181,17 +183,17 @@ def gym_servers(gym: Any, settings: ProrlSettings) -> Servers:
     """
     import ray
 
-    def place(actor: Any) -> tuple[str, int, str]:
-        # Ray sends the function by value, since the actor's interpreter need not have this package.
+    def address(actor: Any) -> tuple[str, int, str]:
+        # Ray pickles a local function by value, so the actor's interpreter need not have this package.
         import ray
 
         return actor.node_ip, actor.head_server_port, ray.get_runtime_context().get_node_id()
 
     actors = getattr(gym, "all_handles", None) or [gym]
-    # Shards may share a head server, which lists its servers once.
-    places = dict.fromkeys(ray.get([actor.__ray_call__.remote(place) for actor in actors]))
-    instances = [one for host, port, _ in places for one in _call("GET", f"http://{host}:{port}/server_instances")]
-    first, *others = {node for *_, node in places}
+    # Shards may share a head server, which would list its servers once per shard.
+    heads = dict.fromkeys(ray.get([actor.__ray_call__.remote(address) for actor in actors]))
+    instances = [one for host, port, _ in heads for one in _call("GET", f"http://{host}:{port}/server_instances")]
+    first, *others = {node for *_, node in heads}
     servers = select_servers(instances, settings, first)
     if others and any(is_loopback(urlsplit(url).hostname) for url in servers.services + servers.models):
         raise CallerError(
@@ -284,7 +286,7 @@ def _call(method: str, url: str, key: str | None = None, body: Any = None) -> An
             raise CallerError(detail) from error
         raise InfrastructureError(detail, kind=FailureKind.TRANSPORT_UNREACHABLE) from error
     except (URLError, TimeoutError, ConnectionError, HTTPException, ValueError) as error:
-        # HTTPException and ValueError: a truncated response, or the response of a server of another kind.
+        # HTTPException and ValueError: a truncated response, or a response that is not HTTP or not JSON.
         raise InfrastructureError(
             f"{method} {url} failed without a response: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
         ) from error

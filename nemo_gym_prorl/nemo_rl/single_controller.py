@@ -7,8 +7,8 @@ starts. :func:`replace_parts` replaces the rollout manager, and wraps advantage 
 and data loader (:mod:`~nemo_gym_prorl.nemo_rl.controller_replacements`). NeMo RL loads the buffer sampler by its own
 hook. No code of NeMo RL is patched.
 
-With ``rollouts: service`` NeMo RL must not start Gym servers. The controller's configuration is then without Gym, and
-its dataset names an environment that does nothing.
+With ``rollouts: service`` NeMo RL must not start Gym servers. The controller's configuration then has no block for
+Gym, and its dataset names an environment that does nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from nemo_gym_prorl.nemo_rl.services import Servers, configured_servers, gym_ser
 LOG = logging.getLogger(__name__)
 
 ENVIRONMENT = "prorl"
-"""Name of the environment of datasets with ``rollouts: service``, because NeMo RL requires one."""
+"""Environment that datasets name with ``rollouts: service``, because NeMo RL requires an environment."""
 _NO_ENVIRONMENT = "nemo_gym_prorl.nemo_rl.plugins.NoEnvironment"
-SHUTDOWN_S = 30.0  # for NeMo RL's Gym actor to end its servers
+SHUTDOWN_S = 30.0  # limit for NeMo RL's Gym actor to end its servers
 
 
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     configure_generation(master, tokenizer)
     # The HTTP server also runs without Gym, since external services call the engines.
     setup_nemo_gym_config(master, tokenizer)
-    # NeMo RL's setup refuses validation; this package validates by itself.
+    # NeMo RL's setup refuses validation settings, because its controller has none; the collector validates.
     master.grpo.val_period, master.grpo.val_at_start = 0, False
     arguments, timings = setup_single_controller(master, tokenizer)
     return train(master, arguments, timings, settings, validation_of(config))
@@ -93,7 +93,7 @@ def configure_generation(master: Any, tokenizer: Any) -> None:
 
 
 def register_no_environment() -> None:
-    """Register the environment that datasets of ``rollouts: service`` name at NeMo RL."""
+    """Register at NeMo RL the environment that datasets name with ``rollouts: service``."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
     from nemo_rl.environments.utils import ENV_REGISTRY, register_env
@@ -113,7 +113,13 @@ def train(
         arguments: arguments of NeMo RL's controller; modified.
         timings: timings of the setup, for the controller's logger.
         settings: the block ``prorl:``.
-        validation: rows and schedule of validations.
+        validation: rows and schedule of validations; ``None`` for no validation.
+
+    Returns:
+        Result of the controller.
+
+    Raises:
+        RolloutError: rollouts failed; the error of Ray or NeMo RL that contains this error is its cause.
     """
     try:
         client = f"nemo-rl-{uuid.uuid4().hex[:8]}"
@@ -140,7 +146,7 @@ def _run_controller(master: Any, arguments: Any, timings: Any, servers: Servers)
 
     options = {}
     if servers.node is not None:
-        # Servers without keys listen on loopback only.
+        # Servers without a key listen on the loopback address of their node only.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(servers.node, soft=False)
     controller = SingleControllerActor.options(**options).remote(
         master_config=master, actor_args=arguments, setup_timing_metrics=timings
@@ -165,7 +171,8 @@ def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
     import ray
 
     for name, actor in environments.items():
-        if not hasattr(actor.shutdown, "remote"):  # an object with Gym's shards, whose actors NeMo RL ends
+        # In newer versions of NeMo RL this is an object for several Gym actors, whose shutdown() ends the actors.
+        if not hasattr(actor.shutdown, "remote"):
             actor.shutdown()
             continue
         try:
@@ -181,7 +188,7 @@ def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
 
 
 def row_multiple(policy: Mapping[str, Any], trainer: Any) -> int:
-    """Return the number of rows that all ranks of NeMo RL's trainer share evenly, in whole micro batches."""
+    """Return the number of which a batch's rows must be a multiple, so that ranks get equally many micro batches."""
     ranks = getattr(trainer, "sharding_annotations", None)
     size: int = ranks.get_axis_size("data_parallel") if ranks is not None else 1
     if any((policy.get(name) or {}).get("enabled") for name in ("sequence_packing", "dynamic_batching")):
@@ -222,7 +229,7 @@ def replace_parts(
     )
     arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, lines, sampling)
     arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator)
-    arguments.advantage_actors = []  # newer versions of NeMo RL may keep copies of its estimator here
+    arguments.advantage_actors = []  # newer versions of NeMo RL may list actors with copies of its own estimator
     if settings.mini_batches > 1:
         batch = grpo.num_prompts_per_step * size
         arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches, batch, multiple)
@@ -238,7 +245,7 @@ def _servers(arguments: Any, settings: ProrlSettings, run: str) -> Servers:
 
 
 def _result_of(controller: Any, watchdog: Any) -> dict[str, Any]:
-    """Return the controller's result. The controller is pinged, since its own watchdog hangs with its event loop."""
+    """Return the controller's result; raise an error if pings time out, as its own watchdog hangs with its loop."""
     import ray
 
     running = controller.run.remote()

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find(config: Mapping[str, Any], *, trainable: bool = True) -> list[Finding]:
-    """Return all findings: of this package's checks, of NeMo RL's models, and of requests to external servers.
+    """Return all findings of this package's checks, NeMo RL's validation, and requests to external servers.
 
     Args:
         config: complete configuration.
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_nemo_rl() -> Iterator[Finding]:
-    """Yield what keeps NeMo RL from being imported, or is missing in it."""
+    """Yield a finding for each reason why NeMo RL cannot be imported, or for names that it lacks."""
     root = checkout()
     if root is None:
         named = os.environ.get(ROOT_VARIABLE)
@@ -119,7 +119,7 @@ def _check_nemo_rl() -> Iterator[Finding]:
         yield Finding("PYTHONPATH", what, f"Use the Python of NeMo RL's environment, or add {root or 'the checkout'}")
         if root is None:
             return
-        sys.path.append(str(root))  # to report everything at once
+        sys.path.append(str(root))  # so that the remaining checks can import NeMo RL
     table = {**RECIPE_NAMES, **TRAINING_NAMES}
     if lacking := missing_modules(Path(resolve_name("nemo_rl").__path__[0]).parent, table):
         command = f"`{sys.executable} -m pip install {' '.join(lacking)}`"
@@ -133,17 +133,17 @@ def _check_nemo_rl() -> Iterator[Finding]:
 
 
 def complete(config: dict[str, Any]) -> None:
-    """Add settings that depend on the installation: environments and folders of Gym servers."""
+    """Set the folder of Gym's virtual environments in a configuration, and export a clone's folder of Gym servers."""
     gym = value_at(config, "env.nemo_gym")
     if not isinstance(gym, dict):
         return
     if gym.get("uv_venv_dir") is None:
         gym["uv_venv_dir"] = str(shared_venvs())
         gym["skip_venv_if_present"] = True
-    if (ours := running_installation().checkout) is not None:
+    if (own := running_installation().checkout) is not None:
         roots = [root for root in os.environ.get(ROOTS_VARIABLE, "").split(os.pathsep) if root]
-        if str(ours) not in roots:
-            os.environ[ROOTS_VARIABLE] = os.pathsep.join([*roots, str(ours)])
+        if str(own) not in roots:
+            os.environ[ROOTS_VARIABLE] = os.pathsep.join([*roots, str(own)])
 
 
 def _cross_check(validated: Any) -> list[Finding]:
@@ -157,7 +157,7 @@ def _cross_check(validated: Any) -> list[Finding]:
 
 
 def _check_servers(settings: ProrlSettings) -> list[Finding]:
-    """Check that the key is set and that external servers accept it."""
+    """Check that the servers' key is set and that external servers accept the key."""
     try:
         configured_servers(settings)
     except RolloutError as error:

@@ -22,24 +22,25 @@ from nemo_gym_prorl.policy.engines.engine import Sampling
 
 KEY_PREFIX = "rk-"
 """Prefix of capability keys, so that middlewares, scanners and people recognise them."""
-MAX_BYTES_PER_TOKEN = 32  # a token of text has about 4, one of white space or of rules more
+MAX_BYTES_PER_TOKEN = 32  # a token of text has about 4 bytes, a token of white space or of ruler lines more
 DEAD_KEY = 401, "key-revoked", "the capability key is unknown or revoked"
 
 CONTEXT_FULL = "context_length_exceeded"
-"""Name of the problem of a prompt that is longer than the context, as programs know it."""
+"""Error code of a prompt that is longer than the context, as in OpenAI's API."""
 
 _MAX_UNANSWERED = 1_000
-"""Requests without an answer that a rollout keeps, since a program can cut any number of calls."""
+"""Maximum of remembered requests without an answer per rollout; a program may disconnect from any number of calls."""
 
 LEFT_OUT: ContextVar[set[str] | None] = ContextVar("left_out", default=None)
-"""Names of fields that the current request loses; ``None`` if it is no program's, and loses nothing."""
+"""Names of fields left out of the current request; ``None`` if the request is not a program's and loses no field."""
 
 
 def refuse(field: str, why: str, part: str | None = None) -> None:
-    """Refuse a part of a request, or note under its name that a program's request loses it.
+    """Refuse a field of a request; of a program's request, record instead that ``part`` (by default the field without
+    indices) is left out.
 
     Raises:
-        CallerError: the request is no program's.
+        CallerError: the request is not a program's.
     """
     left_out = LEFT_OUT.get()
     if left_out is None:
@@ -49,8 +50,8 @@ def refuse(field: str, why: str, part: str | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallGrant:
-    """Grant of a capability key: turns of one rollout, until it has ``max_turns`` turns or a sequence of
-    ``max_total_tokens``. ``sampling`` and ``template_variables`` override those of the calls.
+    """Permissions of a capability key: turns of one rollout, until it has ``max_turns`` turns or a sequence of
+    ``max_total_tokens`` (``None``: no limit). ``sampling`` and ``template_variables`` override those of the calls.
     """
 
     rollout: str
@@ -61,10 +62,10 @@ class CallGrant:
     sampling: Sampling = field(default_factory=Sampling)
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     contexts: Mapping[str, int | None] = field(default_factory=dict)
-    """Context length by engine, as far as known now."""
+    """Context length in tokens by engine URL, as far as known; the engine client's own mapping, so always current."""
 
     def check_length(self, *prompt: object) -> None:
-        """Raise 400 if a prompt is far longer than the context: rendering and tokenising it would block the server."""
+        """Refuse a prompt far longer than the context with 400, because rendering it would block the server."""
         context = max((length or math.inf for length in self.contexts.values()), default=math.inf)
         if len(orjson.dumps(prompt)) > context * MAX_BYTES_PER_TOKEN:
             raise ProblemError(400, CONTEXT_FULL, f"prompt is too long: the context has {context} tokens")
@@ -93,15 +94,15 @@ class RolloutCalls:
     """Counters and latest calls of a rollout.
 
     Attributes:
-        limit: limit that a call met.
-        refused: number of calls by the status that refused them.
-        dropped: number of calls by the name of a part that was left out.
-        in_flight: numbers of the calls without an answer.
+        limit: name of the limit that the rollout has reached; ``None`` for none.
+        refused: number of refused calls by HTTP status.
+        dropped: number of calls by the name of a field that was left out.
+        in_flight: numbers of the calls in flight.
         context_full: whether the latest call had a prompt that is longer than the context.
-        unanswered: requests without an answer, by their digest, with the number of the latest call. A request that was
-            cut, or that the server failed to answer, stays until the same request is sent again and answered.
-        begun: number of calls.
-        kept: latest calls, by a digest of their requests, for requests that are repeated.
+        unanswered: number of the latest call by the digest of its request, for requests without an answer. A request
+            that was cut off or failed stays until the same request is sent again and answered.
+        begun: number of calls so far; the calls are numbered from 1.
+        kept: latest calls, by a digest of their requests, which repetitions of a request share.
     """
 
     limit: str | None = None
@@ -129,19 +130,20 @@ class RolloutCalls:
             del self.unanswered[request]
 
     def close(self) -> None:
-        """Forget the requests in flight, when the key dies: the program has ended and waits for no answer."""
+        """Forget the requests in flight when the key is revoked, because the program has ended."""
         waiting = self.in_flight
         self.unanswered = OrderedDict(one for one in self.unanswered.items() if one[1] not in waiting)
 
     def check(self, grant: CallGrant, turns: int, tokens: int) -> None:
-        """Raise 403, which clients do not retry, beyond a key's limit.
+        """Refuse a call beyond a limit of the key with 403, which clients do not retry.
 
-        Turns in flight count, but ``limit``, which ends the program, is set only after the last turn.
+        Calls in flight count as turns. ``limit``, which ends the program, is set only once answered turns reach the
+        limit.
 
         Args:
             grant: permissions of the key.
-            turns: number of turns so far.
-            tokens: length of the longest sequence.
+            turns: number of the rollout's turns so far.
+            tokens: length of the rollout's longest sequence.
         """
         if grant.max_turns is not None and turns + len(self.in_flight) > grant.max_turns:
             limit, reached = "max_turns", turns >= grant.max_turns

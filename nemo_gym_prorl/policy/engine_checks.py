@@ -34,14 +34,13 @@ from nemo_gym_prorl.policy.text.validate_template import validate_template
 _CHECK_S = 45.0
 """Time limit of one check in seconds; an engine on a CPU needs several seconds for its first sample."""
 
-
 _FIXES = {
     "--policy-url": "pass the URL of the inference endpoint, which ends in /v1",
     "--policy-model": "pass --policy-model with the name of a model that is served",
     "policy.engine": "pass another --engine",
     "policy_api_key": "pass --policy-key",
 }
-"""Fixes by the name of the wrong field."""
+"""Suggested fixes, by the field that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class EngineFinding:
     """Result of one check of the engine or the tokenizer.
 
     Attributes:
-        name: the checked property.
-        level: ``warn`` if training works with restrictions, ``missing`` if it does not.
-        found: the property's value.
+        name: name of the checked property, as ``prorl doctor`` prints it.
+        level: ``warn`` if training works with restrictions, ``missing`` if it does not work.
+        found: description of the property, or the error.
         fix: change that fixes the problem; empty if the check passed.
     """
 
@@ -62,10 +61,10 @@ class EngineFinding:
 
 
 async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
-    """Check the first backend of a configuration, as far as each check's prerequisites hold.
+    """Check the first backend of a configuration, which must have one. The first ``missing`` finding is the last.
 
     Raises:
-        CallerError: the configuration has no backend, or an invalid URL.
+        CallerError: the backend's URL is invalid, or the number of keys does not match the number of backends.
     """
     url = checked_url(config.base_url[0], "--policy-url") if config.base_url else ""
     headers = config.headers | authorization(config.keys()[0] if config.base_url else "")
@@ -75,7 +74,7 @@ async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
             templates = await asyncio.to_thread(_templates, config, engine)
             yield templates
             if templates.level == "missing":
-                return  # later checks send prompts made by the tokenizer
+                return  # later checks send prompts made by this tokenizer
         reached = await _run_check("Engine", lambda: _check_reachable(engine, url, config.model))
         yield reached
         if config.tokenizer_folder is None and reached.level != "missing":
@@ -101,7 +100,7 @@ async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
 
 
 async def _run_check(name: str, check: Callable[[], Awaitable[tuple[str, str]]]) -> EngineFinding:
-    """Run one check. A returned fix makes a warning, an exception a missing property."""
+    """Run one check: a returned fix makes the finding ``warn``, a timeout or :class:`RolloutError` ``missing``."""
     try:
         async with asyncio.timeout(_CHECK_S):
             found, fix = await check()
@@ -151,7 +150,7 @@ async def _check_reachable(engine: HttpEngine, url: str, model: str) -> tuple[st
 
 
 async def _tokenizer(engine: HttpEngine, url: str) -> tuple[str, str]:
-    await engine.probe_log_prob_mode(url)  # the handshake compares the tokenizers
+    await engine.probe_log_prob_mode(url)  # its handshake compares the tokenizers
     return "reads texts as the engine does" if engine.takes_tokens else "the engine's own", ""
 
 

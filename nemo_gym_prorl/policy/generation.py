@@ -29,16 +29,16 @@ class Generation:
 
     Attributes:
         ids: the sampled token ids, including the end-of-turn token if the model wrote one.
-        log_probs: natural logarithm of each sampled token's probability, as long as ``ids``.
+        log_probs: natural logarithm of each sampled token's probability; one per id.
         finish: why sampling ended.
         cached_tokens: number of prompt tokens from the prefix cache; ``None`` if the engine does not report it.
         prompt_ids: the prompt as the engine saw it, from engines that render messages themselves.
-        message: the assistant message as the engine parsed it, from engines that parse themselves.
+        message: the assistant message as the engine parsed it, from engines that parse turns themselves.
         routed_experts: experts of each token of prompt and sample, from engines that report them
             (:mod:`~nemo_gym_prorl.http.routed_experts`).
-        log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`).
-        top: log-probs of the first position's most probable tokens, if the request asks for them.
-        text: the text that the engine decoded; of a message, the part after the reasoning.
+        log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`), after its probe.
+        top: log-probs of the first position's most probable tokens, if the request asks for these.
+        text: the text that the engine decoded, without the reasoning that the engine parsed.
     """
 
     ids: Sequence[int]
@@ -58,10 +58,10 @@ _MAX_LOG_PROB = 1e-3
 
 
 def validate_generation(generation: Generation) -> Generation:
-    """Return a generation after checking its token ids and log-probs, which are trained on.
+    """Return a generation after checking its token ids, log-probs and routed experts, which are trained on.
 
     Raises:
-        ValueError: an id or log-prob is invalid. Missing log-probs are left to the ledger.
+        ValueError: one of them is invalid. Missing log-probs (``None``) are left for the ledger to refuse.
     """
     for ids in (generation.ids, generation.prompt_ids or ()):
         if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0):

@@ -108,7 +108,7 @@ class PolicyMetrics:
         self._queued.labels(run or "").observe(placed.queued_s)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the pool's counters for Prometheus."""
+        """Yield the pool's counters, read at each scrape."""
         failovers = CounterMetricFamily(
             "prorl_policy_failovers", "Requests that failed on the backend", labels=("backend", "run")
         )
@@ -120,12 +120,12 @@ class PolicyMetrics:
         )
 
     def token_in(self, continues: bool | None) -> None:
-        """Count a turn by whether its prompt continued tokens; ``None`` for the first turn of a conversation."""
+        """Count a turn by whether its prompt continued the ledger's tokens; ``None`` (a first turn) is not counted."""
         if continues is not None:
             self._later_turns.labels("yes" if continues else "no").inc()
 
     def finished(self, branches: int) -> None:
-        """Count one forgotten rollout."""
+        """Record the number of branches of a rollout that is forgotten."""
         self._branches.observe(branches)
 
     def exposition(self) -> bytes:

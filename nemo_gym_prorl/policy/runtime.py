@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration, start and shutdown of the policy side.
+"""Configuration, start and shutdown of the policy side, and registration of engines.
 
-All requirements of the first turn are checked at the start. Engines may join later; this module decides which engines
-may.
+The tokenizer and its template are validated at the start. Engines may join later, on hosts that :func:`check_host`
+allows.
 """
 
 from __future__ import annotations
@@ -51,23 +51,24 @@ class PolicyConfig(BaseModel):
     """Settings to reach the policy and to parse its turns.
 
     Attributes:
-        base_url: one or several backends, with or without ``/v1``, for rollouts that name no training; empty if
-            every training registers its own backends.
-        api_key: bearer token for these backends, or one for each of them; empty for none.
+        base_url: URLs of backends, with or without ``/v1``, for rollouts that name no training run; empty if every
+            run registers its own backends.
+        api_key: bearer token for these backends, or a list with a token for each backend; empty for none.
         model: model name as the backends serve it.
-        engine: wire protocol; ``null`` is ``vllm`` with a tokenizer, else ``vllm_chat``. An engine of
-            another kind is refused at its handshake.
-        tokenizer: folder or Hugging Face name; ``null`` takes ``model`` if that is a folder.
+        engine: wire protocol; ``null`` is ``vllm`` with a tokenizer, else ``vllm_chat``. An engine with another
+            protocol is refused at its handshake.
+        tokenizer: folder or Hugging Face name; ``null`` means ``model`` if that is a folder with a tokenizer.
         chat_template: Jinja file in place of the tokenizer's template.
         tool_call_parser: the model's call format, by vLLM's name; ``null`` detects the format from the chat template.
             For an engine that parses turns itself (``nemo_rl``, ``vllm_chat``), the format detects calls left in a
             final answer, which are an error (``null``: ``hermes``).
         thoughts: whether a leading ``<think>`` block is separated as reasoning.
-        replace_developer_role_with_system: replace the role even if the template has it, or the engine renders.
-        history: ``keep`` tokens as sampled when the template would rewrite them, or ``branch``.
-        limit: live rollouts per engine.
+        replace_developer_role_with_system: whether to replace the role even if the template has a role ``developer``,
+            or the engine renders prompts.
+        history: ``keep`` tokens as sampled when the template would rewrite them, or start a ``branch``.
+        limit: maximum of live rollouts per engine.
         unreachable_s: seconds without a serving engine after which waiting turns fail.
-        keep_s: lifetime of an unused rollout's tokens.
+        keep_s: seconds after which the tokens of an unused rollout are forgotten.
         headers: headers of every request to these backends.
         backend_hosts: hosts, or patterns such as ``10.0.*``, of engines that may be added later.
         control_token: bearer token that every route requires.
@@ -94,7 +95,7 @@ class PolicyConfig(BaseModel):
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """Folder or name of the tokenizer; ``None`` without one."""
+        """Folder or Hugging Face name of the tokenizer; ``None`` without a tokenizer."""
         return self.tokenizer or (self.model if Path(self.model, "tokenizer.json").is_file() else None)
 
     @property
@@ -187,12 +188,12 @@ class PolicyRuntime:
         """Start and stop the service with an application.
 
         Raises:
-            CallerError: the tokenizer or its template cannot be read, or is unsupported.
+            CallerError: the tokenizer or its template is missing or unsupported.
         """
         config, renderer = self.config, None
         async with self._client, contextlib.aclosing(self.dispatcher):
             if self.engine.takes_tokens and config.tokenizer_folder is not None:
-                # The service tokenises one text at a time, so the tokenizer's thread pool is pure overhead.
+                # The service encodes one text at a time, so the tokenizer's own thread pool has no use.
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
                 renderer, self._form = await asyncio.to_thread(self._load_renderer, config.tokenizer_folder)
             self.service = PolicyService(
@@ -210,14 +211,13 @@ class PolicyRuntime:
             yield
 
     def _load_renderer(self, folder: str) -> tuple[Renderer, TurnFormat]:
-        """Return tokenizer and template after validation, and the model's turn format."""
         renderer = Renderer.load(folder, self.config.chat_template)
         return renderer, validate_template(
             renderer, self.config.tool_call_parser, reads_reasoning=self.config.thoughts
         )
 
     async def _check_backends(self) -> None:
-        """Log errors that every turn would meet. Engines may also start later, so no error stops the server."""
+        """Log errors that would fail every turn. Engines may also start later, so no error stops the server."""
         for backend in list(self.pool.backends.values()):
             try:
                 await self.engine.check_protocol(backend.url)
@@ -233,8 +233,6 @@ class PolicyRuntime:
             except BackendFailed as error:
                 _log.warning("policy_base_url: %s: no engine answers yet", error.reason)
 
-    # Registration of backends
-
     async def add(
         self,
         url: str,
@@ -243,14 +241,22 @@ class PolicyRuntime:
         api_key: str | None = None,
         run: str | None = None,
     ) -> Backend:
-        """Add a backend for the rollouts of a training, with its own key.
+        """Add a backend for the rollouts of a training run, with its own key.
 
-        A backend that was configured for other rollouts never receives this key. If the training already has a backend
-        at that URL, only its label and key change.
+        The key is sent to all backends of the URL's origin. If the run already has a backend at the URL, only its
+        label and key change.
+
+        Args:
+            url: URL of the backend, with or without ``/v1``.
+            backend_id: id of the backend; ``None`` generates an id.
+            weight_version: label of the engine's weights, if any.
+            api_key: bearer token for the URL's origin; ``None`` keeps a known key.
+            run: training run; ``None`` for rollouts that name no run.
 
         Raises:
-            BackendExists: the id is in use, or another training has a backend at that URL.
-            CallerError: the URL or its host is invalid, the engine is of another kind, or it returns logits.
+            BackendExists: the id is in use, or another run or another id has the URL.
+            CallerError: the URL is invalid, its host is not allowed, or the engine has another protocol or returns
+                logits.
         """
         url = checked_url(url)
         check_host(url, self.config)
@@ -287,13 +293,13 @@ class PolicyRuntime:
         *,
         reset_prefix_cache: bool = False,
     ) -> None:
-        """Resume one backend or all of a training.
+        """Resume one backend or all of a run, with a new label if ``weight_version`` is given.
 
-        With ``reset_prefix_cache``, all backends are drained and their prefix caches emptied before any of them
-        resumes. An error leaves each paused backend paused.
+        With ``reset_prefix_cache``, the chosen backends are paused and their prefix caches emptied before any backend
+        resumes. After an error, exactly the backends that were paused before the call are paused.
 
         Raises:
-            CallerError: an engine has no route for the reset.
+            CallerError: an engine has no route for the reset, or no such backend or run exists.
             BackendFailed: an engine did not empty its cache, or turns are still in flight.
         """
         if reset_prefix_cache:
@@ -314,7 +320,7 @@ class PolicyRuntime:
         self.dispatcher.apply(self.pool.resume(backend_id, weight_version, run))
 
     def label(self, weight_version: str, backend_id: str | None = None, run: str | None = None) -> None:
-        """Label the weights of one backend or all of a training, without a pause."""
+        """Label the weights of one backend or all of a run, without a pause."""
         self._forget_engines(backend_id, run)
         self.pool.label(weight_version, backend_id, run)
 
@@ -323,14 +329,14 @@ class PolicyRuntime:
             self.engine.forget(backend.url)
 
     def _backend_at(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:
-        """Return the backend that this training has at that URL, if any.
+        """Return the backend that this run has at the URL; ``None`` for a new URL.
 
-        An engine has one policy and one limit, so two trainings never share a URL.
+        An engine has one policy and one limit, so two runs never share a URL.
 
         Raises:
-            BackendExists: another training, or another id, has the URL.
+            BackendExists: another run, or another id, has the URL, or the backend is draining.
         """
-        # The first registration wins: another training may mean a host of its own network.
+        # The first registration wins: for the other run the URL may name a host in another network.
         known = next((one for one in self.pool.backends.values() if _address(one.url) == _address(url)), None)
         if known is None or (known.run == run and backend_id in (None, known.id) and not known.draining):
             return known
@@ -343,5 +349,4 @@ class PolicyRuntime:
 
 
 def _address(url: str) -> str:
-    """Return an engine's address with this machine's names replaced by ``127.0.0.1``."""
     return re.sub(r"^(\w+://)(localhost|\[::1\])(?=[:/]|$)", r"\g<1>127.0.0.1", root_of(url))

@@ -4,14 +4,14 @@
 
 An agent sends its whole conversation, as every OpenAI-style agent does, or only the messages since an earlier answer.
 The service matches the conversation to the turns of its rollout (:mod:`.tokens.conversations`). The longest known
-history stays as sampled, and only later messages are rendered. An agent may sample a turn twice, or edit its past.
-Each such call starts a branch, which is counted and never corrupts another.
+history stays as sampled, and only later messages are rendered. An agent may sample a turn twice, or edit its history.
+Each such call starts a branch, which is counted and leaves other branches unchanged.
 
 Invariants:
 
 - each attempt at a turn is one engine request, always with the ids of the ledger;
 - a turn enters the ledger only with complete tokens;
-- a rollout is forgotten ``keep_s`` after its last use, and a later turn of it is refused instead of rebuilt from text.
+- a rollout is forgotten ``keep_s`` after its last use, and its later turns are refused instead of rebuilt from text.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutCounters, RolloutGo
 _log = logging.getLogger(__name__)
 
 _MAX_FORGOTTEN = 100_000
-"""Names of forgotten rollouts that are remembered, so that a late turn gets a clear error."""
+"""Maximum of remembered names of forgotten rollouts, whose late turns get a clear error."""
 
 type HistoryPolicy = Literal["keep", "branch"]
-"""What to do when the chat template would render sampled history differently."""
+"""Policy for a chat template that renders sampled history differently: ``keep`` the tokens, or start a ``branch``."""
 
 
 @dataclass(slots=True)
@@ -75,13 +75,13 @@ class RolloutState:
     wait: WaitClock = field(default_factory=WaitClock)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     log_prob_modes: set[str] = field(default_factory=set)
-    """Log-prob modes of the engines that sampled the rollout's turns here."""
+    """Log-prob modes of the engines that sampled the rollout's turns for this server."""
     calls: RolloutCalls = field(default_factory=RolloutCalls)
     timings: dict[LedgerTurn, tuple[float, float]] = field(default_factory=dict)
-    """Start (seconds since the epoch) and duration of the turns that were sampled here."""
+    """Start (seconds since the epoch) and duration in seconds of the turns that this server sampled."""
     used_at: float = 0.0
     restored: bool = False
-    """The rollout has turns, but no backend yet."""
+    """Whether the rollout was restored with turns, and the pool does not know its blocks yet."""
 
 
 _EMPTY_ROLLOUT = RolloutState()
@@ -96,7 +96,7 @@ class PolicyService:
         renderer: tokenizer and chat template, for engines that take tokens.
         form: the model's turn format.
         reads_reasoning: whether leading reasoning is separated from the content.
-        developers: whether the role ``developer`` is passed to templates that have it; else it becomes the system's.
+        developers: whether templates with a role ``developer`` get its messages, which else become system messages.
         history: see :data:`HistoryPolicy`.
         keep_s: seconds after which an unused rollout is forgotten.
     """
@@ -115,31 +115,31 @@ class PolicyService:
     ) -> None:
         self.engine, self.dispatcher = dispatcher.engine, dispatcher
         if renderer is not None:
-            # Special tokens and many scripts, read as we do.
+            # The handshake requires that the engine's tokenizer encodes this text as the same ids.
             text = renderer.tokenizer.sample_text()
             self.engine.expect_tokenization(text, renderer.tokenizer.encode(text))
         self.metrics = metrics
         self.keys: dict[str, CallGrant] = {}
-        """The live capability keys."""
+        """Permissions by capability key, of keys that are not revoked."""
         self.renderer = renderer
         self.form = form
         self.reads_reasoning = reads_reasoning
-        # vLLM detects the role by the same literal.
+        # vLLM detects templates with the role by the same literal.
         source = renderer.template.source if renderer is not None else "'developer'"
         self._developers = developers and ("'developer'" in source or '"developer"' in source)
         self.history: HistoryPolicy = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, RolloutState] = OrderedDict()
         self._parses_calls: set[str] = set()
-        """URLs of backends that have parsed a call: calls they leave in the text are the policy's mistakes."""
+        """URLs of backends that have parsed a call, so that calls in their texts are the policy's mistakes."""
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> PolicyAnswer:
         """Sample the next turn.
 
         Raises:
-            CallerError: no server could carry out the request.
-            RolloutGone: the request continues a rollout or answer that is unknown here.
+            CallerError: the request is invalid, or every engine would refuse it.
+            RolloutGone: the request continues an unknown rollout or answer, or the rollout was deleted meanwhile.
             BackendFailed: no backend carried out the request.
         """
         rollout = self._rollout(request)
@@ -156,7 +156,7 @@ class PolicyService:
             raise
         finally:
             rollout.turns.discard(turn)
-            self._use(request.rollout, rollout)  # a turn that waited for long still counts as use
+            self._use(request.rollout, rollout)  # keep_s counts from the turn's end
             del turn  # the task's exception references this frame: break the cycle
 
     async def _turn(self, rollout: RolloutState, request: TurnRequest) -> PolicyAnswer:
@@ -226,13 +226,14 @@ class PolicyService:
         rollout.timings[turn] = started_at, time.monotonic() - started
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
-        # Some templates print reasoning verbatim, so the white space in the prompt is part of it.
+        # Some templates print reasoning verbatim, so the recorded message includes the white space that the prompt
+        # wrote after the reasoning marker.
         whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
         kept = whole if opened and parsed.reasoning is not None else message
         rollout.answers[answer.id] = rollout.history.record(node, new, kept, turn, request.tools, rendered)
         self.metrics.token_in(rollout.history.continues_tokens(turn))
         if not parsed.calls:
-            # A turn without calls usually ends the rollout. A later turn finds its backend again.
+            # A turn without calls usually ends the rollout. The pool remembers the backend for a later turn.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
         return answer
 
@@ -257,7 +258,8 @@ class PolicyService:
         """Create a rollout from turns that were sampled elsewhere, or in another rollout.
 
         Raises:
-            CallerError: the name is in use, or the turns are invalid.
+            RolloutTaken: the name is in use.
+            CallerError: a turn is invalid.
         """
         if name in self._rollouts:
             raise RolloutTaken(f"a rollout {name!r} exists already: choose another name", field="rollout")
@@ -272,20 +274,20 @@ class PolicyService:
         return strip_known_tokens(body, known.history.ledger, known.texts)
 
     def token_fields(self, rollout: str, turn: LedgerTurn) -> tuple[bytes, bytes]:
-        """Return a turn's three token fields as JSON without the first field's name, in two parts: prompt ids, and the
-        rest.
+        """Return JSON in two parts that, as the value of ``prompt_token_ids``, adds all three token fields: the prompt
+        ids without a closing bracket, then this bracket and the two other fields with their names.
         """
         texts = self.rollout(rollout).texts
         return texts.before(turn), texts.sampled(turn)
 
     def calls(self, rollout: str, run: str | None) -> RolloutCalls:
-        """Return the record of a rollout's calls. Creates the rollout, unless it is forgotten."""
+        """Return the record of a rollout's calls, an empty one for a forgotten rollout. Creates an unknown rollout."""
         if rollout in self._forgotten and rollout not in self._rollouts:
             return RolloutCalls()
         return self._rollout(TurnRequest(rollout, (), run=run)).calls
 
     def revoke(self, rollout: str) -> None:
-        """Revoke a rollout's capability key and cancel its turns, if any; calls in flight do not count."""
+        """Revoke a rollout's capability key, if any, and cancel its turns, whose calls do not count as unanswered."""
         self.keys = {key: grant for key, grant in self.keys.items() if grant.rollout != rollout}
         if (known := self._rollouts.get(rollout)) is not None:
             known.calls.close()
@@ -309,8 +311,8 @@ class PolicyService:
                 field="X-Rollout-Id",
             )
         if name in self._forgotten and name not in self._rollouts:
-            said = [message for message in request.messages if message["role"] == "assistant"]
-            if request.after is not None or any(not message.get("generation_token_ids") for message in said):
+            own = [message for message in request.messages if message["role"] == "assistant"]
+            if request.after is not None or any(not message.get("generation_token_ids") for message in own):
                 raise RolloutGone(
                     f"the tokens of {name!r} were forgotten after {self._keep_s:g} s without a turn: raise keep_s",
                     field="rollout",
@@ -330,7 +332,6 @@ class PolicyService:
             self._rollouts.move_to_end(name)
 
     def _forget(self) -> None:
-        """Forget the rollouts that have not been used for ``keep_s``."""
         now = time.monotonic()
         old: list[str] = []
         for name, rollout in self._rollouts.items():
@@ -345,11 +346,8 @@ class PolicyService:
             self._forgotten.popitem(last=False)
 
     def _with_template_effort(self, request: TurnRequest) -> TurnRequest:
-        """Translate the effort into template variables if prompts are rendered here; refuse fields that a template
-        cannot express.
-
-        Raises:
-            CallerError: the template or the engine does not support a field.
+        """Translate the effort into template variables if prompts are rendered here; refuse an unsupported
+        ``tool_choice`` or effort.
         """
         if self.renderer is None:
             return request
@@ -362,12 +360,12 @@ class PolicyService:
             request = replace(request, tool_choice=None)
         if request.effort is None:
             return request
-        # The same variables as in vLLM.
-        said = {"reasoning_effort": request.effort, "enable_thinking": request.effort != "none"}
-        if not any(name in self.renderer.template.source for name in said):
+        # vLLM passes the same variables.
+        effort = {"reasoning_effort": request.effort, "enable_thinking": request.effort != "none"}
+        if not any(name in self.renderer.template.source for name in effort):
             why = "the chat template uses neither reasoning_effort nor enable_thinking: leave it out"
             refuse("reasoning_effort", why)
-        return replace(request, template_variables=said | dict(request.template_variables))
+        return replace(request, template_variables=effort | dict(request.template_variables))
 
     def _find_continued_turn(self, rollout: RolloutState, request: TurnRequest) -> ConversationMatch:
         """Return the turn that the request continues, and the messages after it."""
@@ -380,11 +378,11 @@ class PolicyService:
         if node is None:
             raise RolloutGone(f"the rollout has no answer {request.after!r}", field="previous_response_id")
         first, *given = ("\n\n".join([*role_and_text(one), ""]) for one in (node.messages[0], *lead))
-        if not all(map(first.startswith, given)):  # other system text may follow
+        if not all(map(first.startswith, given)):  # system messages of the conversation may follow the instructions
             raise CallerError(
                 "differ from those that the rollout began with: send the same or none", field="instructions"
             )
-        # The continued turn stays in front, so that no system message counts as the first.
+        # Without the continued turn in front, new system messages would be merged as if no turn had been sampled.
         return ConversationMatch(node, tuple(self._with_roles((node.messages[-1], *request.messages))[1:]))
 
     def _with_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -393,8 +391,8 @@ class PolicyService:
     async def _render(
         self, rollout: RolloutState, match: ConversationMatch, messages: Sequence[Message], request: TurnRequest
     ) -> tuple[Prompt, LedgerTurn | None, RenderedPrompt | None]:
-        """Return the prompt, the turn that it continues, and the rendered text's record if the prompt was rendered
-        here.
+        """Return the prompt, the turn that the prompt continues (``None`` at a beginning), and the record of the
+        rendered text (``None`` if the engine renders the prompt).
         """
         if match.ambiguous:
             self._count(rollout, "ambiguous")
@@ -434,7 +432,6 @@ class PolicyService:
         return texts.prompt(None, first.ids), None, first.rendered_prompt
 
     def _count(self, rollout: RolloutState, what: str, number: int = 1) -> None:
-        """Add to one of a rollout's counters and to its metric."""
         setattr(rollout.counts, what, getattr(rollout.counts, what) + number)
         self.metrics.counts[what].inc(number)
 
@@ -462,14 +459,14 @@ class PolicyService:
     def _parse(
         self, rollout: RolloutState, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None
     ) -> Parsed:
-        """Return the parsed turn. ``opened``: white space after the reasoning marker that the prompt ends with, if it
-        does.
+        """Return the parsed turn. ``opened`` is the white space after the reasoning marker at the prompt's end;
+        ``None`` if the prompt does not open reasoning.
         """
         if generation.message is not None:
             return parsed_by_engine(generation.message)
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
-        # The policy can sample embedding padding; the ids stay in the tokens and count as unreadable.
+        # The policy can sample ids of embedding padding, which have no text; the ids stay in the trained tokens.
         self._count(rollout, "unreadable", tokenizer.count_unreadable(generation.ids))
         text = self.renderer.turn_text(
             generation.ids,

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Request and answer of one turn, independent of any wire format."""
+"""Request and answer of one turn, independent of any HTTP API."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn
 
 
 class RolloutGone(CallerError):
-    """This process does not know the rollout, or this answer of it: it was restarted, or has forgotten the rollout.
-    The rollout must start again.
+    """The process does not know the rollout or the answer to continue, because of a restart, a deletion, or ``keep_s``
+    without a turn. The rollout must start again.
     """
 
     default_kind = FailureKind.SESSION_LOST
@@ -40,13 +40,13 @@ class TurnRequest:
     Attributes:
         rollout: id of the rollout; one agent session.
         group: id that the rollouts of one prompt share; default a digest of the first two messages.
-        run: run whose backends may sample the turn; the same in all turns of a rollout.
+        run: training run whose backends may sample the turn; the same in all turns of a rollout.
         messages: the conversation, or with ``after`` only the new messages.
         instructions: system message before the conversation.
         tools: tools in OpenAI's chat format.
         tool_choice: ``None`` to let the policy decide, ``"none"``, ``"required"``, or one function as in chat
             completions.
-        parallel: whether a turn may hold several calls; otherwise the first is kept, as in vLLM.
+        parallel: whether a turn may hold several calls; otherwise only its first call is kept, as in vLLM.
         effort: reasoning effort, in OpenAI's terms.
         sampling: sampling parameters.
         after: id of the answer that the messages continue.
@@ -92,7 +92,7 @@ class PolicyAnswer:
 
 @dataclass(slots=True)
 class RolloutCounters:
-    """Irregularities of one rollout, under the names of the wire."""
+    """Counters of one rollout's irregularities, named as in its JSON; :mod:`.metrics` describes each counter."""
 
     rewrites: int = 0
     differences: int = 0

@@ -43,8 +43,8 @@ def test_where_nothing_is_cut_off_the_bias_is_known(tries: list[tuple[float, flo
     for number in range(0, len(tries) - 1, 2):
         meter.opened(number, 2)
         for place in (0, 1):
-            meter.ended(number, place, *tries[number + place])
-            meter.ended(number, place, 10**6, 1.0)  # only the first try counts
+            meter.record_outcome(number, place, *tries[number + place])
+            meter.record_outcome(number, place, 10**6, 1.0)  # only the first try counts
     trained = [number for number in varying if number in short]
     for number in trained:
         meter.emitted(number, tries[number : number + 2])
@@ -68,8 +68,8 @@ def test_accuracies_of_which_there_is_no_ratio_have_no_bias(right: float, wrong:
     """All correct rollouts are masked, or the accuracy is a penalty."""
     meter = BiasMeter(0.1, "run")
     meter.opened(0, 2)
-    meter.ended(0, 0, 10.0, right)
-    meter.ended(0, 1, 20.0, wrong)
+    meter.record_outcome(0, 0, 10.0, right)
+    meter.record_outcome(0, 1, 20.0, wrong)
     meter.emitted(0, [(20.0, wrong)])
     assert meter.accuracy(1) is None
     assert meter.length(1) is not None

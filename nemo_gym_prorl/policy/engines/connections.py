@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Persistent connections to engines, and validation of their answers.
 
-Engines close connections that were idle for some seconds (vLLM: 5), possibly just as a request reuses one. Such a
-close says nothing about the engine's health, so a request whose connection ends before an answer is sent again.
+Engines close connections that were idle for some seconds (vLLM: 5), possibly just as a request reuses a connection.
+Such a close says nothing about the engine's health. A request whose connection ends before an answer is sent again.
 Cancelling a request closes its connection, on which engines abort the request.
 
 Several choices, missing ids or log-probs, and an aborted generation each raise an error, so they never become a wrong
@@ -23,7 +23,7 @@ from nemo_gym_prorl.policy.tokens.prompt import PROMPT_IDS
 
 
 _TRIES = 3
-"""Attempts at a request whose connection ends before an answer."""
+"""Attempts at a request whose connection ends before an answer; each reused connection may have been idle too long."""
 CONNECT_S = 5.0
 """Time limit for opening a connection, and for a control request, in seconds; sampling has no limit."""
 _JSON = {"Content-Type": "application/json"}
@@ -40,7 +40,8 @@ async def post(client: HttpClient, url: str, headers: Mapping[str, str], body: S
 
     Raises:
         ConnectFailed: no connection was opened in time.
-        ConnectionDropped: the connection ended before the answer did, or the answer is not HTTP.
+        ConnectionDropped: the connection ended within the answer, or before the answer at every attempt, or the answer
+            is not HTTP.
         ValueError: a header is invalid.
     """
     for left in reversed(range(_TRIES)):
@@ -59,7 +60,7 @@ class ContextFull(Exception):
 
 
 def single_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """Return the only choice of an OpenAI-style answer."""
+    """Return the only choice of an OpenAI-style answer; refuse several (:class:`RequestRefused`) or none."""
     choices = required(answer, "choices", url)
     if not choices:
         raise LookupError("no choice")
@@ -93,7 +94,7 @@ def strip_prompt_echo(content: bytes, echo: Sequence[bytes]) -> bytes:
 
 
 def required(answer: Mapping[str, Any], name: str, url: str) -> Any:
-    """Return a field that an exact trajectory requires."""
+    """Return a field that an exact trajectory requires; raise :class:`Misconfigured` without the field."""
     value = answer.get(name)
     if value is None:
         raise Misconfigured(
@@ -107,7 +108,8 @@ def finish(reason: str | None, url: str) -> Finish:
     """Convert an engine's finish reason.
 
     Raises:
-        BackendFailed: the engine aborted the request.
+        BackendFailed: the engine aborted the request or reported an error.
+        TypeError: the reason is not a text.
     """
     if reason in (None, "abort"):
         raise BackendFailed(f"{url} aborted the request before the sample was complete")
@@ -119,7 +121,7 @@ def finish(reason: str | None, url: str) -> Finish:
 
 
 def cached_tokens(answer: Mapping[str, Any]) -> int | None:
-    """Return the number of prompt tokens from the engine's prefix cache, if reported."""
+    """Return the number of prompt tokens from the engine's prefix cache; ``None`` if not reported."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens")
     return None if cached is None else max(0, int(cached))

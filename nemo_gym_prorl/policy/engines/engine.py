@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine addresses, sampling parameters, and the classification of engine errors.
 
-- :class:`BackendFailed`: this backend failed, and another one may succeed.
+- :class:`BackendFailed`: this backend failed, and another backend may succeed.
 - :class:`BackendErred`: a running engine answered an error, which the request may have caused.
 - :class:`Misconfigured`: a key, name, tokenizer or protocol does not match the engine.
 - :class:`RequestRefused`: the request is invalid, and every backend would refuse it.
@@ -81,8 +81,10 @@ NEUTRAL_SETTINGS: Mapping[str, float] = {
 }
 """Parameters that leave the model's distribution unchanged, under the names of vLLM and SGLang."""
 
-_MOST = {"temperature": math.inf, "top_p": 1.0}
-"""Largest values of parameters that engines refuse in a program's calls, where the rollout would be scored."""
+_MAX_VALUES = {"temperature": math.inf, "top_p": 1.0}
+"""Largest valid values. Without this check an engine would refuse each call, and a program's rollout would be scored
+all the same.
+"""
 
 _GREEDY_BELOW = 1e-5
 """Temperature below which vLLM takes the most probable token."""
@@ -92,13 +94,12 @@ _GREEDY_BELOW = 1e-5
 class Sampling:
     """Sampling parameters under the names that OpenAI-style engines share. ``None`` is neutral.
 
-    ``extra`` is copied into the request, for parameters of single engines; the named fields override it.
-
     Attributes:
-        settings: all settings except ``max_tokens``, with neutral values for missing ones.
+        extra: further fields of the request, for parameters of single engines; the named parameters override these.
+        settings: all parameters except ``max_tokens``, with neutral values for missing parameters.
 
     Raises:
-        CallerError: a parameter is invalid, or requests anything but one continuation with tokens.
+        CallerError: a parameter is invalid, or ``extra`` has a field that the service sets itself.
     """
 
     max_tokens: int | None = None
@@ -115,12 +116,12 @@ class Sampling:
         given = {name: value for name, value in every if value is not None}
         object.__setattr__(self, "settings", {**NEUTRAL_SETTINGS, **given})
         if self.max_tokens is not None and not (isinstance(self.max_tokens, int) and self.max_tokens >= 1):
-            # Engines would report a full context, which ends a rollout and is scored.
+            # Engines would answer as if the context were full, which ends a rollout and is scored.
             raise CallerError("must be a whole number of at least 1", field="max_output_tokens")
         for name, value in self.settings.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise CallerError("must be a finite number", field=name)
-        for name, most in _MOST.items():
+        for name, most in _MAX_VALUES.items():
             if not (isinstance(value := self.settings[name], int | float) and 0 <= value <= most):
                 raise CallerError(f"must be a number from 0 to {most:g}", field=name)
         if taken := sorted(_RESERVED_FIELDS & self.extra.keys()):
@@ -130,7 +131,9 @@ class Sampling:
             )
 
     def overridden(self, by: Sampling) -> Sampling:
-        """Return these parameters with the given ones of another; of two limits of tokens the smaller counts."""
+        """Return these parameters, overridden by those that ``by`` sets, except ``stop`` and ``seed``, which stay.
+        The smaller ``max_tokens`` counts.
+        """
         limits = [limit for limit in (self.max_tokens, by.max_tokens) if limit is not None]
         return Sampling(
             max_tokens=min(limits, default=None),
@@ -154,26 +157,26 @@ class Sampling:
 
     def as_openai(self, max_tokens: int | None) -> dict[str, Any]:
         """Return the fields of a request to an OpenAI-style engine that samples at most ``max_tokens``."""
-        # Engines differ in the threshold of greedy sampling, so each gets an exact 0.
+        # Engines differ in the threshold of greedy sampling, so every engine gets an exact 0.
         greedy = {"temperature": 0.0} if self.greedy else {}
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         return {**self.settings, **greedy, **limit}
 
 
 class BackendFailed(InfrastructureError):
-    """The backend is unreachable, broken or overloaded; the same request may succeed on another one."""
+    """The backend is unreachable, broken or overloaded; the same request may succeed on another backend."""
 
 
 class BackendErred(BackendFailed):
-    """The engine answered 500: a defect of the engine, or a request that it cannot process."""
+    """The engine answered 500, reported an error or computed NaN: its own defect, or a request it cannot process."""
 
 
 class Misconfigured(BackendFailed):
     """Key, model name, tokenizer or protocol does not match the engine. The error persists until the setting changes.
 
     Args:
-        reason: the mismatch.
-        field: the setting to check.
+        reason: description of the mismatch.
+        field: name of the setting to check.
     """
 
     def __init__(self, reason: str, *, field: str) -> None:
@@ -194,9 +197,9 @@ class BackendLoad:
     """Load that a backend reports.
 
     Attributes:
-        waiting: requests in the backend's queue.
+        waiting: number of requests in the backend's queue.
         kv_use: share of the KV cache in use, 0 to 1.
-        capacity: tokens that fit into the KV cache, if reported.
+        capacity: tokens that fit into the KV cache; ``None`` if not reported.
     """
 
     waiting: int
@@ -209,14 +212,14 @@ class SampleRequest:
     """Request for one sample.
 
     Attributes:
-        prompt: ids to continue; for an engine that renders the prompt, the ids with which the prompt must begin.
+        prompt: token ids to continue; for an engine that renders prompts, ids with which the prompt should begin.
         sampling: sampling parameters.
         messages: the conversation; this and all following fields are for engines that render prompts.
         tools: the offered tools.
         template_variables: further variables of the chat template.
         tool_choice: as in :class:`~nemo_gym_prorl.policy.turns.TurnRequest`.
         effort: as in :class:`~nemo_gym_prorl.policy.turns.TurnRequest`.
-        top: number of most probable tokens whose log-probs are returned.
+        top: number of most probable tokens whose log-probs are returned for the first position.
     """
 
     prompt: Sequence[int]

@@ -22,8 +22,8 @@ from nemo_gym_prorl.policy.engines.engine import BackendFailed, BackendLoad, Mis
 HANDSHAKE_TIMEOUT_S = 60.0
 """Time limit of a handshake, or of a probe that samples one token, in seconds; the engine may be busy."""
 
-_CACHE_RESET_TIMEOUT_S = 5.0  # an engine step, after which blocks are free, takes well under a second
-"""Time limit for an engine to free the blocks of ended requests, in seconds."""
+_CACHE_RESET_TIMEOUT_S = 5.0
+"""Time limit in seconds for an engine to free the blocks of ended requests, which it does after its next step."""
 
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
@@ -50,13 +50,13 @@ class EngineControl:
         self._headers_by_origin = headers_by_origin
 
     def forget(self, url: str) -> None:
-        """Discard the handshake of the engine at a URL; subclasses repeat their handshake."""
+        """Discard what a handshake found out about the engine at a URL; nothing for a client without a handshake."""
 
     async def routes(self, url: str) -> list[str] | None:
         """Return the routes that an engine publishes; ``None`` if it publishes none.
 
         Raises:
-            BackendFailed: no answer.
+            BackendFailed: no answer, or a gateway's error (502, 503 or 504).
         """
         answer = await self._get(url, "/openapi.json")
         if answer.status in (502, 503, 504):
@@ -68,7 +68,7 @@ class EngineControl:
         """Return the backend's model cards; empty without ``/v1/models``.
 
         Raises:
-            BackendFailed: no answer.
+            BackendFailed: no answer, or a server error.
             Misconfigured: the key is wrong.
         """
         answer = await self._get(url, "/v1/models")
@@ -81,7 +81,7 @@ class EngineControl:
         return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
     async def healthy(self, url: str) -> bool:
-        """Return whether the backend answers ``/health``; 404 counts, because NeMo RL has no such route."""
+        """Return whether ``/health`` answers with a status below 500; NeMo RL answers 404, as it has no such route."""
         try:
             return (await self._get(url, "/health")).status < 500
         except BackendFailed:
@@ -91,7 +91,7 @@ class EngineControl:
         """Empty the prefix cache of an idle backend. An engine keeps the blocks of requests in flight.
 
         Raises:
-            Misconfigured: the engine has no route for the reset; names the fix.
+            Misconfigured: the engine has no route for the reset, or refuses the key.
             BackendFailed: no answer, or the cache is in use for longer than ``_CACHE_RESET_TIMEOUT_S``.
         """
         if self.reset_route is None:
@@ -118,7 +118,7 @@ class EngineControl:
             await asyncio.sleep(0.2)
 
     async def published_metrics(self, url: str) -> str:
-        """Return the text of ``/metrics``, or an empty text. An engine that does not answer needs a new handshake."""
+        """Return the text of ``/metrics``. Without an answer, return an empty text and discard the handshake."""
         try:
             return (await self._get(url, "/metrics")).text()
         except BackendFailed:
@@ -133,19 +133,14 @@ class EngineControl:
             if waiting is None or kv_use is None:
                 return None
             return BackendLoad(int(waiting), kv_use, self._capacity(text))
-        except (ValueError, OverflowError):  # malformed numbers must not end the load reports of other backends
+        except (ValueError, OverflowError):  # a malformed number must not end the load reports of other backends
             return None
 
     def _capacity(self, metrics: str) -> int | None:
-        """Return the tokens that fit into the KV cache; vLLM publishes number and size of blocks as labels."""
+        """Return how many tokens fit into the KV cache, from number and size of vLLM's blocks; ``None`` if unknown."""
         return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
 
     async def _get(self, url: str, path: str) -> HttpAnswer:
-        """Send a GET request to a backend.
-
-        Raises:
-            BackendFailed: no answer.
-        """
         there = f"{root_of(url)}{path}"
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -178,6 +173,6 @@ def excerpt(raw: bytes) -> str:
 
 
 def metric(text: str, name: str) -> float | None:
-    """Return the sum of a metric over its labels in Prometheus text."""
+    """Return the sum of a metric over its labels in Prometheus text; ``None`` if the metric is absent."""
     values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)$", text, re.MULTILINE)
     return sum(map(float, values)) if values else None

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common base of the wire protocols: handshake, log-prob probes, and classification of refusals.
 
-The handshake compares the engine's tokenizer and reads its context length, at registration or before
-the first turn, after a failed request, probe or load report, and after each weight update (:meth:`HttpEngine.forget`).
-A wrong protocol, model name or key, and an answer that is not JSON, each raise an error that names the setting.
+The handshake compares the engine's tokenizer and reads its context length, at registration or before the first turn.
+After a failed request, probe or load report and after each weight update (:meth:`HttpEngine.forget`) the handshake is
+repeated. A wrong protocol, model name or key, and an answer that is not JSON, each raise an error that names the
+setting.
 
 An engine is probed for the mode of its log-probs at registration, or else before its first turn, and for grammars
-before the first turn that uses one. A new handshake discards these verdicts.
+before the first turn that uses a grammar. A new handshake discards these verdicts.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ from nemo_gym_prorl.policy.tokens.prompt import json_parts
 CONTEXT_OVERFLOW = re.compile(
     r"context length|max_model_len|maximum context|longer than the|max_seq_len|must be at least 1, got 0", re.I
 )
+"""Pattern of the errors (400) with which engines refuse a prompt that is longer than their context."""
 
 _REGISTRATION_PROBE_S = 15.0
-"""Time limit of the probe at registration in seconds; an engine that is asleep is probed before its first turn."""
+"""Time limit of the probe at registration in seconds; a sleeping engine is probed later, before its first turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class EngineTarget:
 
     Attributes:
         url: URL of the backend.
-        context: maximum of prompt and sampled tokens, if reported.
+        context: maximum of prompt and sampled tokens together; ``None`` if not reported.
     """
 
     url: str
@@ -83,13 +85,13 @@ class HttpEngine(EngineControl):
     _forbidden_route: str | None = None
     """Route that only engines of other protocols have."""
     _reserved_tokens = 0
-    """Context tokens that prompt and sample cannot use."""
+    """Tokens of the context that neither prompt nor sample can use."""
     log_probs_fix = "start vLLM with --logprobs-mode processed_logprobs"
     """Setting with which the engine's log-probs include all sampling settings."""
     _fixed_sampling = False
-    """Whether the engine refuses other temperatures than its own, so probes use those of a request."""
+    """Whether the engine refuses other temperatures than its own, so that probes need a request's settings."""
     _biased_mode = LogProbMode.SCALED
-    """Mode of an engine of which the probe learned only that its log-probs include a bias."""
+    """Mode to assume if a probe finds out only that the engine's log-probs include a bias."""
 
     def __init__(
         self,
@@ -100,20 +102,20 @@ class HttpEngine(EngineControl):
         super().__init__(client, headers_by_origin)
         self.model = model
         self.contexts: dict[str, int | None] = {}
-        """Maximum of prompt and sampled tokens by URL, after the handshake; ``None`` if not reported."""
+        """Maximum of prompt and sampled tokens together by URL, after the handshake; ``None`` if not reported."""
         self._tokenizer_text = SAMPLE
         self._tokenizer_ids: list[int] | None = None
         self._accepted_sampling: dict[str, Sampling] = {}
         self.log_prob_modes: dict[str, LogProbMode] = {}
-        """Mode by URL, after the probe."""
+        """Log-prob mode by URL, after the probe."""
         self._grammars: set[tuple[str, str]] = set()
-        """URLs and settings whose grammars the engines follow."""
+        """Pairs of a URL and a setting (such as ``response_format``) with a grammar that the engine follows."""
 
     async def generate(self, url: str, request: SampleRequest) -> Generation:
-        """Sample on a backend.
+        """Sample on a backend; a prompt that fills the context gives an empty sample with :attr:`Finish.CONTEXT`.
 
         Raises:
-            BackendFailed: the backend failed; subclasses define the cause.
+            BackendFailed: the backend failed; subclasses of the error name the cause.
             RequestRefused: every backend would refuse the request.
         """
         try:
@@ -140,18 +142,14 @@ class HttpEngine(EngineControl):
         self._discard_verdicts(url)
 
     async def _sample(self, target: EngineTarget, request: SampleRequest) -> Generation:
-        """Sample, with log-probs of the sampled distribution.
-
-        Raises:
-            RequestRefused: the engine's log-probs do not include a setting, or the engine does not follow a grammar.
-        """
+        """Sample with log-probs of the sampled distribution; refuse settings that log-probs would not include."""
         sampling = request.sampling
         known = self.log_prob_modes.get(target.url)
         mode = known or await self._probe_mode(target, sampling)
         forced_call = request.tool_choice not in (None, "none", "auto")
         refusal = unsupported_setting(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
         if refusal and known:
-            # Another engine, which may serve the request, could have replaced this one.
+            # Another engine may have replaced the probed one: probe again before refusing.
             mode = await self._probe_mode(target, sampling)
             refusal = unsupported_setting(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
         if refusal:
@@ -190,11 +188,6 @@ class HttpEngine(EngineControl):
         return mode
 
     async def _require_grammar(self, target: EngineTarget, name: str, sampling: Sampling) -> None:
-        """Refuse a grammar that the engine accepts but does not follow.
-
-        Raises:
-            RequestRefused: names the setting.
-        """
         if (target.url, name) not in self._grammars:
             await self._probe(target).require_grammar(name, sampling)
             self._grammars.add((target.url, name))
@@ -217,16 +210,11 @@ class HttpEngine(EngineControl):
         raise NotImplementedError
 
     def expect_tokenization(self, text: str, ids: Sequence[int]) -> None:
-        """Set the ids that engines must read a text as; by default the first engine decides."""
+        """Set the ids into which every engine must tokenise a text; by default the first engine's ids count."""
         self._tokenizer_text, self._tokenizer_ids = text, list(ids)
 
     async def _handshake(self, url: str) -> EngineTarget:
-        """Perform the handshake.
-
-        Raises:
-            BackendFailed: no answer.
-            Misconfigured: protocol, tokenizer or key does not match the engine.
-        """
+        """Check protocol and tokenizer of the engine at a URL, and read its context length."""
         await self.check_protocol(url)
         self.contexts[url] = context = await self._context(url)
         return EngineTarget(url, context)
@@ -270,11 +258,11 @@ class HttpEngine(EngineControl):
             cards = await self.models(url)
             mine = [card for card in cards if card.get("id") == self.model] + cards
             lengths = [card.get("max_model_len") for card in mine]
-        # A router without engines reports no length.
+        # A router reports no length while it has no engine.
         return next(filter(_is_length, lengths), None)
 
     async def can_sample(self, url: str) -> bool:
-        """Return whether the backend answers a valid request for one token, with the settings of its last success."""
+        """Return whether the backend samples one token, with temperature and ``top_p`` of its last success."""
         accepted = self._accepted_sampling.get(url)
         sampling = accepted.probe(1) if accepted is not None else Sampling(max_tokens=1)
         try:
@@ -293,7 +281,7 @@ class HttpEngine(EngineControl):
 
         Raises:
             ContextFull: the context is full.
-            Misconfigured: neither the request nor the engine gives a limit.
+            Misconfigured: neither the request nor the engine has a limit.
         """
         if target.context is None:
             self.contexts.pop(target.url, None)  # the engine may report the length by the next turn
@@ -321,8 +309,8 @@ class HttpEngine(EngineControl):
         Args:
             target: the backend.
             body: the request.
-            ids: name and ids of the prompt's field.
-            echoed: strip the prompt's ids from the answer if it repeats them exactly.
+            ids: name and token ids of the prompt's field; ``None`` if the body holds the prompt.
+            echoed: whether to strip the prompt's ids from an answer that repeats exactly these ids.
 
         Raises:
             ContextFull: the engine has no room for the prompt.

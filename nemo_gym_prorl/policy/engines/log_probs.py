@@ -44,8 +44,8 @@ class LogProbMode(StrEnum):
 
 
 _SAME, _DIFFERENT = 0.05, 0.1
-"""Thresholds between log-probs. Below the first, two are equal up to the rounding of bfloat16; above the second, they
-differ; between them, the probe has no verdict.
+"""Thresholds for the difference of two log-probs. Up to ``_SAME`` the log-probs are equal up to the rounding of
+bfloat16, from ``_DIFFERENT`` on they differ, and in between the probe has no verdict.
 """
 
 _PEAKED = -0.3
@@ -86,7 +86,7 @@ _ALLOWED: Mapping[LogProbMode, frozenset[str]] = {
     LogProbMode.RAW: DISTRIBUTION_NEUTRAL | GRAMMARS,
     LogProbMode.UNKNOWN: DISTRIBUTION_NEUTRAL,
 }
-"""Settings that may differ from neutral in each mode; ``PROCESSED`` allows all."""
+"""Settings that may differ from their neutral values, by mode; ``PROCESSED`` allows all."""
 
 _NEUTRAL_VALUES: Mapping[str, Sequence[object]] = {name: (value,) for name, value in NEUTRAL_SETTINGS.items()} | {
     "top_k": (-1, 0),
@@ -149,7 +149,7 @@ def unsupported_setting(
 
 
 def field_of(setting: str) -> str:
-    """Return the name of a setting in a request."""
+    """Return the path of a setting in a request: its name, possibly below ``extra_body``."""
     return setting if setting in _OWN_FIELDS else f"extra_body.{setting}"
 
 
@@ -158,11 +158,14 @@ def _is_neutral(name: str, value: object) -> bool:
 
 
 def are_logits(log_probs: Sequence[float], top: Sequence[float]) -> bool:
-    """Return whether numbers cannot be logarithms of probabilities.
+    """Return whether numbers cannot be logarithms of probabilities, so that they must be logits.
 
     Args:
-        log_probs: of the sampled token.
-        top: of the most probable tokens of one position.
+        log_probs: numbers of the sampled tokens.
+        top: numbers of the most probable tokens of one position.
+
+    Raises:
+        ValueError: a value is not a number.
     """
     if any(not isinstance(one, int | float) or math.isnan(one) for one in (*log_probs, *top)):
         raise ValueError("a log-prob is not a number")
@@ -174,9 +177,9 @@ def classify_mode(plain: float, cold: float, only: float) -> LogProbMode | None:
     """Return the mode that explains three log-probs of one prompt's most probable token.
 
     Args:
-        plain: under neutral settings.
-        cold: at a temperature far below 1.
-        only: under ``top_k`` 1.
+        plain: log-prob under neutral settings.
+        cold: log-prob at a temperature far below 1.
+        only: log-prob under ``top_k`` 1.
 
     Returns:
         ``None`` if the prompt's distribution does not separate the modes.
@@ -184,7 +187,7 @@ def classify_mode(plain: float, cold: float, only: float) -> LogProbMode | None:
     if plain > _PEAKED or _SAME < abs(cold - plain) < _DIFFERENT:
         return None
     if abs(cold - plain) <= _SAME:
-        # Tied tokens have equal log-probs at every temperature; only a processed one becomes 0 under top_k 1.
+        # Tied tokens have equal log-probs at every temperature. Only processed log-probs become 0 under top_k 1.
         return LogProbMode.RAW if abs(only - plain) <= _SAME else None
     if only >= -_SAME:
         return LogProbMode.PROCESSED
@@ -195,8 +198,8 @@ def classify_biased_mode(log_probs: Sequence[float], biased: LogProbMode) -> Log
     """Return the mode that explains the log-probs of two tokens, each forced by a bias in a request of its own.
 
     Args:
-        log_probs: of both; two tokens cannot both have probability 1 without the bias.
-        biased: the mode of an engine whose log-probs include a bias.
+        log_probs: log-probs of both tokens, which cannot both have probability 1 without the bias.
+        biased: mode to return if the log-probs include the bias.
     """
     if min(log_probs) >= -_SAME:
         return biased
@@ -204,19 +207,17 @@ def classify_biased_mode(log_probs: Sequence[float], biased: LogProbMode) -> Log
 
 
 _PROMPTS = (((0,), "hi"), ((1, 2), "Name any word."), ((3, 1, 2), "Say a number."))
-"""Prompts of the probe, as ids and as a message; several, because a peaked distribution does not separate the modes.
-
-"""
+"""Prompts of the probe, as ids and as messages; several, because a peaked distribution gives no verdict."""
 
 _TOP = 5
-"""Most probable tokens that a probe asks for; probabilities of any subset add up to at most 1."""
+"""Number of most probable tokens that a probe asks for; the sum of their probabilities exposes logits."""
 _COLD = 0.2
-"""Temperature that makes the most probable token much more probable."""
+"""Temperature far enough below 1 to change the log-prob of the most probable token measurably."""
 _BIASED = (10, 11)
 """Token ids that the probe forces by a bias; every vocabulary contains them."""
 
 _CHOICE = "zqxj-"
-"""Text that no model writes unforced."""
+"""Text that no model writes unless a grammar forces the text."""
 _CHOICES = [f"{_CHOICE}1", f"{_CHOICE}2"]
 _GRAMMAR_PROBES: Mapping[str, tuple[str, object]] = {
     "structured_outputs": ("structured_outputs", {"choice": _CHOICES}),
@@ -225,7 +226,7 @@ _GRAMMAR_PROBES: Mapping[str, tuple[str, object]] = {
     "ebnf": ("ebnf", 'root ::= "{}" | "{}"'.format(*_CHOICES)),
     **{f"guided_{kind}": ("guided_choice", _CHOICES) for kind in ("json", "regex", "choice", "grammar")},
 }
-"""Setting and value of the probe by the setting that asks for a grammar. Other settings use ``response_format``."""
+"""Setting and value that a probe sends, by the setting of the request. Other settings use ``response_format``."""
 _CHOICE_FORMAT = {"type": "json_schema", "json_schema": {"name": "probe", "schema": {"enum": _CHOICES}}}
 
 
@@ -238,11 +239,11 @@ class EngineProbe:
     """Probes of one engine.
 
     Args:
-        url: URL of the engine, for messages.
-        ask: sends a request and raises engine errors.
-        takes_tokens: whether prompts are ids.
-        biased_mode: mode of an engine of which the probe learned only that its log-probs include a bias.
-        fixed_sampling: whether the engine refuses other settings than its own, which the first request has.
+        url: URL of the engine, for error messages.
+        ask: sends a request to the engine and raises the engine's errors.
+        takes_tokens: whether prompts are token ids.
+        biased_mode: mode to assume if the probe finds out only that log-probs include a bias.
+        fixed_sampling: whether the engine refuses other settings than its own, which a rollout's request has.
         fix: setting with which the engine's log-probs include all sampling settings.
     """
 
@@ -266,7 +267,7 @@ class EngineProbe:
         for prompt in () if self.fixed_sampling else range(len(_PROMPTS)):
             try:
                 verdict = await self._compare(prompt)
-            except (_NoVerdict, BackendErred):  # the engine may still accept a request's own settings
+            except (_NoVerdict, BackendErred):  # the engine may still accept the settings of ``sampling``
                 break
             if verdict is not None:
                 return verdict, True
@@ -295,22 +296,22 @@ class EngineProbe:
         try:
             text = (await self._sample(probe)).text.strip().lstrip('"')
         except _NoVerdict:
-            return  # the engine reports the error of the real request itself
+            return  # the engine will refuse the real request with a reason
         except BackendErred:
-            # vLLM with a reasoning parser ends some of these requests with an error.
+            # vLLM with a reasoning parser fails on some grammars. An error without a grammar is the engine's own.
             await self._sample(replace(probe, extra={}))
             text = ""
         if text and (text.startswith(_CHOICE) or _CHOICE.startswith(text)):
             return
         fix = "start vLLM without --reasoning-parser, which engine 'vllm' does not need"
-        if self.takes_tokens:  # else the answer would be the thought
+        if self.takes_tokens:  # in chat completions the option would turn the answer into reasoning
             fix += ", or with --structured-outputs-config '{\"enable_in_reasoning\": true}'"
         if name.startswith("guided_"):
             fix = "use structured_outputs"
         raise RequestRefused(f"{self.url} does not follow a grammar of this kind: {fix}", field=field_of(name))
 
     async def _compare(self, prompt: int) -> LogProbMode | None:
-        """Return the verdict of one prompt: its most probable token under three settings."""
+        """Return the verdict of one prompt, from its most probable token's log-probs under three settings."""
         plain = await self._sample(Sampling(1), prompt, _TOP)
         cold = await self._sample(Sampling(1, temperature=_COLD), prompt, 1)
         only = await self._sample(Sampling(1, extra={"top_k": 1}), prompt, 1)

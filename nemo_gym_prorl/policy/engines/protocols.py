@@ -24,7 +24,7 @@ from nemo_gym_prorl.policy.tokens.prompt import json_parts
 
 
 class VllmCompletions(HttpEngine):
-    """Stock vLLM by tokens, over ``POST /v1/completions``."""
+    """Client of stock vLLM that sends token ids to ``POST /v1/completions``."""
 
     name = "vllm"
     _sample_route = "/v1/completions"
@@ -36,7 +36,7 @@ class VllmCompletions(HttpEngine):
             "model": self.model,
             "logprobs": request.top,
             "return_token_ids": True,
-            # Otherwise tokens of equal text share one key among the most probable tokens.
+            # Otherwise the most probable tokens are keyed by their text, which several tokens may share.
             **({"return_tokens_as_token_ids": True} if request.top else {}),
             "skip_special_tokens": False,
             **sampling.as_openai(room),
@@ -61,7 +61,7 @@ class VllmCompletions(HttpEngine):
 
 
 class VllmChat(HttpEngine):
-    """vLLM by messages, over ``POST /v1/chat/completions`` with ``return_token_ids``.
+    """Client of vLLM that sends messages to ``POST /v1/chat/completions`` with ``return_token_ids``.
 
     The engine renders the prompt and returns its ids, so a rewritten history is detected but not prevented. Without
     ``max_tokens``, chat completions sample into the rest of the context.
@@ -71,7 +71,7 @@ class VllmChat(HttpEngine):
     takes_tokens = False
     _biased_mode = LogProbMode.PROCESSED
     _sample_route = "/v1/chat/completions"
-    _required_route: str | None = "/v1/completions"  # absent in NeMo RL's engine
+    _required_route: str | None = "/v1/completions"  # which NeMo RL's server lacks
 
     def _body(self, request: SampleRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -124,7 +124,8 @@ class VllmChat(HttpEngine):
 
 
 class NemoRl(VllmChat):
-    """NeMo RL's HTTP server: chat completions whose prompt must begin with given ids.
+    """Client of NeMo RL's HTTP server: chat completions whose prompt must begin with the token ids in the field
+    ``required_prefix_token_ids``. A first turn has no such field.
 
     The server refuses any ``top_k``, and any temperature or ``top_p`` other than those of its training or validation
     profile.
@@ -146,7 +147,7 @@ class NemoRl(VllmChat):
 
 
 def _parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under SGLang's names; SGLang refuses unknown names."""
+    """Return sampling settings under SGLang's names, without those that SGLang would refuse."""
     parameters = {name: value for name, value in settings.items() if name not in ("metadata", "user")}
     if "seed" in parameters:
         parameters["sampling_seed"] = parameters.pop("seed")
@@ -159,7 +160,7 @@ def _parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SglangGenerate(HttpEngine):
-    """SGLang by tokens, over ``POST /generate``."""
+    """Client of SGLang that sends token ids to ``POST /generate``."""
 
     name = "sglang"
     _sample_route = "/generate"
@@ -201,4 +202,4 @@ class SglangGenerate(HttpEngine):
 ENGINES: dict[str, type[VllmCompletions] | type[VllmChat] | type[NemoRl] | type[SglangGenerate]] = {
     engine.name: engine for engine in (VllmCompletions, VllmChat, NemoRl, SglangGenerate)
 }
-"""Protocols by their name in a configuration."""
+"""Engine clients by the name of their protocol in a configuration."""

@@ -38,9 +38,7 @@ type _Label = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x
 
 
 class NewBackend(BaseModel):
-    """Body of ``POST /v1/backends``. A backend without a key receives the key that its origin was configured with, if
-    any.
-    """
+    """Body of ``POST /v1/backends``; without ``api_key``, a key that is configured for the URL's origin is used."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,7 +50,7 @@ class NewBackend(BaseModel):
 
 
 class BackendSelector(BaseModel):
-    """Backends that a request applies to; without an id, all backends of the training."""
+    """Backends that a request applies to; without an id, all backends of the training run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -61,20 +59,20 @@ class BackendSelector(BaseModel):
 
 
 class Pause(BackendSelector):
-    """Body of ``pause``."""
+    """Body of ``POST /v1/backends/pause``."""
 
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
 
 
 class Resume(BackendSelector):
-    """Body of ``resume``."""
+    """Body of ``POST /v1/backends/resume``."""
 
     weight_version: _Label | None = None
     reset_prefix_cache: bool = False
 
 
 class SavedRollout(BaseModel):
-    """A rollout's turns; ``began`` is the time of day that its template sees."""
+    """A rollout's turns. ``began`` is the time of day that its template sees, ``waited_s`` its wait for backends."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -99,13 +97,13 @@ class NewKey(BaseModel):
 
 
 class Weights(BackendSelector):
-    """Body of ``weight_version``."""
+    """Body of ``POST /v1/backends/weight_version``."""
 
     weight_version: _Label
 
 
 class Share(BaseModel):
-    """Body of ``share``."""
+    """Body of ``POST /v1/backends/share``; ``parts`` is the number of model servers."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -116,19 +114,19 @@ class Share(BaseModel):
 def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[str, Declared] | None = None) -> None:
     """Add the control routes, the error handlers, and start and shutdown of the service to an application.
 
-    Routes are ``/v1/backends``, ``/v1/rollouts`` and ``/metrics``. For ``declared`` see
-    :func:`~nemo_gym_prorl.http.problems.add_problem_handlers`.
+    Routes are below ``/v1/backends`` and ``/v1/rollouts``, with ``/metrics`` and the health route. For ``declared``
+    see :func:`~nemo_gym_prorl.http.problems.add_problem_handlers`.
     """
     router = APIRouter(dependencies=[Depends(no_other_parameters)])
 
     @router.post("/v1/backends", status_code=201, responses=problem_responses(400, 403, 409))
     async def add(body: NewBackend) -> dict[str, Any]:
-        """Add a backend for the rollouts of a training. Waiting turns may be placed on the backend at once."""
+        """Add a backend for the rollouts of a training run. Waiting turns may be placed on the backend at once."""
         return _described(runtime, await runtime.add(body.url, body.id, body.weight_version, body.api_key, body.run))
 
     @router.get("/v1/backends", responses=problem_responses())
     async def listing(run: _Label | None = None) -> dict[str, Any]:
-        """List backends with their state and the number of waiting turns, of all runs or of one."""
+        """List backends with their state and the number of waiting turns, of all training runs or of a single run."""
         return _listing(runtime, run)
 
     @router.delete("/v1/backends/{backend_id}", responses=problem_responses(404))
@@ -139,8 +137,8 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.delete("/v1/backends", responses=problem_responses())
     async def clear(run: _Label | None = None) -> dict[str, Any]:
-        """Remove all backends of a training, or without ``run`` those of rollouts without a training. Turns wait for
-        new backends.
+        """Remove all backends of a training run; without `run`, the backends for rollouts that name no run. Turns wait
+        for new backends.
         """
         runtime.dispatcher.apply(runtime.pool.clear(run))
         return {"backends": []}
@@ -168,34 +166,34 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.post("/v1/backends/share", responses=problem_responses(400))
     async def share(body: Share) -> dict[str, Any]:
-        """Divide the `limit` of a training's backends among several model servers that share them."""
+        """Set how many servers share a training run's backends; this server then uses `limit / parts` per backend."""
         runtime.dispatcher.apply(runtime.pool.share(body.parts, body.run))
         return _listing(runtime, body.run)
 
     @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problem_responses(410))
     async def tokens(rollout: str) -> Response:
-        """All tokens of a rollout's complete turns."""
+        """Return all tokens of a rollout's complete turns."""
         # FastAPI's encoder would walk a hundred thousand numbers on the event loop.
         return Response(orjson.dumps(trajectory(runtime.service, rollout)), media_type="application/json")
 
     @router.get("/v1/rollouts/{rollout}/waited", responses=problem_responses(410))
     async def waited(rollout: str) -> dict[str, float]:
-        """Seconds for which turns of a rollout have waited for a backend, a waiting turn included."""
+        """Return the seconds in which turns of a rollout waited for a backend, up to now if one waits."""
         return {"waited_s": runtime.service.rollout(rollout).wait.seconds}
 
     @router.get("/v1/rollouts/{rollout}/turns", response_model=SavedRollout, responses=problem_responses(400, 410))
     async def turns(rollout: str, after: str | None = None) -> Response:
-        """The rollout's turns, or those after an answer, for a server or rollout that continues them."""
+        """Return the rollout's turns, or those after an answer, for another server or rollout to continue."""
         state = runtime.service.rollout(rollout)
         if after is not None and after not in state.answers:
             raise RolloutGone(f"the rollout has no answer {after!r}", field="after")
-        told = {"run": state.run, "began": state.began, "waited_s": state.wait.seconds}
-        saved = orjson.dumps({**told, "turns": [*saved_turns(state.answers, after)]})
+        about = {"run": state.run, "began": state.began, "waited_s": state.wait.seconds}
+        saved = orjson.dumps({**about, "turns": [*saved_turns(state.answers, after)]})
         return Response(saved, media_type="application/json")
 
     @router.put("/v1/rollouts/{rollout}/turns", responses=problem_responses(400, 409))
     async def restore(rollout: str, body: SavedRollout) -> dict[str, Any]:
-        """Create a rollout that continues these turns."""
+        """Create a rollout from saved turns."""
         runtime.service.restore(rollout, body.run, body.began, body.turns)
         return {"rollout": rollout, "turns": len(body.turns)}
 
@@ -222,7 +220,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.delete("/v1/rollouts/{rollout}/key", responses=problem_responses(410))
     async def revoke_key(rollout: str) -> dict[str, Any]:
-        """Revoke a rollout's key, cancel its turns in flight, which do not count, and return its calls. The tokens
+        """Revoke a rollout's key, cancel its turns in flight without counting these, and return its calls. Tokens
         stay.
         """
         runtime.service.revoke(rollout)
@@ -230,7 +228,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.get("/v1/rollouts/{rollout}/calls", responses=problem_responses(410))
     async def calls(rollout: str) -> dict[str, Any]:
-        """The calls of a rollout's program: turns, the limit reached, refused calls and removed fields."""
+        """Return a record of the calls of a rollout's program: turns, limit reached, refused calls, removed fields."""
         state = runtime.service.rollout(rollout)
         return {
             "turns": len(state.history.ledger.turns),
@@ -251,7 +249,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=problem_responses())
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return the server's metrics in Prometheus text format."""
         return PlainTextResponse(runtime.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
@@ -275,7 +273,7 @@ def _listing(runtime: PolicyRuntime, run: str | None) -> dict[str, Any]:
 
 
 def _described(runtime: PolicyRuntime, backend: Backend) -> dict[str, Any]:
-    since = backend.down_since if backend.health is Health.DOWN else None  # by the pool's monotonic clock
+    since = backend.down_since if backend.health is Health.DOWN else None  # in seconds of the monotonic clock
     return {
         "id": backend.id,
         "url": backend.url,
@@ -295,13 +293,15 @@ def _described(runtime: PolicyRuntime, backend: Backend) -> dict[str, Any]:
 
 
 def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
-    """Return all tokens of a rollout: its sequences, the place of each answer in them, and the counters of
-    irregularities.
+    """Return all tokens of a rollout: its sequences, the position of each answer in its sequence, and counters.
 
     An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``. The answer's
     ``weight_versions`` are the labels of the weights when sampling began and ended. The answer's ``routed_experts``,
     where the engine reports experts, belong to its new tokens and the token before. ``log_probs`` are the modes of the
-    engines that sampled the rollout here.
+    engines that sampled the rollout's turns on this server.
+
+    Raises:
+        RolloutGone: the rollout is unknown.
     """
     state = service.rollout(rollout)
     ledger = state.history.ledger

@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout that a request belongs to, and cancellation when its client disconnects.
+"""Identification of the rollout of a request, and cancellation when the client disconnects.
 
-A client names its rollout in a header, or in the URL that it was given (Gym's harness agents know only their base
-URL). A program in a sandbox has a capability key instead. Other clients are identified by their session cookie.
+A client names its rollout in a header, or in the URL (Gym's harness agents know only their base URL). A program in a
+sandbox has a capability key instead. Other clients are identified by their session cookie.
 
 A turn needs little of a web framework: no request and answer models, no dependencies, no middleware tasks. Routes of
-turns therefore run in front of FastAPI (:mod:`nemo_gym_prorl.http.applications`). This module gives clients the
-session's cookie, errors as problem documents, and cancellation on disconnect. Gym's own routes use the cancellation
-too.
+turns therefore run in front of FastAPI (:mod:`nemo_gym_prorl.http.applications`). This module adds the session
+cookie, errors as problem documents, and cancellation on disconnect. Gym's own routes use the cancellation too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from nemo_gym_prorl.policy.turns import TurnRequest
 
 
 TOKENS_HEADER = "X-Rollout-Tokens"
-"""Header with which a client defers tokens (``deferred``), repeated in the answer."""
+"""Header with which a client asks for answers without tokens (``deferred``); answers repeat the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class RolloutCaller:
     Attributes:
         rollout: name of the rollout.
         group: name of the rollout's group, if given.
-        run: training whose backends may sample the rollout; ``None`` for backends of no training.
+        run: training run whose backends may sample the rollout; ``None`` for backends of no training run.
         deferred: whether answers omit tokens.
         streams: whether the answer is a stream.
         grant: permissions of the request's capability key, if the request has one.
@@ -82,11 +81,11 @@ def decode_header(value: str) -> str:
 
 
 _GRANT = "prorl.grant"
-"""Key of a request's scope: permissions of its capability key."""
+"""Name of the ASGI scope's entry with the permissions (:class:`CallGrant`) of the request's capability key."""
 
 
 def caller_of(request: Request, session: str) -> RolloutCaller:
-    """Return the rollout that the capability key or the headers name, or else the session."""
+    """Return the rollout that the capability key or the headers name, by default the rollout with the session's id."""
     grant: CallGrant | None = request.scope.get(_GRANT)
     if grant is not None:
         return RolloutCaller(grant.rollout, grant.group, grant.run, deferred=True, grant=grant)
@@ -107,7 +106,7 @@ def turn_route(
 
     Args:
         answer: handles request, caller and body.
-        field: key of the id in the session.
+        field: session field that holds the id of the session's rollout.
     """
 
     async def route(request: Request) -> Response:
@@ -128,7 +127,7 @@ _ROLLOUT_PATH = re.compile(
 )
 
 _CONTROL = ("/v1/backends", "/v1/rollouts", "/metrics")
-"""Prefixes of the routes that belong to no rollout."""
+"""Prefixes of control routes, which are not for agents."""
 
 
 class RolloutUrlMiddleware:
@@ -139,7 +138,7 @@ class RolloutUrlMiddleware:
 
     Args:
         app: the application.
-        whole: keep the URL, for an application that parses it itself.
+        whole: whether to keep the URL's prefix, for an application that parses such URLs itself.
     """
 
     def __init__(self, app: ASGIApp, *, whole: bool) -> None:
@@ -184,12 +183,12 @@ class RolloutUrlMiddleware:
 _KEY = re.compile(rf"(?i:Bearer +)?({KEY_PREFIX}.*)")
 _OPEN_TO_KEYS = re.compile("POST /v1/(responses|chat/completions|messages(/count_tokens)?)|GET /v1/models(/.+)?")
 MAX_BODY_BYTES = 8 << 20
-"""Bytes of a program's request; a context of a million tokens has half as many."""
+"""Maximum size of a program's request in bytes; a context of a million tokens has half as many bytes."""
 _NOT_FROM_PROGRAMS = (b"x-rollout-", b"authorization", b"x-api-key", b"cookie")
 
 
 class CapabilityKeyMiddleware:
-    """ASGI middleware: a request with a capability key reaches the model API of its rollout and nothing else.
+    """ASGI middleware that restricts requests with a capability key to the model API of the key's rollout.
 
     Args:
         guarded: the application behind the guard of the server's own key, for other requests.
@@ -210,8 +209,8 @@ class CapabilityKeyMiddleware:
         elif grant is None:
             await program_error(ProblemError(*DEAD_KEY))(scope, receive, send)
         elif _OPEN_TO_KEYS.fullmatch(f"{scope.get('method')} {scope['path']}") is None:
-            told = "a capability key opens /v1/responses, /v1/chat/completions, /v1/messages and /v1/models"
-            await program_error(ProblemError(404, "http-404", told))(scope, receive, send)
+            detail = "a capability key opens /v1/responses, /v1/chat/completions, /v1/messages and /v1/models"
+            await program_error(ProblemError(404, "http-404", detail))(scope, receive, send)
         else:
             try:
                 receive = await _with_body(receive, MAX_BODY_BYTES)
@@ -223,18 +222,14 @@ class CapabilityKeyMiddleware:
 
 
 async def _with_body(receive: Receive, limit: float = math.inf) -> Receive:
-    """Read a request's body; return a ``receive`` that repeats its messages and then receives further ones.
-
-    Raises:
-        ProblemError: the body has more bytes than the limit.
-    """
+    """Read a request's body; return a ``receive`` that repeats the body's messages and then receives further ones."""
     read: list[Message] = []
     while not read or (read[-1]["type"] == "http.request" and read[-1].get("more_body")):
         read.append(await receive())
         limit -= len(read[-1].get("body", b""))
         if limit < 0:
-            told = f"a request must have at most {MAX_BODY_BYTES} bytes"
-            raise ProblemError(413, "body-too-long", told, headers={"Connection": "close"})
+            detail = f"a request must have at most {MAX_BODY_BYTES} bytes"
+            raise ProblemError(413, "body-too-long", detail, headers={"Connection": "close"})
 
     async def again() -> Message:
         return read.pop(0) if read else await receive()
@@ -245,7 +240,7 @@ async def _with_body(receive: Receive, limit: float = math.inf) -> Receive:
 class CancelOnDisconnect:
     """ASGI middleware that cancels a request when its client disconnects.
 
-    The middleware still answers, because Gym's outer middlewares treat a missing answer as a defect.
+    The middleware still answers (499), because Gym's outer middlewares treat a missing answer as a bug.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -47,7 +47,7 @@ def turn_request(
     check_fields(chat)
     tools = list(offered_tools(chat))
     with conversion_errors():
-        # Lone surrogates and endless nesting would fail at a random later place.
+        # Lone surrogates and excessive nesting would otherwise fail later, with an error that names no field.
         orjson.dumps((messages, tools, instructions))
     metadata = chat.get("metadata") or {}
     given = chat.get("chat_template_kwargs") or {}
@@ -100,7 +100,7 @@ def completion(answer: PolicyAnswer, model: str, *, tokens: bool, logprobs: bool
     finish = "length" if answer.finish is not Finish.STOP else "tool_calls" if answer.parsed.calls else "stop"
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "message": message}
     if logprobs and answer.turn is not None:
-        # Tokens by id, as vLLM writes them on demand: a token's text may be part of a character.
+        # vLLM's form with return_tokens_as_token_ids; a token's text may be an incomplete character.
         pairs = zip(answer.turn.sampled, answer.turn.log_probs, strict=True)
         content = [{"token": f"token_id:{one}", "logprob": value, "top_logprobs": []} for one, value in pairs]
         choice["logprobs"] = {"content": content, "refusal": None}
@@ -141,10 +141,13 @@ def conversion_errors() -> Iterator[None]:
 
 
 def offered_tools(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the tools of a request in the form for engines.
+    """Yield the tools of a request in the form for engines, without ``strict``.
 
-    ``strict`` is for OpenAI's own servers and is removed, because templates would write it into the prompt. Gym's
-    ``vllm_model`` removes it as well.
+    ``strict`` is for OpenAI's own servers, and templates would write the field into the prompt. Gym's ``vllm_model``
+    removes the field as well.
+
+    Raises:
+        CallerError: a tool has no name.
     """
     for index, tool in enumerate(chat.get("tools") or ()):
         function = tool.get("function") or {}

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve or refuse every field of a request by its name; no field is ignored.
 
-The three APIs use different names for the same parameters. A table per API maps each to the fields of chat
-completions. Fields of engines are passed on, values that ask for existing behaviour are accepted, and other values
-are refused. Requests of agent programs lose such fields beforehand (:func:`leave_out_unserved`).
+The three APIs use different names for the same parameters. A table per API maps its fields to those of chat
+completions. Fields of engines are passed on. Values that ask for existing behaviour are accepted, all other values are
+refused. Requests of agent programs lose refused fields beforehand (:func:`leave_out_unserved`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NO_OP_VALUES: Mapping[str, Collection[object]] = {
     "include": ([],),
     "modalities": (["text"],),
     "n": (1,),
-    "reasoning.summary": ("auto",),  # reasoning comes complete, as summaries
+    "reasoning.summary": ("auto",),  # the complete reasoning is returned as the summary
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     "stream": (False,),
@@ -61,10 +61,10 @@ def check_fields(
     Args:
         given: fields and values; ``None`` counts as absent.
         served: names that the caller reads; by default those of chat completions.
-        tools: types of tools that count as functions.
+        tools: types of tools that count as functions; ``None`` for tools without a type.
 
     Raises:
-        CallerError: names the first refused field.
+        CallerError: names the first refused field or tool.
     """
     for name, value in given.items():
         if not _is_served(name, value, served):
@@ -96,7 +96,7 @@ def _tool_choice(choice: Any, field: str) -> Any:
 
 
 def _response_format(form: Any, field: str) -> dict[str, Any]:
-    """Convert a format of the other APIs, which have the schema beside the type, to chat completions."""
+    """Convert a format of the other APIs, which have the schema next to ``type``, to chat completions."""
     match form:
         case {"type": "text" | "json_object" as kind}:
             return {"type": kind}
@@ -112,14 +112,14 @@ def _strings(value: Any, field: str) -> list[str]:
 
 
 def _thinking(kind: Any, field: str) -> str | None:
-    """Return the effort of a ``thinking.type``; ``None`` if another field may give the effort."""
+    """Return the reasoning effort ``none`` if thinking is disabled; ``None`` leaves the effort to another field."""
     if kind not in ("enabled", "disabled", "adaptive"):
         raise CallerError("must be 'enabled', 'disabled' or 'adaptive'", field=field)
     return "none" if kind == "disabled" else None
 
 
 type _Table = Mapping[str, tuple[str, Callable[[Any, str], Any]]]
-"""Name in chat completions and converter, by a field's name, dotted for fields of objects."""
+"""Name in chat completions and converter of the value, by a field's name; dotted names are fields of objects."""
 
 _OF_RESPONSES: _Table = {
     **{name: (name, _unchanged) for name in ("temperature", "top_p", "metadata", "parallel_tool_calls", "user")},
@@ -137,17 +137,17 @@ _OF_MESSAGES: _Table = {
     "thinking.type": ("thinking", _thinking),
     "top_k": ("top_k", _unchanged),
 }
-_BY_GYM = ("model", "messages", "system", "max_tokens", "temperature", "top_p", "tools", "tool_choice", "stream")
+_READ_BY_GYM = ("model", "messages", "system", "max_tokens", "temperature", "top_p", "tools", "tool_choice", "stream")
 _APIS: Mapping[str, tuple[_Table, Collection[str], Collection[str | None]]] = {
     "chat/completions": ({}, _SERVED, ("function",)),
-    "messages": (_OF_MESSAGES, _BY_GYM, (None, "custom")),
+    "messages": (_OF_MESSAGES, _READ_BY_GYM, (None, "custom")),
     "responses": (
         _OF_RESPONSES,
         ("input", "instructions", "model", "previous_response_id", "tools", "store"),
         ("function",),
     ),
 }
-"""Table, fields that are read elsewhere, and types of tools that count as functions, by API."""
+"""Table, names of fields that other code reads, and types of tools that count as functions, by API."""
 
 
 def chat_fields_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def chat_fields_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_fields_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a Messages API request that Gym's converter drops to chat completions.
+    """Return as fields of chat completions what Gym's converter drops from a Messages API request.
 
     Raises:
         CallerError: names a field that cannot be served.
@@ -176,7 +176,6 @@ def chat_fields_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
 def _read(
     body: Mapping[str, Any], table: _Table, elsewhere: Collection[str], tools: Collection[str | None]
 ) -> dict[str, Any]:
-    """Convert the fields in a table, and refuse fields that are neither in the table nor read elsewhere."""
     given = {field: holder[name] for field, holder, name in _fields(body, table)}
     check_fields(given, {*table, *elsewhere}, tools)
     return {chat: read(given[name], name) for name, (chat, read) in table.items() if given.get(name) is not None}
@@ -197,7 +196,7 @@ def leave_out_unserved(api: str, body: dict[str, Any]) -> None:
 
 
 _NOT_FROM_PROGRAMS = ENGINE_FIELDS | {"temperature", "top_p", "seed", "logprobs", "metadata", "chat_template_kwargs"}
-"""Fields of chat completions that change sampling, except tools, effort and ends of a turn."""
+"""Fields of chat completions that the row of a rollout decides; a program decides tools, effort and stop strings."""
 
 
 def leave_out_undecided(api: str, body: dict[str, Any]) -> None:
@@ -210,15 +209,15 @@ def leave_out_undecided(api: str, body: dict[str, Any]) -> None:
         if table.get(field, (field,))[0] in _NOT_FROM_PROGRAMS and holder[name] is not None:
             refuse(field, "is decided by the row")
             del holder[name]
-    said = body.get("input" if api == "responses" else "messages")
-    for message in said if isinstance(said, list) else ():
+    history = body.get("input" if api == "responses" else "messages")
+    for message in history if isinstance(history, list) else ():
         for name in _TOKENS & message.keys() if isinstance(message, dict) else ():
             refuse(name, "is known to the ledger")
             del message[name]
 
 
 def _fields(body: Mapping[str, Any], table: _Table) -> Iterator[tuple[str, Any, str]]:
-    """Yield each field's dotted name, the object that holds the field, and the name there."""
+    """Yield each field's dotted name, the object that holds the field, and the field's name in the object."""
     objects = {name.partition(".")[0] for name in table if "." in name}
     for name, value in list(body.items()):
         if name not in objects or value is None:

@@ -29,16 +29,16 @@ from nemo_gym_prorl.policy.runtime import PolicyRuntime
 from nemo_gym_prorl.policy.tokens.prompt import PROMPT_IDS
 
 
-KEEP_ALIVE_S = 3.0  # clients and proxies drop connections that are silent for 5 s or more
+KEEP_ALIVE_S = 3.0  # some clients and proxies drop connections that are silent for 5 s
 _MAX_KEPT = 8
-"""Calls that a rollout keeps for repeated requests; programs make few at once."""
+"""Maximum of latest calls per rollout that repeated requests can share; a program makes few calls at once."""
 
 
 type Answer = Callable[[Request, RolloutCaller, bytes], Awaitable[Response]]
 
 
 class ProgramCalls:
-    """Handler of a route's turn requests, which records those of programs."""
+    """Handler of a route's turn requests; records and limits those of programs, and answers repetitions alike."""
 
     def __init__(self, runtime: PolicyRuntime, answer: Answer) -> None:
         self._runtime, self._answer = runtime, answer
@@ -69,14 +69,14 @@ class ProgramCalls:
         try:
             if grant is not None:
                 if grant not in service.keys.values():
-                    raise ProblemError(*DEAD_KEY)  # revoked while the body arrived
+                    raise ProblemError(*DEAD_KEY)  # the key was revoked while the body arrived
                 ledger = service.ledger(caller.rollout)
                 calls.check(grant, len(ledger.turns), ledger.longest)
                 leave_out_undecided(request.url.path.removeprefix("/v1/"), given := read_object(body))
                 body = orjson.dumps(given)
             answer = await self._answer(request, caller, body)
         except KNOWN_ERRORS as error:
-            # A request on which only the engine breaks is no mistake of the policy.
+            # The dispatcher refuses a request on which engines err. The program gets the engine's error and may retry.
             answer = program_error(error.__cause__ if isinstance(error.__cause__, BackendErred) else error)
             calls.refused[str(answer.status_code)] += 1
             calls.context_full |= isinstance(error, ProblemError) and error.problem.type.endswith(CONTEXT_FULL)
@@ -89,7 +89,7 @@ class ProgramCalls:
 
 
 def _streams(body: bytes) -> bool:
-    # The field lies before or after the items, whose tokens can be 20 MB.
+    # "stream" precedes or follows the items. Their tokens, which can be 20 MB, are not searched.
     if not any(b'"stream"' in part for part in (body[: body.find(PROMPT_IDS)], body[body.rfind(PROMPT_IDS) :])):
         return False
     with suppress(*KNOWN_ERRORS):  # the route refuses such a body
@@ -100,7 +100,7 @@ def _streams(body: bytes) -> bool:
 def _repetition(request: Request, digest: bytes) -> tuple[bytes, bool]:
     """Return a key that a request shares with its repetitions, and whether the request may be a repetition.
 
-    Clients name repetitions by a key, or count them from 0. A request with neither has no key.
+    Clients send an idempotency key, or a count of retries from 0. A request with neither gets an empty key.
     """
     name, count = (request.headers.get(header) for header in ("idempotency-key", "x-stainless-retry-count"))
     if name is None and count is None:
@@ -109,7 +109,7 @@ def _repetition(request: Request, digest: bytes) -> tuple[bytes, bool]:
 
 
 async def _kept_alive(call: SharedCall[Response]) -> Response:
-    """Return the answer, or after ``KEEP_ALIVE_S`` a stream that sends comments until the answer comes."""
+    """Return the answer, or after ``KEEP_ALIVE_S`` a stream that sends comments until the call is answered."""
     waiting = asyncio.ensure_future(call.answer())
     try:
         await asyncio.wait([waiting], timeout=KEEP_ALIVE_S)

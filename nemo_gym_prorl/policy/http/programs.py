@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The wire of finished agent programs, which are not written for this server.
+"""Request and answer formats for finished agent programs, which are not written for this server.
 
 A request is a program's if it has a capability key, the URL of a rollout, or asks for a stream. Such a request loses
 unsupported fields, instead of being refused. Errors have the form of the programs' APIs, so that clients show the
@@ -23,18 +23,18 @@ from nemo_gym_prorl.policy.http.fields import leave_out_unserved
 
 
 SEPARATOR = "__"
-"""Separates namespace and tool in the name of a function."""
+"""Separator of namespace and tool in the name of a function."""
 _BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 def adapt_responses(body: dict[str, Any]) -> dict[str | None, dict[str, str]]:
-    """Remove the fields and tools that cannot be served from a program's request of the Responses API.
+    """Remove unsupported fields and tools from a program's request of the Responses API; leave other requests alone.
 
-    Each tool of a namespace becomes a function.
+    Each tool of a namespace becomes a function, whose name joins both names with :data:`SEPARATOR`.
 
     Returns:
-        the fields of a call of such a function, by the function's name.
+        namespace and tool name by the function's name, to restore in the items of calls.
     """
     spaces: dict[str | None, dict[str, str]] = {}
     if LEFT_OUT.get() is None:
@@ -80,12 +80,12 @@ def _known(blocks: list[Any], kinds: tuple[str, ...]) -> list[Any]:
 
 def program_error(error: Exception) -> Response:
     """Return the answer to an error in the form that clients of all three APIs read."""
-    said = answer_to(error)
-    problem = Problem.model_validate_json(bytes(said.body))
+    answer = answer_to(error)
+    problem = Problem.model_validate_json(bytes(answer.body))
     kind = _ERROR_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
-    told = {"type": kind, "code": problem.type.removeprefix(TYPE_PREFIX), "message": problem.detail, "param": None}
-    headers = {name: value for name, value in said.headers.items() if not name.startswith("content-")}
-    return Response(orjson.dumps({"type": "error", "error": told}), problem.status, headers, "application/json")
+    fields = {"type": kind, "code": problem.type.removeprefix(TYPE_PREFIX), "message": problem.detail, "param": None}
+    headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+    return Response(orjson.dumps({"type": "error", "error": fields}), problem.status, headers, "application/json")
 
 
 def responses_stream(answer: Mapping[str, Any]) -> Response:

@@ -28,7 +28,7 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer
 
 
 type Items = Callable[[Message], list[dict[str, Any]]]
-"""Converts an assistant message in chat form to items of a response, as Gym writes them."""
+"""Function that converts an assistant message in chat form to items of a response, as Gym's converter writes items."""
 
 
 def traces_router(runtime: PolicyRuntime, items: Items) -> APIRouter:
@@ -37,18 +37,18 @@ def traces_router(runtime: PolicyRuntime, items: Items) -> APIRouter:
 
     @router.get("/v1/rollouts/{rollout}/traces", response_model=dict[str, Any], responses=problem_responses(410))
     async def traces(rollout: str) -> Response:
-        """The rollout's trained branch as a response with tokens, its branches, and Gym's `training_traces`."""
+        """Return the rollout's main branch as a response with tokens, all branches, and Gym's `training_traces`."""
         return Response(orjson.dumps(_traces(runtime, rollout, items)), media_type="application/json")
 
     return router
 
 
 def _traces(runtime: PolicyRuntime, rollout: str, items: Items) -> dict[str, Any]:
-    """Return the answer; ``weight_versions`` has the labels of all trained turns in the order of sampling."""
+    """Return the route's answer; ``weight_versions`` has the labels of all trained turns in the order of sampling."""
     state = runtime.service.rollout(rollout)
     turns, branches = state.history.ledger.turns, branches_of(state.history)
     nodes = branches[0].nodes if branches else ()
-    # A turn that another server sampled has no answer here.
+    # A turn that another server sampled has no answer id here, so its number replaces the id.
     call_ids = {turn: f"turn-{number}" for number, turn in enumerate(turns)}
     call_ids |= {node.turn: answer_id for answer_id, node in state.answers.items()}
     trained = frozenset[LedgerTurn]().union(*(branch.owned for branch in branches if branch.trained))
@@ -71,7 +71,7 @@ def _traces(runtime: PolicyRuntime, rollout: str, items: Items) -> dict[str, Any
 
 
 def _step(turn: LedgerTurn, size: int, started_at: float, seconds: float) -> dict[str, Any]:
-    """Return a turn as ``rollout.steps`` has it. A program does not say when it ran its tools."""
+    """Return a turn in the form of ``rollout.steps``, without tools: a program does not report when it ran tools."""
     about = {"started_at": started_at, "seconds": round(seconds, 6), "items": size, "tools": []}
     tokens = {"input_tokens": turn.start, "output_tokens": len(turn.sampled)}
     return about | tokens | {"weights": (turn.weight_version, turn.last_version)}
@@ -80,17 +80,17 @@ def _step(turn: LedgerTurn, size: int, started_at: float, seconds: float) -> dic
 def _response(
     runtime: PolicyRuntime, rollout: str, nodes: Sequence[ConversationNode], items: Items
 ) -> tuple[dict[str, Any], list[int]]:
-    """Return the nodes as a response, and the number of items that each added to the policy's output."""
+    """Return a branch's turns as a response, and the number of items that each turn added to the policy's output."""
     output: list[dict[str, Any]] = []
     sizes: list[int] = []
     seen = len(nodes[0].messages) - 1 if nodes else 0
     for node in nodes:
         *new, message = node.messages[seen:]
         output += _items(new, items)
-        said = [*_items((*(one for one in new if one["role"] == "assistant"), message), items)]
-        sizes.append(len(said))
+        own_items = [*_items((*(one for one in new if one["role"] == "assistant"), message), items)]
+        sizes.append(len(own_items))
         output += _items([message], items)
-        # One JSON fragment holds the three token fields, without the first field's name.
+        # The fragment also adds the two other token fields (PolicyService.token_fields).
         tokens = runtime.service.token_fields(rollout, node.turn)
         output[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(tokens))
         if node.turn.routed_experts is not None:
@@ -107,7 +107,6 @@ def _response(
 
 
 def _items(messages: Iterable[Message], items: Items) -> Iterator[dict[str, Any]]:
-    """Yield messages as items, without tokens."""
     for message in messages:
         text = message.get("content") or ""
         match message["role"]:

@@ -3,7 +3,7 @@
 """Turns of the Responses API, from request bytes to answer bytes.
 
 Tools, sampling and metadata are the same in all requests of a rollout. Gym's own classes check and convert these once,
-and later requests are recognised by their bytes. The items of the input are read here. Tokens in the answer stay the
+and later requests are recognised by their bytes. This module reads the input's items. Tokens in the answer stay the
 JSON text of the cache.
 
 Agents send texts, calls and their results, reasoning, and earlier turns, with or without tokens. Items are read as Gym
@@ -103,7 +103,7 @@ class _AssistantMessage:
             case "message" if item.get("role") == "assistant":
                 self._content += _own_text(item, at)
             case "reasoning":
-                self._content += "".join(f"<think>{text}</think>" for text in _thoughts(item, at) if text)
+                self._content += "".join(f"<think>{text}</think>" for text in _reasoning_texts(item, at) if text)
             case "function_call":
                 self._calls.append(_call(item, at))
             case _:
@@ -117,7 +117,7 @@ class _AssistantMessage:
 
 
 def _tokens(item: dict[str, Any], turns: Sequence[LedgerTurn], at: str) -> dict[str, Any]:
-    """Remove an item's token fields and return them: a known turn, or the fields of an unknown one."""
+    """Remove an item's token fields; return the known turn under :data:`KNOWN_TURN`, or the fields with numbers."""
     mark, given = item.pop(TURN_MARKER, None), {name: item.pop(name, None) for name in TOKEN_FIELDS}
     if item.pop("routed_experts", None) is not None:
         raise CallerError("engines do not accept routed_experts: leave it out", field=f"{at}.routed_experts")
@@ -130,12 +130,8 @@ def _tokens(item: dict[str, Any], turns: Sequence[LedgerTurn], at: str) -> dict[
     return {name: numbers for name, numbers in given.items() if numbers}
 
 
-def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence[str] = ()) -> None:
-    """Refuse an item that lacks one of ``texts``, or has fields besides ``texts`` and ``free``.
-
-    Raises:
-        CallerError: names the field.
-    """
+def _check_item(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence[str] = ()) -> None:
+    """Refuse an item that lacks one of the text fields ``texts``, or has fields besides ``texts`` and ``free``."""
     for name in texts:
         if not isinstance(item.get(name), str):
             raise CallerError("must be a text", field=f"{at}.{name}")
@@ -158,14 +154,14 @@ def _parts(parts: object, at: str, kinds: Sequence[str]) -> list[str]:
             wanted = " or ".join(kinds)
             refuse(f"{at}.{index}.type", f"only text is supported ({wanted}), not {kind!r:.100}", str(kind))
             continue
-        _only(part, f"{at}.{index}", ("text", "type"), () if part.get("annotations") else ("annotations",))
+        _check_item(part, f"{at}.{index}", ("text", "type"), () if part.get("annotations") else ("annotations",))
         texts.append(part["text"])
     return texts
 
 
 def _text(item: Mapping[str, Any], at: str) -> Message:
     content = item.get("content")
-    _only(item, at, ("role",), ("content", *_STATE))
+    _check_item(item, at, ("role",), ("content", *_STATE))
     if not isinstance(content, str):
         texts = _parts(content, f"{at}.content", ("input_text",))
         content = [{"text": text, "type": "text"} for text in texts]
@@ -175,29 +171,29 @@ def _text(item: Mapping[str, Any], at: str) -> Message:
 def _result(item: Mapping[str, Any], at: str) -> Message:
     if isinstance(item.get("output"), list):
         item = {**item, "output": "\n".join(_parts(item["output"], f"{at}.output", ("input_text",)))}
-    _only(item, at, ("call_id", "output"), _STATE)
+    _check_item(item, at, ("call_id", "output"), _STATE)
     return {"content": item["output"], "role": "tool", "tool_call_id": item["call_id"]}
 
 
 def _call(item: Mapping[str, Any], at: str) -> dict[str, Any]:
     if isinstance(space := item.get("namespace"), str):
         item = {**item, "namespace": None, "name": f"{space}{SEPARATOR}{item.get('name')}"}
-    _only(item, at, ("arguments", "call_id", "name"), _STATE)
+    _check_item(item, at, ("arguments", "call_id", "name"), _STATE)
     function = {"arguments": item["arguments"], "name": item["name"]}
     return {"id": item["call_id"], "function": function, "type": "function"}
 
 
 def _own_text(item: Mapping[str, Any], at: str) -> str:
     content = item.get("content")
-    _only(item, at, ("role",), ("content", *_STATE))
+    _check_item(item, at, ("role",), ("content", *_STATE))
     if isinstance(content, str):
         return content
     return "".join(_parts(content, f"{at}.content", ("output_text", "input_text")))
 
 
-def _thoughts(item: Mapping[str, Any], at: str) -> list[str]:
-    # Gym's converter turns the empty signature of a thinking block into an empty text.
-    _only(
+def _reasoning_texts(item: Mapping[str, Any], at: str) -> list[str]:
+    # Gym's converter of the Messages API writes an empty encrypted_content for a thinking block without a signature.
+    _check_item(
         {name: value for name, value in item.items() if value or name != "encrypted_content"},
         at,
         (),
@@ -207,9 +203,9 @@ def _thoughts(item: Mapping[str, Any], at: str) -> list[str]:
 
 
 _MAX_TEMPLATES = 512
-"""Request templates that are cached (LRU), to bound memory."""
+"""Maximum of cached request templates (LRU), to bound memory."""
 _PLACEHOLDER_TOKENS = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
-"""Tokens for Gym's converter in place of the turn's, which are already JSON."""
+"""Placeholders for Gym's converter; the turn's own tokens are already JSON text and are inserted afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +228,7 @@ class TurnRequests:
         runtime: the policy.
         template: validates a request without its input, together with further fields of chat completions.
         items: converts a turn in chat form to items of an answer.
-        tokens: whether items carry tokens.
+        tokens: whether items carry token fields, unless the caller defers tokens.
     """
 
     def __init__(
@@ -278,7 +274,7 @@ class TurnRequests:
         return orjson.dumps({**template.envelope, **answer_fields(answer, after), "output": output})
 
     def _output(self, service: PolicyService, caller: RolloutCaller, answer: PolicyAnswer) -> list[dict[str, Any]]:
-        """Return a turn's items, with tokens if the caller wants them."""
+        """Return a turn's items, with token fields unless the caller defers tokens."""
         turn = answer.turn if self._with_tokens and not caller.deferred else None
         items = self._items({**answer.message, **_PLACEHOLDER_TOKENS} if turn is not None else answer.message)
         calls = (item for item in items if item["type"] == "function_call")
@@ -286,7 +282,7 @@ class TurnRequests:
             if read.malformed:
                 item["status"] = "incomplete"
         if turn is not None:
-            # One JSON fragment holds the three token fields, without the first field's name.
+            # The fragment also adds the two other token fields (PolicyService.token_fields).
             items[-1] = {name: value for name, value in items[-1].items() if name not in _PLACEHOLDER_TOKENS}
             items[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(service.token_fields(caller.rollout, turn)))
         return items

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of one inference backend in the pool, and of the rollouts and turns that the pool places.
 
-A backend that fails is down until a probe succeeds, then on trial: it receives one request at a time until one
-succeeds. The wait before a probe doubles with each consecutive failure.
+A backend that fails is down until a probe succeeds. The backend is then on trial: only one request at a time, until a
+request succeeds. The wait before a probe doubles with each consecutive failure.
 
 Rollouts share prefixes of their first prompts, in blocks that an engine caches once for all of them. A block's name is
-a digest of all tokens up to its end, so two prompts share a block exactly if they are equal up to there. Pure: no
-task, socket, clock or thread.
+a digest of all tokens up to its end, so two prompts share a block exactly if both are equal up to the block's end.
+Pure: no task, socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_TOKENS = 256
 """Tokens of a block; smaller blocks distinguish prompts more finely and cost more memory per prompt."""
 
 _DIGEST_BYTES = 8
-"""Bytes of a block's name."""
+"""Bytes of a block's name; a collision would only miscount load."""
 
 
 def blocks_of(prompt: Sequence[int]) -> bytes:
@@ -45,7 +45,7 @@ def tokens_in(blocks: bytes) -> int:
 
 
 class PrefixBlockCounts:
-    """Number of live rollouts of a backend for each block."""
+    """Counter of a backend's live rollouts for each block."""
 
     def __init__(self) -> None:
         self._counts: Counter[bytes] = Counter()
@@ -55,14 +55,14 @@ class PrefixBlockCounts:
         self._counts.update(_each(blocks))
 
     def remove(self, blocks: bytes) -> None:
-        """Uncount a rollout with these blocks."""
+        """Undo :meth:`add` for a rollout with these blocks."""
         for block in _each(blocks):
             self._counts[block] -= 1
             if not self._counts[block]:
                 del self._counts[block]
 
     def tokens_of(self, blocks: bytes) -> int:
-        """Return the length of a prompt's longest prefix in counted blocks, by binary search."""
+        """Return how many tokens of a prompt's first blocks other rollouts share, by binary search."""
         low, high = 0, len(blocks) // _DIGEST_BYTES
         while low < high:
             middle = (low + high + 1) // 2
@@ -87,16 +87,16 @@ type Queue = OrderedDict[int, Ticket]
 
 @dataclass(slots=True)
 class Rollout:
-    """A rollout, live on a backend or waiting for one.
+    """A rollout: live on a backend, waiting for a backend, or inactive.
 
     Attributes:
         id: name of the rollout.
         group: group of the rollouts of one prompt.
-        run: run whose backends may sample the rollout.
-        seen_order: sequence number of the first request, in the pool's own count.
-        backend: id of the backend that has the rollout's prefix, after the first placement.
+        run: training run whose backends may sample the rollout.
+        seen_order: position of the rollout's first request in the order of the pool's joins and requests.
+        backend: id of the backend with the rollout's prefix; ``None`` before the first placement.
         tickets: ids of turns that wait or run.
-        idle_since: end of the last turn; ``None`` while the rollout has turns.
+        idle_since: pool time at which the last turn ended; ``None`` while the rollout has turns.
         blocks: blocks of the first prompt (:func:`blocks_of`), which other rollouts may share.
         tokens: length of the latest prompt.
     """
@@ -113,13 +113,13 @@ class Rollout:
 
     @property
     def private_tokens(self) -> int:
-        """Tokens outside the rollout's blocks."""
+        """Number of tokens of the latest prompt outside the rollout's blocks."""
         return max(0, self.tokens - tokens_in(self.blocks))
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A turn that waits in at most one queue, or runs on one backend, since a certain time."""
+    """A turn that waits in a queue, or runs on the backend with the id ``backend``, since the pool time ``since``."""
 
     id: int
     rollout: Rollout
@@ -128,14 +128,14 @@ class Ticket:
     _queue: Queue | None = None
 
     def enqueue(self, queue: Queue, *, first: bool = False) -> None:
-        """Join a queue, at its end or first."""
+        """Join a queue at its end, or at its front with ``first``."""
         self._queue = queue
         queue[self.id] = self
         if first:
             queue.move_to_end(self.id, last=False)
 
     def unqueue(self) -> None:
-        """Leave the queue, if in one."""
+        """Leave the queue, if the ticket is in a queue."""
         if self._queue is not None:
             del self._queue[self.id]
             self._queue = None
@@ -143,7 +143,9 @@ class Ticket:
 
 @dataclass(slots=True)
 class RunQueue:
-    """Tickets of a training that have no backend yet, and the last time at which one of its turns was in flight."""
+    """A run's tickets that wait for any backend, of returning rollouts and of new rollouts (``fresh``). ``moved`` is
+    the last pool time at which no turn of the run waited in an outage.
+    """
 
     moved: float
     returning: Queue = field(default_factory=OrderedDict)
@@ -159,16 +161,16 @@ def first_of(queue: Queue) -> Ticket:
 
 
 _PROBE_MIN_WAIT_S, _PROBE_MAX_WAIT_S = 1.0, 30.0
-"""First and longest wait before a failed backend is probed, in seconds."""
+"""First and longest wait in seconds before a failed backend is probed."""
 
 _TURN_SMOOTHING = 0.08
-"""Weight of the latest turn in a backend's mean turn time."""
+"""Weight of the latest turn in a backend's mean turn time, which so follows about the last 12 turns."""
 
 _MIN_TURN_S = 0.001
-"""Shortest turn time that counts, in seconds; shorter ones differ only by noise."""
+"""Lower bound of a turn time in seconds; differences between shorter turns are noise."""
 
 _MIN_TURNS = 12
-"""Turns that a backend must have answered before it can count as slow."""
+"""Number of turns before a backend can count as slow, so that its mean does not depend on the first turns alone."""
 
 _SLOW_RATIO = 2.0
 """Ratio to the median backend's turn time above which a backend counts as slow."""
@@ -178,7 +180,7 @@ KV_SATURATED = 0.9
 
 
 class BackendExists(CallerError):
-    """The backend to add exists already."""
+    """The id or URL of the backend to add is in use."""
 
     http_status = 409
     problem = "already-there"
@@ -196,7 +198,7 @@ class Health(StrEnum):
 
     UP = "up"
     TRIAL = "trial"
-    """A probe succeeded after a failure; the backend receives one request at a time until one succeeds."""
+    """A probe succeeded after a failure; the backend receives one request at a time until a request succeeds."""
     DOWN = "down"
 
 
@@ -211,7 +213,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The backend is being removed: cancel the ticket's request there. The pool places the ticket again."""
+    """The backend is being removed: cancel the ticket's request to the backend. The pool places the ticket again."""
 
     ticket: int
     backend: str
@@ -219,7 +221,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No turn of the ticket's run was in flight for too long: fail the turn and withdraw the ticket."""
+    """No turn of the ticket's run was in flight for ``unreachable_s``: fail the turn and withdraw the ticket."""
 
     ticket: int
     reason: str
@@ -245,7 +247,7 @@ class Backend:
     limit: int
     order: int
     run: str | None = None
-    """Training whose rollouts the backend samples; ``None`` for rollouts that name no training."""
+    """Training run whose rollouts the backend samples; ``None`` for rollouts that name no run."""
     health: Health = Health.UP
     draining: bool = False
     paused: bool = False
@@ -264,20 +266,21 @@ class Backend:
     last_placed: int = 0
     failures: int = 0
     failovers: int = 0
-    """Requests that failed here and were sent to another backend."""
+    """Number of requests that failed on this backend and were queued again."""
     probe_at: float | None = None
     down_since: float | None = None
     """Pool time of the first failure since the last answer."""
     hot: bool = False
-    """The backend reported that it is over capacity."""
+    """Whether the backend's last load report showed waiting requests and a saturated KV cache."""
     turns: int = 0
     turn_s: float = 1.0
-    """Mean turn time in seconds."""
+    """Geometric mean of latest turn times in seconds."""
     slowness: float = 1.0
     """Ratio of the backend's turn time to the median, if the backend counts as slow; else 1."""
     load_credit: int = 0
     load_at_join: int = 0
     load_at_join_left: int = 0
+    """Number of the ``load_at_join`` rollouts of peers that have not finished; scales ``load_credit`` down."""
 
     @property
     def kv_demand(self) -> int:
@@ -285,15 +288,15 @@ class Backend:
         return self.prefixes.tokens + self.private_tokens
 
     def needs(self, rollout: Rollout) -> int:
-        """Return how many tokens the rollout would add to the demand."""
+        """Return how many tokens the rollout would add to :attr:`kv_demand`."""
         return rollout.private_tokens + self.missing_prefix_tokens(rollout)
 
     def missing_prefix_tokens(self, rollout: Rollout) -> int:
-        """Return how many tokens of the rollout's first prompt no live rollout here shares."""
+        """Return how many tokens of the rollout's blocks no live rollout of this backend shares."""
         return tokens_in(rollout.blocks) - self.prefixes.tokens_of(rollout.blocks)
 
     def take(self, rollout: Rollout) -> None:
-        """Make the rollout live here."""
+        """Make the rollout live on this backend."""
         self.live.add(rollout.id)
         self.prefixes.add(rollout.blocks)
         self.private_tokens += rollout.private_tokens
@@ -318,25 +321,23 @@ class Backend:
 
     @property
     def weight(self) -> float:
-        """Load for placement: live rollouts plus the unseen load of a late joiner, scaled by slowness."""
+        """Load for placement: live rollouts, plus load that a late joiner is credited with, scaled by slowness."""
         unseen = self.load_credit * self.load_at_join_left / self.load_at_join if self.load_at_join else 0.0
         return (len(self.live) + unseen + 1) * self.slowness - 1
 
-    # Health
-
     @property
     def usable(self) -> bool:
-        """Return whether the backend may receive a request of its own rollout."""
+        """Return whether the backend's health permits a request of one of its live rollouts."""
         return self.health is Health.UP or (self.health is Health.TRIAL and not self.in_flight)
 
     @property
     def takes_new(self) -> bool:
-        """Return whether the backend may receive a new rollout."""
+        """Return whether health and draining permit that a rollout is placed on the backend."""
         return not self.draining and self.usable
 
     @property
     def has_room(self) -> bool:
-        """Return whether the backend has room for a rollout. A hot backend receives no rollout while it has one."""
+        """Return whether the backend has a free slot and may fill it. A hot backend has at most one live rollout."""
         return self.takes_new and not self.paused and len(self.live) < (1 if self.hot else self.limit)
 
     def failed(self, now: float) -> None:
@@ -347,7 +348,7 @@ class Backend:
         self.failures = min(self.failures + 1, 16)
 
     def probe_due(self, now: float) -> bool:
-        """Return whether to probe now, once per scheduled probe."""
+        """Return whether a scheduled probe is due, and unschedule the probe."""
         due = self.probe_at is not None and self.probe_at <= now
         if due:
             self.probe_at = None
@@ -360,9 +361,9 @@ class Backend:
     def answered(self, seconds: float, peers: Iterable[Backend]) -> None:
         """Record a successful request, which ends a trial, and update turn time and slowness.
 
-        ``peers`` are the training's backends, this one included. A backend becomes slow when its turns take far longer
-        than its peers', and stops being slow when they take no longer. A backend whose cache is full is not slow:
-        its rollouts explain the longer turns.
+        ``peers`` are the run's backends, this backend included. A backend becomes slow when its turns take far longer
+        than the median backend's, and stops being slow when its turns take no longer. A backend whose cache is full
+        does not become slow, because its load explains the longer turns.
         """
         self.failures, self.probe_at, self.down_since = 0, None, None
         self.health = Health.UP

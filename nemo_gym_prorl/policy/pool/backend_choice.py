@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of a rollout's backend, and of the time to leave it despite its cached prefix.
 
-Placement balances the number of live rollouts, because each one slows its engine down. Memory decides only where it
-makes a difference:
+Placement balances the number of live rollouts, because each live rollout slows its engine down. Cached prefixes and
+free cache decide only where they make a difference:
 
-- A new rollout goes to the backend with the fewest live rollouts; equal ones take turns.
+- A new rollout goes to the backend with the fewest live rollouts; equally loaded backends take turns.
 - A sibling joins its group's backend, which has their prompt cached, unless that backend's load is too far above the
-  least. The margin is the cost of a second copy of the prompt, in mean private lengths of live rollouts.
-- A rollout leaves a backend that is gone, far slower than the others, or overloaded.
-- A rollout of at most mean length also leaves a backend whose rollouts do not fit into its cache, if another has room.
-  The rollout's prefix is evicted either way, but on the new backend only once.
+  least load. The margin is the cost of a second copy of the prompt, in mean private lengths of live rollouts.
+- A rollout leaves a backend that is unusable, far slower than the others, or overloaded.
+- A rollout of at most mean length also leaves a backend whose rollouts do not fit into its cache, if another backend
+  has room. The rollout's prefix is evicted either way, but on the new backend only once.
 - A rollout that leaves goes to the acceptable backend with the most free cache.
 
 With short prompts, siblings therefore spread and decode faster. With long prompts, or early rollouts, groups stay
@@ -29,19 +29,19 @@ _SIBLING_MARGIN = 1
 """Minimum margin, in live rollouts above the least loaded backend, within which a sibling joins its group."""
 
 _LEAVE_MARGIN = 4
-"""Live rollouts above the least loaded backend at which rollouts leave a *hot* backend."""
+"""Live rollouts above the least loaded backend at which rollouts leave a *hot* backend, despite a cold prefix."""
 
 REBALANCE_RATIO = 2.0
 """Multiple of the least loaded backend's load, plus ``_LEAVE_MARGIN``, at which rollouts leave a backend."""
 
 _MIN_PRIVATE_TOKENS = 500
-"""Lower bound of the mean private length, because new rollouts have none yet and no prompt justifies overloading a
-backend.
+"""Lower bound of the mean private length in tokens. New rollouts have no private tokens; without the bound, a second
+copy of any prompt would seem to cost more than overloading a backend.
 """
 
 KV_OVERCOMMIT = 1.1
-"""Ratio of a backend's KV demand to its cache above which rollouts leave; above 1 because some rollouts wait for
-tools.
+"""Ratio of a backend's KV demand to its cache above which rollouts leave. Above 1, because rollouts that run a tool
+need no cache meanwhile.
 """
 
 _KV_TARGET = 0.95
@@ -49,7 +49,7 @@ _KV_TARGET = 0.95
 
 
 def choose_backend(rollout: Rollout, backends: Collection[Backend]) -> Backend | None:
-    """Return a backend with room for the rollout, or ``None``."""
+    """Return the best backend with room for the rollout; ``None`` if no backend has room."""
     roomy = [backend for backend in backends if backend.has_room]
     if not roomy:
         return None
@@ -90,8 +90,8 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend]) -> 
 
 
 def _prompt_copy_cost(rollout: Rollout, backends: Collection[Backend]) -> float:
-    """Return the cost of another copy of the rollout's prompt away from its siblings, in live rollouts, where it is
-    lowest.
+    """Return the lowest cost of another copy of the rollout's prompt on a backend without its siblings, in live
+    rollouts of mean private length.
     """
     copy = min(
         (backend.missing_prefix_tokens(rollout) for backend in backends if not backend.groups[rollout.group or ""]),
@@ -108,5 +108,5 @@ def _kv_ratio(backend: Backend, rollout: Rollout) -> float:
 
 
 def _load_limit(backend: Backend, least: float) -> float:
-    """Return the load at which a backend's rollouts leave it for the least loaded one."""
+    """Return the load at which rollouts leave a backend, if the least loaded backend has the load ``least``."""
     return (1.0 if backend.hot else REBALANCE_RATIO) * least + _LEAVE_MARGIN

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous driver of the pure :mod:`.pool`: clock, tasks and probes.
+"""Asynchronous driver of the pure :mod:`.pool`: clock, tasks and health probes.
 
-A request runs under a *ticket*. The pool assigns a backend. If the backend fails, the ticket is assigned again, and
-the same request goes to another backend. The task that awaits :meth:`BackendDispatcher.run` may be cancelled at any
-time. Cancellation closes the request's connection, which aborts the request at the engine and frees the slot.
+A request runs under a *ticket*, to which the pool assigns a backend. If the backend fails, the ticket is assigned
+again, and the same request goes to another backend. The task that awaits :meth:`BackendDispatcher.run` may be
+cancelled at any time. Cancellation closes the request's connection, which aborts the request at the engine and frees
+the slot.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
 class WaitClock:
-    """Seconds in which at least one turn of a rollout waited for a backend, or through a pause."""
+    """Clock of the seconds in which at least one turn of a rollout waited for a backend, pauses included."""
 
     def __init__(self) -> None:
         self._turns = 0
@@ -54,7 +55,7 @@ class WaitClock:
 _log = logging.getLogger(__name__)
 
 _MAX_FAILOVERS = 8
-"""Backends to which one turn is sent again before it fails."""
+"""Number of times that one turn is sent again after a backend's failure, before the turn fails."""
 
 
 @dataclass(slots=True)
@@ -68,7 +69,9 @@ class _TicketState:
 
 @dataclass(frozen=True, slots=True)
 class PlacedResult[T]:
-    """A request's result, its backend, and the labels of the weights when it began and ended."""
+    """A request's result, the id of its backend, the labels of the weights when the request began and ended (``None``
+    without labels), and the seconds of waiting for a backend.
+    """
 
     result: T
     backend: str
@@ -82,8 +85,8 @@ class BackendDispatcher:
     """Dispatcher of requests to the backends of a pool.
 
     Args:
-        pool: the placement decisions; all events must come from this object.
-        engine: answers probes and load reports.
+        pool: makes the decisions; no other object may send events to the pool.
+        engine: client for health probes and load reports.
         tick_s: seconds between checks for probes and idle rollouts.
         report_s: seconds between load reports; 0 for none.
         loops: supervises the background loops.
@@ -106,7 +109,7 @@ class BackendDispatcher:
             self.loops.start("backend-reports", self._report)
 
     async def aclose(self) -> None:
-        """Stop the background work. Callers own their requests."""
+        """Stop background work; requests of :meth:`run` belong to their callers and continue."""
         await self.loops.aclose()
         for task in list(self._background):
             task.cancel()
@@ -130,12 +133,13 @@ class BackendDispatcher:
             call: sends the request to a backend.
             tokens: length of the prompt, if known.
             blocks: blocks of the prompt (:func:`.backend.blocks_of`), read for a rollout's first turn only.
-            run: run whose backends may serve the request.
-            wait: clock that records the wait for a backend.
+            run: training run whose backends may serve the request.
+            wait: clock that records the wait for a backend; ``None`` for no record.
 
         Raises:
-            BackendFailed: too many backends failed, or none served for too long.
-            RequestRefused: every backend would fail on the request.
+            BackendFailed: too many attempts failed, no other backend is up after an error of the engine, or no backend
+                of the run served for ``unreachable_s``.
+            RequestRefused: every backend would refuse the request, or the engine errs on this request alone.
         """
         ticket = next(self._tickets)
         state = self._ticket_states[ticket] = _TicketState()
@@ -155,7 +159,7 @@ class BackendDispatcher:
                 except BackendFailed as error:
                     if failovers >= _MAX_FAILOVERS:
                         raise
-                    # A live engine would fail again, so without another backend the error is reported at once.
+                    # An engine that answers with an error would answer the same again: only another backend may help.
                     if isinstance(error, BackendErred | Misconfigured) and not self._has_other_backend(backend):
                         raise
                     failovers += 1
@@ -179,8 +183,8 @@ class BackendDispatcher:
     async def _send[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
         """Send one request, and a second time after an engine error.
 
-        If the engine answers a valid request between two errors, the request is at fault. The backend then keeps its
-        health, and no other backend is tried.
+        If the engine then answers another request, the first request is at fault. The backend keeps its health, and no
+        other backend is tried.
         """
         with contextlib.suppress(BackendErred):
             return await call(backend)
@@ -192,7 +196,6 @@ class BackendDispatcher:
             raise
 
     def _has_other_backend(self, backend: Backend) -> bool:
-        """Return whether another backend of its training is up."""
         return any(peer is not backend and peer.health is Health.UP for peer in self.pool.of_run(backend.run))
 
     async def _assigned(self, state: _TicketState) -> Assign:
@@ -226,7 +229,7 @@ class BackendDispatcher:
                     self.spawn(self._probe(backend_id))
 
     async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None) -> bool:
-        """Pause one backend or all of a training, and return whether no request is in flight before the timeout."""
+        """Pause one backend or all of a run; return whether the requests in flight ended within ``timeout_s``."""
         chosen = self.pool.pause(backend_id, run)
         try:
             async with asyncio.timeout(timeout_s):
@@ -253,7 +256,7 @@ class BackendDispatcher:
     async def _probe(self, backend_id: str) -> None:
         backend = self.pool.backends.get(backend_id)
         if backend is not None:
-            alive = False  # every probe is reported, or no further one would be scheduled
+            alive = False  # the pool schedules the next probe only when this one is reported, even after an exception
             with log_exceptions():
                 alive = await self.engine.healthy(backend.url)
             if alive:
@@ -263,7 +266,7 @@ class BackendDispatcher:
             self.apply(self.pool.probed(backend_id, alive, time.monotonic()))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background, cancelled on close."""
+        """Run a coroutine in the background; :meth:`aclose` cancels the task."""
         task = spawn_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

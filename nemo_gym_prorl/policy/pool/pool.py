@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assign turns to backends: events in, decisions out.
 
-The pool places rollouts, not requests. A rollout's prefix is cached where its last turn ran, so the rollout stays
-there unless the backend is dead, removed or overloaded. The pool balances the number of *live* rollouts, which falls
-when rollouts finish, so neither past load nor a late start distorts it:
+The pool places rollouts, not requests. A rollout's prefix is cached where its last turn ran, so the rollout stays on
+that backend unless the backend is dead, removed or overloaded. The pool balances the number of *live* rollouts, which
+falls when rollouts finish, so neither past load nor a late start distorts this number:
 
-- :mod:`.backend_choice` decides where a rollout lives and when it leaves;
-- a late joiner counts as if it carried the load at its join, until that load has finished; it gets its share of new
-  rollouts without a burst of cold prefixes;
+- :mod:`.backend_choice` chooses a rollout's backend, and the time at which the rollout leaves;
+- a backend that joins late counts as if it carried the load at its join, until that load has finished; the backend
+  gets its share of new rollouts without a burst of cold prefixes;
 - a backend whose turns take far longer than the others' counts as more loaded by that factor;
 - at most ``limit`` rollouts are live per backend; all others wait in *one* FIFO queue, from which a backend with room
   takes the first.
@@ -17,15 +17,15 @@ A live rollout whose agent runs a tool keeps its slot, to keep its cache. While 
 been idle longest become *inactive*: they lose the slot, remember their backend, and queue ahead of new rollouts when
 they return. A rollout whose turn was withdrawn becomes inactive at once.
 
-Backends and rollouts belong to *trainings* (``run``), each with its own queue. No rollout is placed on another
-training's backend; a rollout whose training has no backend waits.
+Backends and rollouts belong to training *runs*, each with its own queue. No rollout is placed on another run's
+backend; a rollout whose run has no backend waits.
 
-Waiting has no limit while any turn of the training is in flight. Otherwise the training has an outage (no backend,
-none that answers, or all paused), and after a timeout its turns are given up.
+Waiting has no limit while any turn of the run is in flight. Otherwise the run has an outage (no backend, no backend
+that answers, or all paused), and after a timeout its turns are given up.
 
-Pure: no task, socket, clock or thread. The caller passes the time and carries out the :class:`Decision` s that every
-event returns. Every ticket ends in exactly one of ``answered`` and ``withdraw``, and has at most one :class:`Assign`
-at a time.
+Pure: no task, socket, clock or thread. The caller passes the time (seconds of a monotonic clock) and carries out the
+:class:`Decision` s that every event returns. Every ticket ends in exactly one of ``answered`` and ``withdraw``, and
+has at most one :class:`Assign` at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from nemo_gym_prorl.policy.pool.backend import (
 
 
 _MAX_INACTIVE = 100_000
-"""Inactive rollouts whose backend is remembered, to bound memory."""
+"""Maximum of inactive rollouts whose backend is remembered, to bound memory."""
 
 
 class BackendPool:
@@ -62,7 +62,10 @@ class BackendPool:
     Args:
         limit: maximum of live rollouts per backend.
         patience_s: seconds of idleness after which a live rollout becomes inactive while others wait.
-        unreachable_s: seconds without a turn of a training in flight after which its waiting turns are given up.
+        unreachable_s: seconds without a turn of a run in flight after which the run's waiting turns are given up.
+
+    Raises:
+        CallerError: ``limit`` is less than 1.
     """
 
     def __init__(self, *, limit: int = 256, patience_s: float = 30.0, unreachable_s: float = 900.0) -> None:
@@ -70,7 +73,7 @@ class BackendPool:
             raise CallerError("must be at least 1", field="limit")
         self.limit = limit
         self._parts: dict[str | None, int] = {}
-        """Number of pools that share a training's backends, if not 1."""
+        """Number of pools that share a run's backends, by run; 1 for runs that are not listed."""
         self._patience = patience_s
         self._unreachable = unreachable_s
         self.backends: dict[str, Backend] = {}
@@ -82,12 +85,10 @@ class BackendPool:
         self._clock = 0
         self._now = 0.0
 
-    # Backends
-
     def add(
         self, backend_id: str, url: str, weight_version: str | None = None, run: str | None = None
     ) -> list[Decision]:
-        """Add a backend for a training.
+        """Add a backend for a run; ``None`` for rollouts that name no run.
 
         Raises:
             BackendExists: the id is in use.
@@ -103,7 +104,7 @@ class BackendPool:
         return self._dispatch()
 
     def share(self, parts: int, run: str | None = None) -> list[Decision]:
-        """Divide the limit of a training's backends among ``parts`` pools."""
+        """Set the number of pools that share a run's backends; this pool then uses ``limit / parts``, rounded up."""
         self._parts[run] = parts
         for backend in self.of_run(run):
             backend.limit = self._limit_of(run)
@@ -113,7 +114,7 @@ class BackendPool:
         return -(-self.limit // self._parts.get(run, 1))
 
     def drain(self, backend_id: str) -> list[Decision]:
-        """Give the backend no new rollouts; its own rollouts stay."""
+        """Place no new rollouts on the backend; its live rollouts stay."""
         self._get(backend_id).draining = True
         return []
 
@@ -122,11 +123,11 @@ class BackendPool:
         return self._remove(self._get(backend_id)) + self._dispatch()
 
     def clear(self, run: str | None = None) -> list[Decision]:
-        """Remove every backend of a training; tickets wait for new ones."""
+        """Remove every backend of a run; tickets wait for new backends."""
         return [decision for backend in self.of_run(run) for decision in self._remove(backend)]
 
     def pause(self, backend_id: str | None = None, run: str | None = None) -> list[Backend]:
-        """Start no request on the backend, or on the training's, until ``resume``. Requests in flight may finish.
+        """Start no request on the backend, or on all of the run, until ``resume``. Requests in flight may finish.
 
         Returns:
             The paused backends.
@@ -146,12 +147,12 @@ class BackendPool:
         return self._dispatch()
 
     def label(self, weight_version: str, backend_id: str | None = None, run: str | None = None) -> None:
-        """Label the weights of the backend, or of all of the training, without a pause."""
+        """Label the weights of the backend, or of all backends of the run, without a pause."""
         for backend in self.chosen(backend_id, run):
             backend.weight_version = weight_version
 
     def report(self, backend_id: str, *, waiting: int, kv_use: float, capacity: int | None = None) -> list[Decision]:
-        """Update a backend's reported load. A backend is hot while requests wait there and its cache is full."""
+        """Update a backend's load. A backend is hot if requests wait in its queue and its KV cache is saturated."""
         backend = self.backends.get(backend_id)
         if backend is None:
             return []
@@ -160,7 +161,7 @@ class BackendPool:
         return self._dispatch()
 
     def probed(self, backend_id: str, alive: bool, now: float) -> list[Decision]:
-        """Record the result of a :class:`Probe`."""
+        """Record the result of a :class:`Probe`; ignored unless the backend is down."""
         backend = self.backends.get(backend_id)
         if backend is None or backend.health is not Health.DOWN:
             return []
@@ -171,7 +172,7 @@ class BackendPool:
         return []
 
     def tick(self, now: float) -> list[Decision]:
-        """Advance the time: due probes, idle rollouts that become inactive while others wait, and turns given up after
+        """Advance the time: request due probes, make idle rollouts inactive while others wait, and give up turns after
         outages.
         """
         self._now = max(self._now, now)
@@ -187,7 +188,7 @@ class BackendPool:
         return decisions + self._dispatch() + self._give_up_on_outages()
 
     def _give_up_on_outages(self) -> list[Decision]:
-        """Give up the turns that have waited through an outage of their run for too long."""
+        """Give up turns after ``unreachable_s`` of waiting during an outage of their run."""
         decisions: list[Decision] = []
         for run, line in [*self._run_queues.items()]:
             peers = self.of_run(run)
@@ -204,8 +205,6 @@ class BackendPool:
                     decisions.append(GiveUp(ticket.id, reason))
         return decisions
 
-    # Rollouts
-
     def request(
         self,
         ticket_id: int,
@@ -216,10 +215,10 @@ class BackendPool:
         blocks: bytes = b"",
         run: str | None = None,
     ) -> list[Decision]:
-        """Request a backend of the training for a turn with a prompt of ``tokens`` tokens, 0 if unknown.
+        """Request a backend of the run for a turn with a prompt of ``tokens`` tokens, 0 if unknown.
 
         A rollout's first turn may pass the blocks (:func:`.backend.blocks_of`) of its prompt, so that shared prefixes
-        count once.
+        count once. Later turns' blocks are ignored.
         """
         self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
@@ -257,10 +256,10 @@ class BackendPool:
         return self._dispatch()
 
     def withdraw(self, ticket_id: int, now: float) -> list[Decision]:
-        """End a ticket whose caller is gone, whether it waits or runs.
+        """End a ticket whose caller has given up, whether the ticket waits or runs; unknown tickets are ignored.
 
-        A rollout without another turn becomes inactive at once, because its agent runs no tool. The rollout finds its
-        backend again.
+        A rollout without another turn becomes inactive at once, because its agent runs no tool. The pool remembers
+        the rollout's backend for a later turn.
         """
         ticket = self._tickets.get(ticket_id)
         if ticket is None:
@@ -269,7 +268,7 @@ class BackendPool:
         return self._dispatch() + self.finish(ticket.rollout.id)
 
     def finish(self, rollout_id: str) -> list[Decision]:
-        """Make a rollout without turns inactive. A later turn finds its backend again."""
+        """Make a rollout without turns inactive. The pool remembers the rollout's backend for a later turn."""
         rollout = self._rollouts.get(rollout_id)
         if rollout is None or rollout.tickets:
             return []
@@ -277,7 +276,7 @@ class BackendPool:
         return self._dispatch()
 
     def drop(self, rollout_id: str, now: float) -> list[Decision]:
-        """End a rollout: withdraw its turns and free its slot."""
+        """End a live rollout: withdraw its turns and free its slot."""
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return []
@@ -286,16 +285,14 @@ class BackendPool:
         self._deactivate(rollout)
         return self._dispatch()
 
-    # Numbers
-
     @property
     def waiting(self) -> int:
-        """Number of tickets without a backend."""
+        """Number of tickets without a request in flight."""
         return sum(self.waiting_of.values())
 
     @property
     def waiting_of(self) -> dict[str | None, int]:
-        """Number of tickets without a backend, by training."""
+        """Number of tickets without a request in flight, by run."""
         waiting: Counter[str | None] = Counter({None: 0})
         waiting.update({run: len(line) for run, line in self._run_queues.items()})
         for backend in self.backends.values():
@@ -303,18 +300,16 @@ class BackendPool:
         return waiting
 
     def of_run(self, run: str | None) -> list[Backend]:
-        """Return the backends of a training."""
+        """Return the backends of a run; of rollouts that name no run for ``None``."""
         return [backend for backend in self.backends.values() if backend.run == run]
 
     def backend_of(self, rollout_id: str) -> str | None:
-        """Return the backend that has a live or inactive rollout's prefix."""
+        """Return the id of the backend with a live or inactive rollout's prefix; ``None`` if there is none."""
         rollout = self._rollouts.get(rollout_id) or self._inactive.get(rollout_id)
         return rollout.backend if rollout else None
 
-    # Decisions
-
     def _route(self, ticket: Ticket, home: Backend | None) -> list[Decision]:
-        """Queue a ticket at its rollout's backend or in its training's queue, and dispatch."""
+        """Queue a ticket at its rollout's backend ``home`` or in its run's queue, and dispatch."""
         rollout = ticket.rollout
         if home is not None and not backend_choice.must_leave(rollout, home, self.of_run(rollout.run)):
             ticket.enqueue(home.held)
@@ -325,8 +320,8 @@ class BackendPool:
         return self._dispatch()
 
     def _dispatch(self) -> list[Decision]:
-        """Assign queued tickets to backends with room: tickets at their backend first, then returning rollouts, then
-        new ones.
+        """Assign queued tickets to backends with room: first tickets queued at a backend, then returning rollouts,
+        then new rollouts.
         """
         decisions: list[Decision] = []
         for backend in self.backends.values():
@@ -344,7 +339,7 @@ class BackendPool:
         return decisions
 
     def _serve(self, backend: Backend, decisions: list[Decision]) -> None:
-        """Start the tickets that wait for this backend."""
+        """Assign the tickets that wait for this backend to it, as far as its health permits."""
         held = backend.held
         while held and not backend.paused and backend.usable:
             ticket = first_of(held)
@@ -354,7 +349,7 @@ class BackendPool:
             decisions.append(Assign(ticket.id, backend.id, backend.weight_version))
 
     def _place(self, rollout: Rollout, backend: Backend) -> None:
-        """Make the rollout live on the backend, and move its waiting tickets there."""
+        """Make the rollout live on the backend, and move the rollout's waiting tickets to the backend's queue."""
         self._vacate(rollout)
         backend.take(rollout)
         backend.last_placed = self._tick()
@@ -366,10 +361,8 @@ class BackendPool:
                 ticket.unqueue()
                 ticket.enqueue(backend.held)
 
-    # Bookkeeping
-
     def _requeue(self, ticket: Ticket) -> None:
-        """Put a ticket back at the front of its training's queue, because it has waited once already."""
+        """Put a ticket back at the front of its run's queue, because the ticket has waited once already."""
         if (backend := self._backend_of_ticket(ticket)) is not None:
             backend.in_flight.discard(ticket.id)
         ticket.backend, ticket.since = None, self._now
@@ -385,7 +378,7 @@ class BackendPool:
         return decisions
 
     def _evacuate(self, backend: Backend) -> None:
-        """Remove all rollouts without requests in flight from a backend that is gone."""
+        """Free the slots of rollouts without requests in flight on a backend that is down or removed."""
         flying = {self._tickets[ticket_id].rollout.id for ticket_id in backend.in_flight}
         for rollout_id in sorted(backend.live - flying):
             self._vacate(self._rollouts[rollout_id])
@@ -404,7 +397,7 @@ class BackendPool:
             ticket.rollout.idle_since = now
 
     def _vacate(self, rollout: Rollout) -> None:
-        """Free the rollout's slot; the rollout remembers its backend."""
+        """Free the rollout's slot; ``rollout.backend`` still names the backend with its prefix."""
         if (home := self._home_of(rollout)) is not None:
             home.release(rollout)
 
@@ -420,22 +413,20 @@ class BackendPool:
             self._inactive.popitem(last=False)
 
     def _home_of(self, rollout: Rollout) -> Backend | None:
-        """Return the backend on which the rollout is live, if any."""
         backend = self.backends.get(rollout.backend or "")
         return backend if backend is not None and rollout.id in backend.live else None
 
     def _backend_of_ticket(self, ticket: Ticket) -> Backend | None:
-        """Return the backend on which the ticket's request is in flight, if any."""
         return self.backends.get(ticket.backend or "")
 
     def _run_queue(self, rollout: Rollout) -> RunQueue:
         return self._run_queues.setdefault(rollout.run, RunQueue(self._now))
 
     def chosen(self, backend_id: str | None, run: str | None) -> list[Backend]:
-        """Return one backend, or all of a training.
+        """Return one backend, or all of a run.
 
         Raises:
-            NoSuchBackend: the backend or the training does not exist.
+            NoSuchBackend: the backend does not exist, or the named run has no backend.
         """
         chosen = self.of_run(run)
         if run is not None and not chosen:

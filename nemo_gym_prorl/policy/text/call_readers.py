@@ -3,8 +3,9 @@
 """Readers of tool calls: JSON, bare parameters between tags, nested elements, Python, and the notations of Gemma and
 Harmony.
 
-Each function returns a :data:`~nemo_gym_prorl.policy.text.turn_scanner.Reader`; :mod:`.formats` combines readers with
-markers. Readers run in time linear in the text, because the text is untrusted.
+Public functions return a :data:`~nemo_gym_prorl.policy.text.turn_scanner.Reader`, except :func:`harmony`, which splits
+a whole turn. :mod:`.formats` combines readers with opening markers. Readers run in time linear in the text, because
+the text is untrusted.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from nemo_gym_prorl.policy.text.turn_scanner import (
 
 
 _NAME = re.compile(r"[\w.:/-]+")
-_MAX_DEPTH = 100
+_MAX_DEPTH = 100  # nesting levels of a value; recursive readers would otherwise meet Python's recursion limit
 _DECODER = json.JSONDecoder(strict=False)
 _BETWEEN = re.compile(r"[\s;,]*")
 
 
 def _skip(text: str, at: int) -> int:
-    """Return the index after white space and separators."""
+    """Return the first index from ``at`` on that holds neither white space, ``;`` nor ``,``."""
     found = _BETWEEN.match(text, at)
     return found.end() if found else at
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Return the index after the JSON value at ``at``; ``None`` for no value, -1 if the text ends within it."""
+    """Return the index after the JSON value at ``at``; ``None`` for invalid JSON, -1 if the text ends in the value."""
     try:
         return _DECODER.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:
@@ -51,20 +52,17 @@ def _json_end(text: str, at: int) -> int | None:
         return None
 
 
-# JSON
-
-
 def _object_call(value: object, raw: str) -> ToolCall:
     if not isinstance(value, dict):
         return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
     if len(value) == 1 and not value.keys() & {"name", "tool_name", "arguments", "parameters"}:
-        return as_call(*next(iter(value.items())), raw)  # {"look": {…}}, as Apertus writes
+        return as_call(*next(iter(value.items())), raw)  # Apertus writes {"NAME": {ARGUMENTS}}
     name = value.get("name", value.get("tool_name"))
     return as_call(name, value.get("arguments", value.get("parameters", {})), raw, value.get("id"))
 
 
 def _json_calls(raw: str) -> list[ToolCall]:
-    """Return the calls in JSON text: an object, or a list of objects."""
+    """Return the calls in JSON text: an object, or a list of objects. Invalid JSON becomes one malformed call."""
     try:
         value = read_json(raw)
     except ValueError as error:
@@ -76,23 +74,23 @@ def _json_calls(raw: str) -> list[ToolCall]:
 
 
 def json_until(closing: str = "") -> Reader:
-    """Return a reader of JSON objects, or of a list of objects, up to a closing marker or the end of the turn.
+    """Return a reader of JSON objects, or of lists of objects, up to a closing marker.
 
-    A closing marker inside a JSON string is ignored.
+    Without ``closing`` the calls end with the last JSON value. A closing marker inside a JSON string is ignored.
     """
 
     def read(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
         calls: list[ToolCall] = []
         at = end = _skip(text, opening.end())
         unterminated = False
-        goes_on = (closing, "{", "[", opening[0] or "\0")
+        continuations = (closing, "{", "[", opening[0] or "\0")
         while not calls or text.startswith(("{", "["), at):
             start, ends = at, _json_end(text, at)
             unterminated, ends = unterminated or ends == -1, None if ends == -1 else ends
             end = at = len(text) if ends is None else ends
             at = _skip(text, at)
-            if ends is None or (closing and at < len(text) and not text.startswith(goes_on, at)):
-                # Invalid JSON, or text after it: the block ends at its next marker.
+            if ends is None or (closing and at < len(text) and not text.startswith(continuations, at)):
+                # Invalid JSON, or text after a value: the calls end at the next closing marker, or with the turn.
                 marker = text.find(closing, start if ends is None else at) if closing else -1
                 end = at = len(text) if marker < 0 else marker
             calls += _json_calls(text[start:end].strip())
@@ -137,9 +135,6 @@ def named_json(head: str = "", closing: str = "", fence: str = "") -> Reader:
     return read
 
 
-# Bare parameters between tags
-
-
 @dataclass(frozen=True, slots=True)
 class ParameterTags:
     """Patterns of the tags after a call's opening tag.
@@ -148,10 +143,10 @@ class ParameterTags:
         parameter: a parameter's opening tag, with the group ``key`` and optionally ``kind``: ``true`` or ``string``
             for text, another value for JSON.
         value_end: a parameter's closing tag.
-        call_end: end of a call.
-        block_end: optional end of a block of calls.
-        lines: one line break at either end of a value belongs to the tags.
-        cdata: a value may be a CDATA section.
+        call_end: a call's closing tag.
+        block_end: closing tag of a block of calls; the default matches nothing.
+        lines: whether one line break at either end of a value belongs to the tags.
+        cdata: whether a value may be a CDATA section.
     """
 
     parameter: str
@@ -168,7 +163,8 @@ _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 def tagged(tags: ParameterTags) -> Reader:
     """Return a reader of bare parameters, typed by the tool's schema unless their tags declare the type.
 
-    A closing tag inside a value (of an XML file, say) is recognised by the text after the tag.
+    A value may contain its own closing tag, as an XML file may. The value ends at the first closing tag that is
+    followed by another tag or by the end of the turn.
     """
     unnamed = re.sub(r"\(\?P<\w+>", "(?:", tags.parameter)
     tag, boundary = re.compile(rf"\s*(?:{tags.parameter})"), re.compile(rf"(?P<end>{tags.value_end})|{unnamed}")
@@ -177,11 +173,11 @@ def tagged(tags: ParameterTags) -> Reader:
     stop = re.compile(rf"{unnamed}|{tags.call_end}|{tags.block_end}")
 
     def value_of(text: str, at: int) -> tuple[str, int] | None:
-        """Return the bare value at ``at`` and the index after its closing tag; ``None`` if the value does not end."""
+        """Return the bare value at ``at`` and the index after its closing tag; ``None`` if no tag ends the value."""
         first: re.Match[str] | None = None
         for found in boundary.finditer(text, at):
             if found["end"] is None:
-                first = first or found  # the closing tag is missing
+                first = first or found  # the value has no closing tag, so the next parameter's opening tag ends it
                 return text[at : first.start()], first.end() if first["end"] is not None else first.start()
             if follows.match(text, found.end()):
                 return text[at : found.start()], found.end()
@@ -232,13 +228,12 @@ def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: st
     return schemas.typed(name, [key], bare)
 
 
-# Elements named after the arguments (MiniMax M3)
-
-
 def elements(mark: str, call_end: str, block_end: str) -> Reader:
-    """Return a reader of arguments as nested elements, with a mark before each tag (MiniMax M3).
+    """Return a reader of arguments as nested elements, with ``mark`` before each tag (MiniMax M3). ``call_end`` and
+    ``block_end`` are the closing tags of a call and of a block of calls.
 
-    An element with child elements is an object, or an array if the schema or the name ``item`` says so.
+    An element with child elements is an array if the tool's schema declares an array or the first child is named
+    ``item``, else an object.
     """
     opens = re.compile(re.escape(mark) + r"<([^/<>\s][^<>]*)>")
     space, closes = (
@@ -293,9 +288,6 @@ def elements(mark: str, call_end: str, block_end: str) -> Reader:
     return read
 
 
-# Python
-
-
 def python_list(closing: str = "") -> Reader:
     """Return a reader of ``[f(a=1), g(b="x")]`` up to a closing marker or the end of the turn. No code is executed."""
 
@@ -344,15 +336,11 @@ def _python_call(node: ast.expr, raw: str) -> ToolCall:
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """Return the dotted name of a function; ``None`` for any other expression."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
     return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
-
-
-# Gemma 4
 
 
 _QUOTE = '<|"|>'
@@ -365,13 +353,13 @@ class _Unterminated(ValueError):
 
 
 def gemma(closing: str) -> Reader:
-    """Return a reader of ``call:f{key:<|"|>text<|"|>,n:1,list:[true]}``, Gemma 4's notation."""
+    """Return a reader of ``call:f{key:<|"|>text<|"|>,n:1,list:[true]}``, Gemma 4's notation, up to ``closing``."""
 
     def value(text: str, at: int, depth: int) -> tuple[Any, int]:
         """Return the value at ``at`` and the index after it.
 
         Raises:
-            ValueError: there is no value.
+            ValueError: the value is missing, malformed, unterminated, or nested too deep.
         """
         if depth == 0:
             raise ValueError(f"nested over {_MAX_DEPTH} deep")
@@ -407,7 +395,7 @@ def gemma(closing: str) -> Reader:
         return found, at + 1
 
     def after_separator(text: str, at: int, end: str) -> int:
-        """Return the index after the separator behind a value, or of the bracket that ends the container."""
+        """Return the index after the separator after a value, or the index of the bracket that ends the container."""
         at = _skip(text, at)
         if text.startswith(end, at) or text.startswith((",", "\n"), at - 1):
             return at
@@ -428,9 +416,6 @@ def gemma(closing: str) -> Reader:
     return read
 
 
-# Harmony (gpt-oss)
-
-
 _HARMONY = re.compile(
     r"(?:<\|start\|>assistant|(?=\s*(?:to=|<\|channel\|>)))"
     r"(?P<head>(?:(?!<\|(?:message|start|end|call|return)\|>).){0,500})<\|message\|>"
@@ -440,11 +425,11 @@ _HARMONY = re.compile(
 
 
 def harmony(text: str) -> tuple[str | None, str, ReaderResult]:
-    """Split a turn of OpenAI's Harmony format into reasoning, content and calls.
+    """Split a turn of OpenAI's Harmony format into reasoning (``None`` without any), content and calls.
 
     The channel ``analysis`` is reasoning, a message to ``functions.NAME`` is a call, and other messages are content.
     """
-    reads_reasoning: list[str] = []
+    reasoning: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []
     closed, at = True, 0
@@ -455,7 +440,7 @@ def harmony(text: str) -> tuple[str | None, str, ReaderResult]:
             calls.append(as_call(recipient[1], body.strip() or "{}", body))
             closed = message["end"] == "<|call|>" or bool(body.strip() and not calls[-1].malformed)
         else:
-            (reads_reasoning if "<|channel|>analysis" in head else content).append(body)
+            (reasoning if "<|channel|>analysis" in head else content).append(body)
         at = message.end()
     content.append(text[at:])
-    return "\n".join(reads_reasoning) if reads_reasoning else None, "".join(content), ReaderResult(calls, at, closed)
+    return "\n".join(reasoning) if reasoning else None, "".join(content), ReaderResult(calls, at, closed)

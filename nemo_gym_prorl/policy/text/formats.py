@@ -25,7 +25,6 @@ from nemo_gym_prorl.policy.text.turn_scanner import ReaderResult, ToolSchemas, T
 
 
 def _marked(opening: str, closing: str, **more: object) -> TurnFormat:
-    """Return a format with JSON calls between two markers."""
     return TurnFormat(re.compile(re.escape(opening)), json_until(closing), **more)  # type: ignore[arg-type]
 
 
@@ -44,9 +43,7 @@ _MISTRAL_OLDER = json_until()
 
 
 def _mistral(text: str, opening: re.Match[str], schemas: ToolSchemas) -> ReaderResult:
-    """Read Mistral's calls. Newer models write the function's name before ``[ARGS]``, older ones a list of JSON
-    objects.
-    """
+    """Read Mistral's calls: newer models write a name before ``[ARGS]``, older models a list of JSON objects."""
     newer = _MISTRAL_NEWER.match(text, opening.end())
     return (_MISTRAL if newer else _MISTRAL_OLDER)(text, opening, schemas)
 
@@ -62,7 +59,7 @@ _KEY_VALUE = r"<arg_key{0}>(?P<key>[^<>]{{1,200}})</arg_key{0}>\s*<arg_value{0}>
 
 
 def _dsml(block: str, space: str = "") -> TurnFormat:
-    """Return a format of DeepSeek's markup, from V3.2 on."""
+    """Return a turn format in DeepSeek's markup (from V3.2 on), with calls in a tag of the name ``block``."""
     mark = f"｜DSML｜{space}"
     return TurnFormat(
         re.compile(rf'(?:<{mark}{block}>\s*)?<{mark}invoke name="(?P<name>[^"<>]{{0,200}})">|<{mark}{block}>'),
@@ -77,7 +74,7 @@ def _dsml(block: str, space: str = "") -> TurnFormat:
     )
 
 
-_M3 = "]<]minimax[>["
+_M3 = "]<]minimax[>["  # MiniMax M3 writes this mark before each tag
 
 FORMATS: Mapping[str, TurnFormat] = {
     "hermes": _marked("<tool_call>", "</tool_call>"),
@@ -205,8 +202,8 @@ FORMATS: Mapping[str, TurnFormat] = {
     "openai": TurnFormat(re.compile(r"(?!)"), _PLAIN.read, split=harmony),
     "plain": _PLAIN,
 }
-"""Formats by vLLM's parser name; ``plain`` reads no calls. Detection takes the first format that reads a template's
-calls.
+"""Formats by vLLM's parser name; ``plain`` reads no calls. Detection selects the first format that reads a template's
+calls, and prefers formats with markers.
 """
 
 SAME_AS: Mapping[str, str] = {
@@ -237,5 +234,5 @@ REASONING_MARKERS = (
 
 
 def format_named(name: str) -> TurnFormat | None:
-    """Return the format of a name, or ``None`` where no format has it."""
+    """Return the format with this name or alias; ``None`` if there is none."""
     return FORMATS.get(SAME_AS.get(name, name))

@@ -4,11 +4,11 @@
 
 The policy's own tokens are kept as sampled, so after the first prompt only *new* messages are tokenised. The text
 between a sampled turn and new messages comes from the template itself (:mod:`.turn_boundary`). Templates receive
-messages, tools and the time of day in vLLM's form, so a first prompt has exactly the tokens that vLLM makes of the
+messages, tools and the time of day in vLLM's form, so a first prompt has exactly the tokens that vLLM renders for the
 same conversation.
 
-A template *rewrites history* if new messages change its rendering of earlier ones (it drops reasoning, or moves the
-list of tools). The caller learns of a rewrite, and keeps the history as sampled or starts a branch.
+A template *rewrites history* if new messages change its rendering of earlier messages (the template drops reasoning,
+or moves the list of tools). The caller learns of a rewrite, and keeps the history as sampled or starts a branch.
 
 Control tokens in observations stay text (:class:`EscapedSpecials`). A tokenizer reads ``<|im_end|>`` in a web page as
 the token that ends a turn, so the page's author could end the policy's turn and speak as its user. A control token in
@@ -19,7 +19,7 @@ Observations are results of tools, and messages of other roles after the policy'
 report results as a user. Rows of a data set are trusted. Control tokens are the special tokens; in results of tools
 also added tokens that the template itself writes, since some models do not mark all of these as special.
 
-Invariant: the number of tokens made per turn depends on the new messages, not on the length of the conversation.
+Invariant: the number of tokens encoded per turn depends on the new messages, not on the length of the conversation.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from nemo_gym_prorl.policy.text.turn_boundary import (
 
 
 LONG_CHARS = 64 << 10
-"""Length of new messages from which rendering leaves the event loop, as their tokens take 30 ms or more."""
+"""Characters of new messages from which rendering runs in a thread, because encoding them would block the loop."""
 
 _RESULT_ROLES = ("tool", "function", "ipython")
 
 
 async def off_loop[**P, T](new: Sequence[Message], render: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call ``render``, in a thread if the new messages are long. Tokenizers let other threads run."""
+    """Call ``render``, in a thread if new messages have :data:`LONG_CHARS` or more. Tokenizers release the GIL."""
     if sum(len(role_and_text(message)[1]) for message in new) < LONG_CHARS:
         return render(*args, **options)
     return await asyncio.to_thread(render, *args, **options)
@@ -72,6 +72,12 @@ async def off_loop[**P, T](new: Sequence[Message], render: Callable[P, T], *args
 
 class EscapedSpecials:
     """Replacement of control tokens in observations by placeholder words.
+
+    Args:
+        messages: the conversation or its new end, contents as text.
+        special: pattern of the tokens escaped in other roles' messages.
+        control: pattern of the tokens escaped in results of tools.
+        answered: whether the policy has answered before the first of the messages.
 
     Attributes:
         messages: the messages with the placeholders.
@@ -85,12 +91,6 @@ class EscapedSpecials:
         *,
         answered: bool,
     ) -> None:
-        """Args:
-        messages: the conversation or its new end, contents as text.
-        special: pattern of the tokens escaped in other roles' messages.
-        control: pattern of the tokens escaped in results of tools.
-        answered: whether the policy has answered before the first of the messages.
-        """
         self._texts: list[str] = []
         self._word = ""
         self.messages: list[Mapping[str, Any]] = []
@@ -104,18 +104,18 @@ class EscapedSpecials:
             self.messages.append(message)
 
     def reveal(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text with the tokens restored, and the places of the tokens."""
+        """Return a rendered text with its control tokens in place of the placeholders, and their character ranges."""
         if not self._texts:
             return text, []
-        plain, places, end = [], [], 0
+        plain, ranges, end = [], [], 0
         length = 0
         for found in re.finditer(rf"{self._word}(\d+)x", text):
             token = self._texts[int(found[1])]
             before = text[end : found.start()]
             plain += [before, token]
-            places.append((length + len(before), length + len(before) + len(token)))
-            length, end = places[-1][1], found.end()
-        return "".join(plain) + text[end:], places
+            ranges.append((length + len(before), length + len(before) + len(token)))
+            length, end = ranges[-1][1], found.end()
+        return "".join(plain) + text[end:], ranges
 
     def _hide(self, token: re.Match[str]) -> str:
         self._texts.append(token[0])
@@ -145,7 +145,7 @@ PROBE_TOOLS: Tools = [
         },
     }
 ]
-"""Tool with which a template is validated."""
+"""Tool of the made-up conversations that validate a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class Continuation:
 
     Attributes:
         ids: the rendered new messages with all text around them, up to the opening of the next assistant turn.
-        rendered_prompt: the conversation up to there as the template rendered it, for the next turn.
-        rewrites_history: the template now renders an earlier message differently from the sampled or observed tokens.
-        corrected: the rendering of the whole conversation corrected the boundary that the placeholders gave.
+        rendered_prompt: record of the whole rendered conversation, for the next turn.
+        rewrites_history: whether the template now renders an earlier message differently from its tokens.
+        corrected: whether the rendering of the whole conversation corrected the boundary located by placeholders.
         escaped_tokens: number of control tokens in observations that were encoded as ordinary characters.
     """
 
@@ -186,7 +186,7 @@ class Renderer:
             chat_template: file of a Jinja template that replaces the model's own.
 
         Raises:
-            CallerError: the tokenizer or the template is missing, or cannot be read.
+            CallerError: the tokenizer or the template is missing, or the template is not Jinja.
         """
         folder = Path(source)
         if not folder.is_dir():
@@ -215,8 +215,8 @@ class Renderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Return whether a prompt lists the offered tools; true for a template that refuses the probe, which
-        reports its own error.
+        """Return whether a prompt lists the offered tools; true if the template refuses a made-up message, because
+        rendering the real messages reports the error.
         """
         try:
             return PROBE_TOOL_NAME in self.template.render(
@@ -254,7 +254,7 @@ class Renderer:
 
     @property
     def requires_tools(self) -> bool:
-        """Return whether the template renders no prompt without tools."""
+        """Return whether the template refuses a prompt without tools."""
         try:
             self.template.render([{"role": "user", "content": "u"}], prompt=True)
         except CallerError:
@@ -269,11 +269,15 @@ class Renderer:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
-        """Render the whole prompt of a conversation without sampled turns."""
+        """Render the prompt of a conversation without sampled turns; arguments as in :meth:`ChatTemplate.render`.
+
+        Raises:
+            CallerError: the template refuses the messages.
+        """
         plain = self._plain(messages)
         escaped = self._escape_observations(plain, answered=False)
-        text, places = escaped.reveal(self.template.writer(tools, now, variables)(escaped.messages, True))
-        ids, escaped_tokens = self.tokenizer.encode_observed(text, places)
+        text, ranges = escaped.reveal(self.template.writer(tools, now, variables)(escaped.messages, True))
+        ids, escaped_tokens = self.tokenizer.encode_observed(text, ranges)
         return Continuation(ids, RenderedPrompt.of(text, plain, self.reasoning_marker), escaped_tokens=escaped_tokens)
 
     def render_continuation(
@@ -294,13 +298,13 @@ class Renderer:
         Args:
             history: the conversation up to and including the sampled assistant message.
             new: the messages after the turn.
-            tools: the tools as given to :meth:`render_prompt`.
-            sampled: the ids of that turn.
+            tools: the same tools as in :meth:`render_prompt`.
+            sampled: token ids of the sampled turn.
             finish: why sampling ended.
             previous_id: the last id of the turn's prompt.
             before: the prompt of the turn, whose messages start the history; rendered again if ``None``.
-            now: the time as given to :meth:`render_prompt`.
-            variables: the variables as given to :meth:`render_prompt`.
+            now: the same time as in :meth:`render_prompt`.
+            variables: the same variables as in :meth:`render_prompt`.
 
         Raises:
             CallerError: the template refuses the messages.
@@ -329,16 +333,14 @@ class Renderer:
         previous_id: int | None = None,
     ) -> str:
         """Return the text of a sampled turn without its end: a token, a stop string, or the template's own end of
-        turn.
-
-        ``previous_id`` is the last id of the turn's prompt.
+        turn. A turn that a limit cut off is returned whole. ``previous_id`` is the last id of the turn's prompt.
         """
         text = self.tokenizer.decode(sampled, previous_id)
         if finish is not Finish.STOP:
             return text
         if sampled and sampled[-1] in self.tokenizer.special:
             return self.tokenizer.strip_end_token(sampled, text, previous_id)
-        # With min_tokens an engine ignores early stop strings, so only one that the last token completes ends a turn.
+        # With min_tokens an engine ignores early stop strings, so only a stop string at the last token ends the turn.
         before = len(self.tokenizer.decode(sampled[:-1], previous_id))
         ends = (text.find(one, max(0, before - len(one) + 1)) for one in stop if one)
         cut = min((at for at in ends if at >= 0), default=len(text))
@@ -366,7 +368,6 @@ def _templates(folder: Path, config: object) -> dict[str, str]:
 
 
 def _token_text(token: object) -> str:
-    """Return the text of a special token of a tokenizer config: a string, or an object that contains the string."""
     if isinstance(token, dict):
         return str(token["content"])
     return str(token or "")

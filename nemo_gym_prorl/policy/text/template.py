@@ -75,11 +75,11 @@ def for_template(message: Message) -> Message:
 
 
 def with_reasoning(message: Message) -> Message:
-    """Return a message with its reasoning in separate fields, for templates with their own reasoning markers."""
+    """Move an assistant's reasoning to the fields ``reasoning`` and ``reasoning_content``, which templates render."""
     content = str(message.get("content") or "")
-    if message["role"] != "assistant" or not (reads_reasoning := REASONING_BLOCK.findall(content)):
+    if message["role"] != "assistant" or not (blocks := REASONING_BLOCK.findall(content)):
         return message
-    reasoning = "".join(reads_reasoning)
+    reasoning = "".join(blocks)
     return {
         **message,
         "content": REASONING_BLOCK.sub("", content),
@@ -89,7 +89,7 @@ def with_reasoning(message: Message) -> Message:
 
 
 def parse_arguments(arguments: str) -> Mapping[str, Any]:
-    """Return a call's arguments as an object; malformed arguments become an object of one key."""
+    """Return a call's arguments as an object; malformed arguments become the value of the key ``malformed``."""
     try:
         value = read_json(arguments or "{}")
     except ValueError:
@@ -98,10 +98,10 @@ def parse_arguments(arguments: str) -> Mapping[str, Any]:
 
 
 def merge_developer_messages(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return messages for a template without the role ``developer``, whose messages become the system's, as in vLLM.
+    """Return messages for a template without the role ``developer``, with developer messages as system messages.
 
-    As in vLLM, the system's messages before the first answer are joined into one, which many templates require. Later
-    messages stay in place. vLLM would move them to the front, which would change the conversation.
+    As in vLLM, the system messages before the first answer are joined into one, which many templates require. Later
+    system messages keep their order. vLLM would move these to the front, which would change the conversation.
     """
     if not any(message["role"] == "developer" for message in messages):
         return messages
@@ -139,7 +139,7 @@ def _call_id() -> str:
 
 
 def role_and_text(message: Message) -> list[str]:
-    """Return a message's role and text, which identify the start of a conversation."""
+    """Return a message's role and stripped text; those of the first messages identify a conversation."""
     return [message["role"], text_of(message.get("content")).strip()]
 
 
@@ -169,7 +169,7 @@ def tool_for_template(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    RecursionError,  # macros that descend a JSON schema without end
+    RecursionError,  # from macros that follow a recursive JSON schema
     *(MemoryError, RuntimeError),
 )
 
@@ -185,7 +185,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a shortcut for keys of messages and for ``loop``, whose result is the same."""
+    """Jinja's sandbox with a shortcut past its checks for keys of messages and for ``loop``; results are the same."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
@@ -205,9 +205,12 @@ class ChatTemplate:
     Args:
         source: the template.
         with_tools: template used instead when tools are offered, if the model has one.
-        bos_token: variable of the template.
-        eos_token: variable of the template.
+        bos_token: value of the template's variable of this name.
+        eos_token: value of the template's variable of this name.
         variables: further variables.
+
+    Raises:
+        CallerError: a source is not Jinja.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between ids and text by a model's own fast tokenizer, with no tokens added.
+"""Conversion between token ids and text by a model's own fast tokenizer, without adding special tokens.
 
 Many tokenizers put a space before the beginning of a text (SentencePiece's), or drop white space after some of their
-added tokens. Text that continues other text is therefore encoded and decoded behind the token before it.
+added tokens. Text that continues a sequence is therefore encoded and decoded together with the token before the text.
 
 Control tokens in an observation can be encoded as the ordinary characters of their names (:mod:`.renderer` states
 when).
@@ -19,14 +19,14 @@ from tokenizers import Tokenizer as FastTokenizer
 
 
 _ANCHORS = ("\n", "a", " ")
-"""Ordinary text that replaces the unknown text before a continuation."""
+"""Ordinary texts that can stand for the unknown text before a continuation while the continuation is encoded."""
 
 SAMPLE = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
 """Text of many scripts and code, which different tokenizers encode as different ids."""
 
 
 class Tokenizer:
-    """Fast tokenizer that never adds tokens."""
+    """Fast tokenizer that never adds special tokens such as BOS."""
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
@@ -46,39 +46,39 @@ class Tokenizer:
         self._marks_sections: dict[int, bool] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a whole text."""
+        """Return the token ids of a text that begins a sequence."""
         ids: list[int] = self._encoding(text, offsets=False).ids
         return ids
 
     def _encoding(self, text: str, *, offsets: bool) -> Encoding:
         if offsets:
             return self._fast.encode(text, add_special_tokens=False)
-        # The only call that computes no offsets.
+        # Of the library's methods, only this one does not compute offsets, which nothing uses here.
         return self._fast.encode_batch_fast([text], add_special_tokens=False)[0]
 
     def encode_observed(
-        self, text: str, places: Sequence[tuple[int, int]], previous_id: int | None = None
+        self, text: str, ranges: Sequence[tuple[int, int]], previous_id: int | None = None
     ) -> tuple[list[int], int]:
-        """Return the ids of a text with the control tokens at ``places`` encoded as ordinary characters, and their
-        number.
+        """Encode a text with control tokens as ordinary characters; return the ids and the number of escaped tokens.
 
-        All other tokens keep the ids that they have in the whole text.
+        All other tokens keep the ids that they have in the whole text, as does a control token that the tokenizer
+        cannot encode as characters.
 
         Args:
             text: the text to encode.
-            places: character ranges of the control tokens to escape.
-            previous_id: the id before the text; ``None`` at a beginning.
+            ranges: character ranges of the control tokens to escape.
+            previous_id: id of the token before the text; ``None`` at the beginning of a sequence.
         """
         for anchor in (*self._anchors(previous_id), ""):
-            encoding = self._encoding(anchor + text, offsets=bool(places))
+            encoding = self._encoding(anchor + text, offsets=bool(ranges))
             found, head = encoding.ids, self._ids_of_anchor(anchor)
-            if found[: len(head)] == head:  # the text has not merged with the anchor
+            if found[: len(head)] == head:  # no token spans the end of the anchor
                 break
         del found[: len(head)]
-        if not places:
+        if not ranges:
             return found, 0
         ids: list[int] = []
-        escaped_tokens, pending = 0, [(start + len(anchor), end + len(anchor)) for start, end in reversed(places)]
+        escaped_tokens, pending = 0, [(start + len(anchor), end + len(anchor)) for start, end in reversed(ranges)]
         text = anchor + text
         for token_id, (start, end) in zip(found, encoding.offsets[len(head) :], strict=True):
             while pending and pending[-1][1] <= start:
@@ -91,7 +91,7 @@ class Tokenizer:
         return ids, escaped_tokens
 
     def _anchors(self, previous_id: int | None) -> Sequence[str]:
-        """Return texts of which one goes before a continuation, so that it is not encoded as a beginning."""
+        """Return candidates of text to encode before a continuation, so that it does not count as a beginning."""
         if previous_id in self._added:
             return [self._added[previous_id]]
         return _ANCHORS if previous_id is not None and self._marks_beginnings else ()
@@ -106,7 +106,7 @@ class Tokenizer:
 
         Args:
             ids: the ids to decode.
-            previous_id: the id before the ids; ``None`` at a beginning.
+            previous_id: id of the token before these; ``None`` at the beginning of a sequence.
         """
         if previous_id is None:
             return self._text(ids)
@@ -120,7 +120,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._marks_section(previous_id) else text
 
     def count_unreadable(self, ids: Sequence[int]) -> int:
-        """Return the number of ids without text, such as embedding padding; :meth:`decode` returns U+FFFD for each."""
+        """Return the number of ids outside the vocabulary (embedding padding), each of which decodes to U+FFFD."""
         if max(ids, default=0) < self._end and (not self._unused_ids or self._unused_ids.isdisjoint(ids)):
             return 0
         return sum(one >= self._end or one in self._unused_ids for one in ids)
@@ -137,7 +137,7 @@ class Tokenizer:
         return "\ufffd".join(self._fast.decode(run, skip_special_tokens=False) for run in runs)
 
     def _marks_section(self, previous_id: int) -> bool:
-        """Return whether the decoder puts a meaningless space after this token."""
+        """Return whether the decoder writes a space after this added token that was not in the encoded text."""
         if previous_id not in self._added:
             return False
         if previous_id not in self._marks_sections:
@@ -149,13 +149,13 @@ class Tokenizer:
         """Return the text of ids without their last id, a special token.
 
         Args:
-            ids: the ids with that token.
+            ids: token ids, of which the last is a special token's.
             text: the decoded text of all ids.
             previous_id: as in :meth:`decode`.
         """
         end = self.special[ids[-1]]
         if (keeps_spacing := self._keeps_spacing.get(ids[-1])) is None:
-            # Some decoders put a space before each token except the first.
+            # Some decoders write a space before each token except the first: removing the name would leave the space.
             before = self.encode(self.sample_text())
             keeps_spacing = self._keeps_spacing[ids[-1]] = self.decode([*before, ids[-1]]) == self.decode(before) + end
         return text.removesuffix(end) if keeps_spacing else self.decode(ids[:-1], previous_id)
@@ -171,7 +171,7 @@ class Tokenizer:
         return self.special_pattern.sub("", text)
 
     def control_tokens_pattern(self, template: str) -> re.Pattern[str]:
-        """Return a pattern of special tokens, and of added tokens that the template itself writes."""
+        """Return a pattern of special tokens, and of added tokens whose names are in the template's source."""
         return _any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
 
     def _ids_of_text(self, token_id: int, text: str) -> list[int] | None:
@@ -187,7 +187,7 @@ class Tokenizer:
         self._fast.encode_special_tokens = True
         nearly = None
         try:
-            # encode_special_tokens does not affect added tokens that are not special; splitting their text does.
+            # encode_special_tokens makes special tokens ordinary text; other added tokens need their text split.
             for parts in ([text], [text[:1], text[1:]]):
                 # An anchor avoids the space that some tokenizers put at the beginning of a text.
                 for anchor in _ANCHORS:
@@ -202,7 +202,7 @@ class Tokenizer:
                     nearly = nearly or ids
         finally:
             self._fast.encode_special_tokens = False
-        # SentencePiece's space mark in a name never decodes to itself, so the nearest encoding is accepted.
+        # A name with SentencePiece's space mark (U+2581) never decodes to itself, so an inexact encoding is accepted.
         return nearly
 
 

@@ -12,13 +12,13 @@ conversation:
    malformed call, no reasoning), or rewrite earlier text. The turn's content and arguments are then replaced by a
    placeholder word, and the text after its last occurrence follows the turn.
 
-With placeholders, quotes and brackets that close a call are part of that text, although the policy wrote them itself.
-A second rendering without calls identifies such text. The *end* of the turn is the text after the turn that does not
+With placeholders, the quotes and brackets that close a call count as text after the turn, although the policy wrote
+them. A second rendering without calls identifies them. The *end* of the turn is the text after the turn that does not
 depend on later messages, so a token at the end of a whole conversation does not count. The rendering of the real
 conversation overrides the result, and a difference is counted.
 
 Cost: one rendering of the conversation as text in the first case, because the prompt before the turn is recognised by
-its hash (:class:`RenderedPrompt`), and up to six in the second. Only new messages are tokenised.
+its hash (:class:`RenderedPrompt`), and several in the second. Only new messages are tokenised.
 
 Pure: no task, socket, clock or thread.
 """
@@ -35,7 +35,7 @@ from nemo_gym_prorl.policy.text.template import REASONING_BLOCK, Conversation, R
 
 
 _MAX_OVERLAP_CHARS = 200
-"""Characters that the end of a sampled text and the beginning of the following text may share at most."""
+"""Bound of :func:`overlap` in characters; texts that end a turn are far shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class RenderedPrompt:
     Attributes:
         length: length of the text in characters.
         digest: hash of the text.
-        opened: the white space after the reasoning marker, if the prompt ends by opening reasoning.
+        opened: white space after the reasoning marker at the prompt's end; ``None`` if the prompt opens no reasoning.
         plain: the rendered messages, in the template's form.
     """
 
@@ -59,7 +59,7 @@ class RenderedPrompt:
 
     @classmethod
     def of(cls, text: str, plain: Conversation = (), reasoning: str = "<think>") -> RenderedPrompt:
-        """Return the record of a rendered text for a model whose reasoning starts with the marker ``thought``."""
+        """Return the record of a rendered text for a model whose reasoning starts with the marker ``reasoning``."""
         bare = text.rstrip()
         opened = text[len(bare) :] if bare.endswith(reasoning.rstrip()) else None
         return cls(len(text), hash(text), opened, plain)
@@ -73,9 +73,9 @@ class SampledTurn:
     """The turn before the boundary, as sampled.
 
     Attributes:
-        text: the whole text.
-        end: the special token at its end; empty for none.
-        stopped: whether the policy ended the turn.
+        text: the whole text, ``end`` included.
+        end: name of the special token at the text's end; empty for none.
+        stopped: whether the policy ended the turn, not a limit of tokens.
         plain: whether the turn has no malformed call, so the template may render the turn exactly as sampled.
     """
 
@@ -96,8 +96,8 @@ class TurnBoundary:
     Attributes:
         text: the text to append after the sampled text.
         full: the template's rendering of the whole conversation, up to the next turn.
-        rewrites: the template now renders text before the boundary differently.
-        corrected: the placeholders gave another text than the real conversation, whose text is used.
+        rewrites: whether the template now renders text before the boundary differently.
+        corrected: whether ``text`` differs from the text that the placeholders located.
     """
 
     text: str
@@ -153,7 +153,7 @@ def find_turn_boundary(
 
 
 def end_of_turn(render: Render, special: re.Pattern[str]) -> str:
-    """Return the text at the end of an assistant turn that does not depend on the next message."""
+    """Return the text that ends each assistant turn; empty if the template has none, or refuses a made-up turn."""
     user, assistant = {"role": "user", "content": "u"}, {"role": "assistant", "content": "Sentinel"}
     try:
         full = render([user, assistant, user], True)
@@ -176,16 +176,16 @@ def _find_by_placeholders(
     sampled_turn: SampledTurn,
     special: re.Pattern[str],
 ) -> tuple[str, str]:
-    """Return the text after the turn, and the end of the turn within it."""
+    """Return the text after the turn, and the part of this text that ends the turn."""
     word = "Sentinel"
     while word in full:
         word += "Z"
     content, calls = str(history[-1].get("content") or ""), history[-1].get("tool_calls") or []
-    reads_reasoning, _, _ = content.rpartition("</think>")
-    plain = {"role": "assistant", "content": f"{reads_reasoning}</think>\n\n{word}" if reads_reasoning else word}
+    reasoning, _, _ = content.rpartition("</think>")
+    plain = {"role": "assistant", "content": f"{reasoning}</think>\n\n{word}" if reasoning else word}
     stub: dict[str, Any] = dict(plain)
     if calls:
-        # Some templates write the content after the calls and their results.
+        # Some templates write the content after the calls' results, so only the arguments get the placeholder.
         stub["content"] = content
         stub["tool_calls"] = [call | {"function": call["function"] | {"arguments": {"a": word}}} for call in calls]
     joined = render([*history[:-1], stub, *new], True)
@@ -251,8 +251,8 @@ def _closing(
     ending: str,
     special: re.Pattern[str],
 ) -> str:
-    """Return the text that closes a call: all text before the end of a turn, or before the text after a turn without
-    calls.
+    """Return the beginning of ``tail`` that closes a call: all text before the end of a turn, or before the text after
+    a turn without calls.
     """
     end = end_of_turn(render, special)
     if end and end in ending:
@@ -260,7 +260,7 @@ def _closing(
     try:
         uncalled = render([*history, *new], True).rpartition(word)[2]
     except CallerError:
-        uncalled = ""  # the template refuses a result without a call
+        uncalled = ""  # the template refuses a tool result without a call
     if uncalled and tail.endswith(uncalled):
         return tail.removesuffix(uncalled)
     ends = list(special.finditer(ending))
@@ -293,7 +293,7 @@ def _strip_sampled_end(
             at = ending.find(sampled_turn.end)
         if at >= 0:
             return tail[at + len(sampled_turn.end) :]
-        # The turn ends with another token than the template's.
+        # The policy ended the turn with another token than the template writes.
         ends = list(special.finditer(ending))
         return tail[ends[-1].end() :] if ends else tail
     shared = overlap(sampled_turn.text, tail)
@@ -302,18 +302,18 @@ def _strip_sampled_end(
 
 
 def _end_at(tail: str, before_next: int, end: str) -> int:
-    """Return where the turn's end is in the following text, before the next message's content; -1 if absent."""
+    """Return the index of ``end`` in the text after the turn; -1 if it is not before the next message's content."""
     at = tail.find(end)
     return at if at <= 0 or at < before_next else -1
 
 
 def _before_next(render: Render, history: Conversation, new: Conversation, full: str, tail: str) -> int:
-    """Return how many characters after the turn precede the content of the next message."""
+    """Return the number of characters between the turn and the next message's content; -1 if ``tail`` lacks it."""
     if not new:
         return len(tail)
     if first_line := str(new[0].get("content") or "").strip().partition("\n")[0]:
         return tail.find(first_line)
-    # Empty content is located by a placeholder.
+    # Empty content cannot be searched for: compare with a rendering that has a placeholder as the content.
     try:
         other = render([*history, {**new[0], "content": "Sentinel"}, *new[1:]], True)
     except CallerError:

@@ -38,9 +38,9 @@ from pydantic_core import from_json
 
 MAX_PYTHON_CHARS = 100_000
 """Longest Python literal that is parsed; CPython's parser needs quadratic memory for some inputs."""
-_MAX_DEPTH = 100
+_MAX_DEPTH = 100  # levels of a literal, or references in a row; bounds recursion and cycles of references
 _MAX_BRANCHES = 16
-"""Branches examined on each level of a union, which bounds the time that a schema can take."""
+"""Maximum of branches that are examined on each level of a union in a schema, to bound time."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 ARRAY_ITEM = "[]"
 _STRING = "string"
@@ -51,12 +51,12 @@ def read_json(text: str) -> Any:
     """Return the value of strict JSON.
 
     Raises:
-        ValueError: invalid JSON, nesting above 200 levels, ``NaN``, half a surrogate pair, or a number of thousands of
+        ValueError: invalid JSON, nesting above 200 levels, ``NaN``, a lone surrogate, or a number of thousands of
             digits.
     """
     try:
         return from_json(text, allow_inf_nan=False)
-    except TypeError as error:  # the text holds half a surrogate pair
+    except TypeError as error:  # pydantic's error for a lone surrogate
         raise ValueError(str(error)) from error
 
 
@@ -95,7 +95,7 @@ def python_value(node: ast.expr, depth: int = _MAX_DEPTH) -> Any:
         raise ValueError(f"nested over {_MAX_DEPTH} deep")
     match node:
         case ast.Constant(value=str() as text):
-            text.encode()  # half a surrogate pair is a UnicodeEncodeError, which is a ValueError
+            text.encode()  # a lone surrogate raises UnicodeEncodeError, which is a ValueError
             return text
         case ast.Constant(value=bool() | int() | float() | None as value):
             return value
@@ -163,7 +163,6 @@ class ToolSchemas:
 
 
 def _property(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema of one property of an object schema; ``{}`` if undeclared."""
     properties = _resolved(schema, root).get("properties")
     return (properties.get(name) if isinstance(properties, Mapping) else None) or {}
 
@@ -183,7 +182,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 3) -> frozenset[str]:
-    """Return all JSON types that a schema allows, through unions, constants and references; empty for any type."""
+    """Return the JSON types that a schema allows, through ``depth`` levels of unions; empty if it allows any type."""
     schema = _resolved(schema, root)
     declared = schema.get("type")
     listed = declared if isinstance(declared, list) else [declared]
@@ -227,10 +226,10 @@ class ToolCall:
     """One tool call.
 
     Attributes:
-        name: the function; :data:`MALFORMED_NAME` if the text names none.
+        name: name of the function; :data:`MALFORMED_NAME` if the text names none.
         arguments: a JSON object as text, or the original text of malformed arguments.
         malformed: why the call cannot be executed; ``None`` for a valid call.
-        id: the call's id, if the format writes ids.
+        id: the call's id as the policy wrote it; ``None`` if the format has no ids.
     """
 
     name: str
@@ -241,7 +240,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed assistant turn."""
+    """A parsed assistant turn; ``reasoning`` is ``None`` if the turn has no reasoning block."""
 
     reasoning: str | None
     content: str
@@ -260,7 +259,7 @@ class ReaderResult:
         calls: the calls; empty if the text is not a call.
         end: index after the last call.
         closed: whether the format's own marker closes the last call.
-        unterminated: the text ends within the arguments, so apparent further calls may be part of them.
+        unterminated: whether the text ends within the arguments, so that apparent further calls may be arguments.
     """
 
     calls: list[ToolCall]
@@ -270,7 +269,7 @@ class ReaderResult:
 
 
 type Reader = Callable[[str, re.Match[str], ToolSchemas], ReaderResult]
-"""Function that reads the calls after an opening marker; the match is the marker."""
+"""Function that reads the calls after an opening marker, from the turn's text, the marker's match and the schemas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +279,11 @@ class TurnFormat:
     Attributes:
         opens: pattern of a call's opening marker; a group ``name`` may hold the function's name.
         read: reader of the text after the marker.
-        think: the markers around reasoning.
+        think: the opening and the closing marker of reasoning.
         dropped_markers: pattern of markers that are removed from the content, such as those around an answer.
         call_id_pattern: pattern of call ids that the policy writes and that the template expects back.
-        unmarked: calls have no marker, so a call cannot end reasoning.
-        split: parses the whole turn; replaces all other attributes.
+        unmarked: whether calls may have no marker, so that a call cannot end reasoning.
+        split: function that splits a whole turn into reasoning, content and calls; replaces all other attributes.
     """
 
     opens: re.Pattern[str]
@@ -306,7 +305,7 @@ def parse(
     calls: bool = True,
     cut: bool = False,
 ) -> Parsed:
-    """Parse a turn.
+    """Parse a turn's text into reasoning, content and tool calls.
 
     Args:
         text: the policy's text, without the end-of-turn token.
@@ -314,13 +313,13 @@ def parse(
         tools: the offered tools in OpenAI's chat format, whose schemas type bare parameters.
         reads_reasoning: whether leading reasoning is separated from the content.
         in_reasoning: whether the prompt already opened the reasoning.
-        calls: whether calls are read; otherwise they stay content.
+        calls: whether calls are read; otherwise they stay content, or are dropped by a format with ``split``.
         cut: whether the token limit ended the turn.
     """
     if form.split is not None:
-        own_thought, said, found = form.split(text)
+        reasoning, content, found = form.split(text)
         complete = _cut(found.calls, found.closed or not cut) if calls else []
-        return Parsed(own_thought, said, tuple(_with_own_ids(complete, None)))
+        return Parsed(reasoning, content, tuple(_with_own_ids(complete, None)))
     schemas = ToolSchemas(tools)
     reasoning, rest = _split_reasoning(text, form, in_reasoning=in_reasoning) if reads_reasoning else (None, text)
     if calls and reasoning is not None and not rest and not cut and not form.unmarked:
@@ -334,7 +333,7 @@ def parse(
 
 
 def _split_reasoning(text: str, form: TurnFormat, *, in_reasoning: bool = False) -> tuple[str | None, str]:
-    """Return the leading reasoning of a text, and the rest. Unfinished reasoning is the whole text."""
+    """Return a text's leading reasoning (``None`` without any), and the rest, empty if the reasoning is unfinished."""
     opening, closing = form.think
     body = text if in_reasoning else text.lstrip()
     if not in_reasoning and body.startswith(closing):
@@ -346,7 +345,7 @@ def _split_reasoning(text: str, form: TurnFormat, *, in_reasoning: bool = False)
 
 
 def _ended_by_call(reasoning: str, form: TurnFormat, schemas: ToolSchemas) -> tuple[str, str]:
-    """Split unfinished reasoning before the complete calls at its end."""
+    """Split unfinished reasoning before the complete calls at its end; the second part is empty without such calls."""
     opening = form.opens.search(reasoning)
     if opening is None or not opening[0].strip():
         return reasoning, ""
@@ -358,7 +357,6 @@ def _ended_by_call(reasoning: str, form: TurnFormat, schemas: ToolSchemas) -> tu
 def _scan(
     text: str, form: TurnFormat, schemas: ToolSchemas, *, reads_reasoning: bool, cut: bool
 ) -> tuple[str, list[ToolCall]]:
-    """Return the content and the calls of a text after its reasoning."""
     content: list[str] = []
     calls: list[ToolCall] = []
     closed, at, start = True, 0, -1
@@ -386,7 +384,7 @@ def _scan(
 
 
 def _cut(calls: list[ToolCall], complete: bool) -> list[ToolCall]:
-    """Return the calls, the last one marked malformed with unfinished arguments unless ``whole``."""
+    """Return the calls; unless ``complete``, the last call becomes malformed and loses its final brace."""
     if complete or not calls:
         return calls
     *others, last = calls
@@ -420,7 +418,7 @@ def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
 
 
 def as_call(name: object, arguments: object, raw: str, own_id: object = None) -> ToolCall:
-    """Return a call of parsed JSON arguments, or of JSON text; a malformed one states the reason."""
+    """Return a call with ``arguments``, an object or JSON text; a malformed call has that text, else ``raw``."""
     own = own_id if isinstance(own_id, str) else None
     if not isinstance(name, str) or not name:
         return ToolCall(MALFORMED_NAME, raw, "it names no function", own)
@@ -446,7 +444,7 @@ _QUOTED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 
 
 def unparsed_tool_call(content: str, form: TurnFormat, tools: Collection[str]) -> str | None:
-    """Return the tool that the end of a text calls, if that is unambiguous.
+    """Return the name of the tool that the end of a text calls; ``None`` unless the call is unambiguous.
 
     Malformed calls and calls of unknown tools are the policy's mistakes, which engines leave in the text as well. A
     call in a code block, or before other text, is quoted and not meant as a call.
@@ -460,7 +458,7 @@ def unparsed_tool_call(content: str, form: TurnFormat, tools: Collection[str]) -
     found, quoted_too = parse(plain, form, reads_reasoning=False), parse(content, form, reads_reasoning=False).calls
     rest, calls = found.content, found.calls
     if not calls or any(call.malformed or call.name not in tools for call in (*calls, *quoted_too)):
-        return None  # engines leave all calls of a turn in the text if one cannot be parsed
+        return None  # engines leave all calls of a turn in the text if any call cannot be parsed
     if "<tool_call>{" in "".join(plain.split()) and plain.count('"arguments"') < len(calls):
-        return None  # engines require the key, these readers do not
+        return None  # engines require the key "arguments", the readers of this package do not
     return calls[0].name if plain.startswith(rest.rstrip()) else None

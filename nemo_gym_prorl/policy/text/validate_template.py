@@ -27,7 +27,7 @@ from nemo_gym_prorl.policy.text.turn_scanner import ToolCall, TurnFormat, parse
 
 
 _NOW = datetime(2000, 1, 1)
-"""Fixed time of day; all turns of a rollout have the same time."""
+"""Fixed time of day, so that two renderings do not differ by the time that a template writes."""
 
 
 class UnsupportedTemplate(CallerError):
@@ -69,7 +69,7 @@ def _validate(renderer: Renderer, tool_format: str | None, *, reads_reasoning: b
     name = tool_format or (_detect_format(renderer, think) if plays_calls else "plain")
     form = replace(format_named(name) or FORMATS["plain"], think=think)
     if name == "plain" and renderer.shows_tools:
-        # Calls are not read, but answers keep the family's format.
+        # Calls are not read, but answers still have the markers of the model family's format.
         with contextlib.suppress(UnsupportedTemplate):
             family = FORMATS[_detect_format(renderer, think)]
             form = replace(form, dropped_markers=family.dropped_markers, split=family.split)
@@ -82,11 +82,7 @@ def _validate(renderer: Renderer, tool_format: str | None, *, reads_reasoning: b
 
 
 def _detect_format(renderer: Renderer, think: tuple[str, str]) -> str:
-    """Return the name of the first format that reads the template's call; formats with markers come first.
-
-    Raises:
-        UnsupportedTemplate: no format does, or the template refuses a call.
-    """
+    """Return the name of the first format that reads the template's call; formats with markers come first."""
     conversation = next(_call_conversations())
     try:
         prompt = renderer.template.render(conversation[:1], PROBE_TOOLS, prompt=True, now=_NOW)
@@ -139,7 +135,6 @@ def _id(part: str) -> str:
 
 
 def _unique_word(message: Message) -> str:
-    """Return the word of a message that no other message contains."""
     calls = message.get("tool_calls")
     return str(json.loads(calls[-1]["function"]["arguments"])["part"] if calls else message["content"])
 
@@ -161,7 +156,7 @@ def _check_conversation(
             full = renderer.template.render([*history, *new], tools, prompt=True, now=_NOW)
         except CallerError as error:
             if conversation[0]["role"] == "system":
-                return  # a template without system messages refuses them with an error of its own
+                return  # some templates refuse system messages, which is no defect
             called = any("tool_calls" in message for message in conversation)
             said = "a call and its result" if called else "an answer and another question"
             raise _unsupported(f"the template refuses {said}: {error.reason}") from error
@@ -185,7 +180,7 @@ class _RenderedTurn:
         self._prompt, self._full = prompt, full
 
     def holds_turn(self) -> str:
-        """Return the unique word of the turn, after checking that the rendering contains it."""
+        """Return the word that only this turn contains, after a check that the rendering contains the word."""
         turn, mark = self._history[-1], _unique_word(self._history[-1])
         said = "the policy's calls" if turn.get("tool_calls") else "the policy's text"
         self._require(mark in self._full, f"the template drops {said}")
@@ -228,12 +223,12 @@ class _RenderedTurn:
         self._check_continuation(body, cut, finish=Finish.LENGTH)
         eos = self._renderer.template.eos_token
         if end and eos not in gap and eos in self._tokenizer.special.values():
-            # Some models end a call with the token that opens the result; after another end the result still needs
-            # that token.
+            # Some models end a call with the token that opens a tool result. After another end token, the service must
+            # append that token.
             self._check_continuation(body + eos, right, or_else=end + right)
 
     def _end(self, gap: str) -> str:
-        """Return the token at which the turn ends, if the template has one."""
+        """Return the token that ends the turn, searched in the text ``gap`` after the turn; empty for none."""
         special = self._tokenizer.special_pattern
         own = special.findall(end_of_turn(self._renderer.template.writer(self._tools), special))
         known = [self._renderer.template.eos_token, *own[:1]]
@@ -253,36 +248,37 @@ class _RenderedTurn:
         return self._full[self._turn_start : self._full.index(_unique_word(self._new[0]), at)]
 
     def call_end(self, form: TurnFormat) -> tuple[int, str] | None:
-        """Return index and token of the end of a turn with calls, if the format reads the calls up to there.
+        """Return index and token (empty for none) of the end of a turn with calls; ``None`` if the format does not
+        read the calls.
 
         Candidates are the template's end of turn, each special token after the call, and the end of turn in plain
-        text.
+        text. The end is the first candidate up to which the format reads the calls.
         """
         full, special = self._full, self._tokenizer.special_pattern
         at = full.rindex(_unique_word(self._history[-1])) + len(_unique_word(self._history[-1]))
         gap = full[at : full.index(_unique_word(self._new[0]), at)]
         plain = end_of_turn(self._renderer.template.writer(self._tools), special).strip()
         known = [end for end in (self._end(gap),) if end]
-        places = [(gap.index(end), end) for end in known]
-        places += [(token.start(), token[0]) for token in special.finditer(gap)]
-        places += [(gap.index(plain), "")] if plain and plain in gap else []
-        places += [(len(gap.rstrip()), ""), (0, "")]
+        candidates = [(gap.index(end), end) for end in known]
+        candidates += [(token.start(), token[0]) for token in special.finditer(gap)]
+        candidates += [(gap.index(plain), "")] if plain and plain in gap else []
+        candidates += [(len(gap.rstrip()), ""), (0, "")]
         for closed in (True, False):
-            for place, end in places:
-                if self._reads(full[self._turn_start : at + place], form, closed=closed):
-                    return at + place, end
+            for offset, end in candidates:
+                if self._reads(full[self._turn_start : at + offset], form, closed=closed):
+                    return at + offset, end
         return None
 
     def _divergence(self) -> int:
-        """Return where the rendering starts to differ from the prompt, rounded back to a token or a line."""
+        """Return the index where the rendering starts to differ from the prompt, rounded down to a token or a line."""
         pairs = enumerate(zip(self._prompt, self._full, strict=False))
-        common = self._full[: next((place for place, (one, other) in pairs if one != other), None)]
+        common = self._full[: next((index for index, (one, other) in pairs if one != other), None)]
         tokens = [token.end() for token in self._tokenizer.special_pattern.finditer(common)]
         return max([0, common.rfind("\n") + 1, *tokens])
 
     def _reads(self, body: str, form: TurnFormat, *, closed: bool) -> bool:
-        """Return whether a format reads the turn's calls, closed if ``closed``, without leaving marker text in the
-        content.
+        """Return whether a format reads exactly the turn's calls and leaves no marker text in the content. With
+        ``closed``, the last call's own closing marker must be in the text.
         """
         parsed = parse(body.rpartition(form.think[1])[2], form, self._tools, cut=closed)
         left = self._keeps_prompt and self._tokenizer.strip_special_tokens(parsed.content).strip()
@@ -291,7 +287,7 @@ class _RenderedTurn:
     def _check_continuation(
         self, sampled: str, right: str, *, finish: Finish = Finish.STOP, returned: bool = False, or_else: str = ""
     ) -> None:
-        """Check that the renderer appends to a sampled text exactly the template's tokens.
+        """Check that the renderer appends to a sampled text exactly the template's tokens, or the text ``or_else``.
 
         With ``returned``, the sampled ids must also decode to the text.
         """

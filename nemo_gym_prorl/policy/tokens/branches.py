@@ -1,19 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The branches of a rollout by their role, and the ones that are trained. Pure.
+"""Roles of a rollout's branches, and choice of the branches that are trained on. Pure.
 
 A finished agent program samples more than one conversation. The program compacts its context, asks for a title, starts
 sub-agents, or repeats a request whose answer it lost. Each branch of the ledger gets one role, in this order:
 
-1. ``main``: the branch with the last sampled answer. A single turn without tools counts only if there is no other.
-2. ``earlier``: the latest branch with the system prompt and tools of its successor that ended before its successor
-   began. The main branch has one predecessor at most, which may have one in turn: parts of a compacted conversation.
-3. ``retry``: a last turn that was sampled again from the same prompt; the agent dropped this answer.
-4. ``side``: one turn without tools, such as a title or a summary.
-5. ``subagent``: any other.
+1. ``main``: the branch with the last sampled answer. A ``side`` branch is main only if all branches are.
+2. ``earlier``: a predecessor of the main branch, or of another earlier branch: parts of a compacted conversation. A
+   branch's predecessor is the latest branch with the same system prompt and tools that ended before the branch began.
+3. ``retry``: a branch whose last turn was sampled again from the same prompt; the agent dropped this answer.
+4. ``side``: a single turn without tools, such as a title or a summary.
+5. ``subagent``: any other branch.
 
-Main and earlier branches are trained. Invariant: each turn has exactly one owner. The main branch owns all its turns,
-and every other branch the turns that no branch before it owns, so no sampled token is trained on twice.
+Main and earlier branches are trained on. Invariant: each turn has exactly one owner. The main branch owns all its
+turns, and every other branch the turns that no previous branch owns, so no sampled token is trained on twice.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Branch:
     """One branch of a rollout.
 
     Attributes:
-        nodes: the turns from the branch's first one to its last.
-        times: places of the turns in the order of sampling.
-        role: see the module.
-        owned: the turns that belong to this branch and to no other.
+        nodes: the branch's turns, from first to last.
+        times: positions of the turns in the rollout's order of sampling.
+        role: role of the branch; see the module.
+        owned: the turns that this branch owns.
     """
 
     nodes: tuple[ConversationNode, ...]
@@ -58,28 +58,28 @@ class Branch:
 
     @property
     def identity(self) -> tuple[Sequence[str], ...]:
-        """Leading system messages, and names of the tools."""
+        """Texts of the leading system messages, and names of the tools; equal for branches of the same agent."""
         first = self.nodes[0]
         system = takewhile(lambda message: message["role"] in ("system", "developer"), first.messages)
         texts = tuple(role_and_text(message)[1] for message in system)
         return texts, tuple(str(tool["function"]["name"]) for tool in first.tools)
 
     def fork_from(self, other: Branch) -> int:
-        """Return the number of first turns that both branches share; no branch is the beginning of another one."""
+        """Return the number of first turns that both branches share, which is less than the turns of either."""
         return sum(one == two for one, two in zip(self.times, other.times, strict=False))
 
     def is_retry_of(self, other: Branch) -> bool:
-        """Return whether the last turn was sampled again in the other branch, from the same prompt."""
+        """Return whether this branch's last turn was sampled again in the other branch, from the same prompt."""
         last = self.fork_from(other)
         return last == len(self.nodes) - 1 and self.nodes[last].turn.observed == other.nodes[last].turn.observed
 
     def precedes(self, other: Branch) -> bool:
-        """Return whether this branch ended before the other one, of the same agent, began."""
+        """Return whether the other branch is of the same agent and began after this branch ended, not as its retry."""
         ended_before = self.times[-1] < other.times[self.fork_from(other)]
         return ended_before and self.identity == other.identity and not self.is_retry_of(other)
 
     def summary(self) -> dict[str, Any]:
-        """Return the branch as its row shows it; the sampled tokens are those of owned turns."""
+        """Return the branch for the list of branches in a row; ``sampled_tokens`` counts only owned turns."""
         return {
             "role": self.role,
             "turns": len(self.nodes),
@@ -91,8 +91,8 @@ class Branch:
 
 
 def branches_of(history: ConversationIndex) -> list[Branch]:
-    """Return the branches of a rollout: the main one first, then earlier ones from the latest, then the others."""
-    time_of = {turn: place for place, turn in enumerate(history.ledger.turns)}
+    """Return the branches of a rollout: the main branch, earlier branches from the latest on, then all others."""
+    time_of = {turn: time for time, turn in enumerate(history.ledger.turns)}
     paths = [leaf.path() for leaf in history.ledger.leaves()]
     rest = [Branch(tuple(map(history.node_of, path)), tuple(time_of[turn] for turn in path)) for path in paths]
     trained: list[Branch] = []
@@ -120,10 +120,11 @@ def branches_of(history: ConversationIndex) -> list[Branch]:
 def training_traces(
     rollout: str, branches: Sequence[Branch], call_ids: Mapping[LedgerTurn, str]
 ) -> dict[str, Any] | None:
-    """Return the trained branches as Gym's ``training_traces``, version 1, the oldest first.
+    """Return the trained branches as Gym's ``training_traces``, version 1, the oldest first. ``call_ids`` are the ids
+    of the turns' model calls.
 
     Returns:
-        ``None`` if the main branch is the only trained one, or if a turn has routed experts, which version 1 lacks.
+        ``None`` if only the main branch is trained, or if a turn has routed experts, which version 1 lacks.
     """
     trained = [branch for branch in branches if branch.trained and any(turn.sampled for turn in branch.owned)]
     turns = [node.turn for branch in trained for node in branch.nodes]
@@ -157,7 +158,7 @@ def _trace(rollout: str, branch: Branch, call_ids: Mapping[LedgerTurn, str]) -> 
 
 
 def token_in_rate(history: ConversationIndex) -> float | None:
-    """Return the share of turns whose prompt continued the ledger's tokens; ``None`` if all are first turns."""
-    told = [history.continues_tokens(turn) for turn in history.ledger.turns]
-    later = [one for one in told if one is not None]
+    """Return the share of later turns whose prompt continued the ledger's tokens; ``None`` without later turns."""
+    continued = [history.continues_tokens(turn) for turn in history.ledger.turns]
+    later = [one for one in continued if one is not None]
     return sum(later) / len(later) if later else None

@@ -3,7 +3,7 @@
 """Find the sampled turn that a conversation continues, from the messages that an agent sends back.
 
 An agent's messages are a lossy copy of the sampled turns. Agents drop reasoning, trim white space and reformat JSON.
-Converters merge neighbouring assistant messages, or drop empty ones. No such change makes a new conversation. A
+Converters merge neighbouring assistant messages, or drop empty messages. No such change makes a new conversation. A
 conversation is therefore identified by its *visible* content: the messages of other roles, and between two of them the
 concatenated text and calls of the policy.
 
@@ -11,12 +11,12 @@ Two different turns can have the same visible content. The index then uses, stro
 
 1. token ids that the agent sends along (as Gym's agents do): only the turn with exactly these ids is continued;
 2. ids of tool calls, and reasoning, where the agent kept them;
-3. the latest of the remaining turns; :attr:`ConversationMatch.ambiguous` records that several matched.
+3. the latest of the remaining turns; :attr:`ConversationMatch.ambiguous` records that several turns matched.
 
 Invariant: a match covers the visible history of one turn in the ledger, from the first message on. An agent that edits
-its past therefore starts a branch at the edit.
+its history therefore starts a branch at the edit.
 
-A rollout's turns can be saved as JSON (:class:`SavedTurn`), each as the difference to the turn before. Another model
+A rollout's turns can be saved as JSON (:class:`SavedTurn`), each as the difference to the previous turn. Another model
 server, or another rollout, continues from saved turns without tokenising sampled text. Pure: no task, socket, clock or
 thread.
 """
@@ -49,8 +49,8 @@ KNOWN_TURN = "nemo_gym_prorl.turn"
 
 @dataclass(frozen=True, slots=True)
 class ConversationFingerprint:
-    """Visible content of a conversation: a digest of all up to the last message of another role, and the policy's text
-    and calls since.
+    """Visible content of a conversation: a digest of all messages up to the last message of a role other than
+    ``assistant``, and the policy's text and calls since.
     """
 
     prefix_digest: bytes = b""
@@ -88,15 +88,15 @@ _BEGINNING = ConversationFingerprint()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversationNode:
-    """Point where a rollout can continue: a sampled turn and the conversation up to it.
+    """A sampled turn and the conversation up to the turn, from which the rollout can continue.
 
     Attributes:
         turn: the turn's tokens.
-        messages: the conversation as sampled, the turn's own message last.
+        messages: the conversation as sampled, with the turn's own message as the last.
         visible: fingerprint of the conversation as an agent sees it.
         tools: tools that the turn was offered.
-        identity_marks: ids of the turn's calls and digests of its reasoning, which distinguish the turn from turns
-            that look alike.
+        identity_marks: ids of the turn's calls and digests of its reasoning, which distinguish turns with the same
+            visible content.
         rendered_prompt: the turn's prompt as text, if this server rendered the prompt.
     """
 
@@ -115,7 +115,7 @@ class ConversationMatch:
     Attributes:
         node: the continued turn; ``None`` for a new conversation.
         new: the messages after that turn.
-        ambiguous: other turns with other tokens also match, or the matched turn has no visible content.
+        ambiguous: whether turns with other tokens also match, or the matched turn has no visible content.
     """
 
     node: ConversationNode | None
@@ -124,7 +124,7 @@ class ConversationMatch:
 
     @property
     def unsampled(self) -> tuple[Message, ...]:
-        """Assistant messages among the new ones: text of the agent, or turns whose past the agent edited."""
+        """New assistant messages: text that the agent wrote, or turns whose history the agent edited."""
         return tuple(message for message in self.new if message["role"] == "assistant")
 
 
@@ -137,7 +137,9 @@ class ConversationIndex:
     _node_of_turn: dict[LedgerTurn, ConversationNode] = field(default_factory=dict)
     _sampled_lengths: dict[bytes, int] = field(default_factory=dict)
     _fingerprint_cache: dict[tuple[bytes, int], tuple[ConversationFingerprint, bytes]] = field(default_factory=dict)
-    """Fingerprints of the conversation that was matched last, by the key before a message and the message's hash."""
+    """Fingerprint and key after each message of the conversation that was matched last, by the key before the message
+    and the message's hash.
+    """
 
     def record(
         self,
@@ -148,7 +150,9 @@ class ConversationIndex:
         tools: Tools = (),
         rendered: RenderedPrompt | None = None,
     ) -> ConversationNode:
-        """Add a turn that was sampled after ``before`` and the new messages."""
+        """Add a turn, with its assistant message, that was sampled after the turn ``before`` (``None`` at a beginning)
+        and the messages ``new``.
+        """
         visible, own = before.visible if before else _BEGINNING, ConversationFingerprint.of(message)
         for one in new:
             visible = visible.with_message(one)
@@ -177,7 +181,7 @@ class ConversationIndex:
         return ConversationMatch(None, tuple(map(_with_token_fields, messages)))
 
     def retokenised(self, messages: Sequence[Message]) -> int:
-        """Return the number of sampled tokens in turns that look like the assistant messages among ``messages``."""
+        """Return the number of sampled tokens in turns with the visible content of the given assistant messages."""
         own = (message for message in messages if message["role"] == "assistant")
         return sum(self._sampled_lengths.get(ConversationFingerprint.of(message).key, 0) for message in own)
 
@@ -187,8 +191,8 @@ class ConversationIndex:
     def continues_tokens(self, turn: LedgerTurn) -> bool | None:
         """Return whether a turn's prompt continued the ledger's tokens; ``None`` for the first turn of a conversation.
 
-        The answer is no if the prompt has assistant messages after those tokens, or, without such tokens, text that
-        was sampled in this rollout.
+        A prompt with assistant messages after the continued tokens does not count. Nor does a first turn whose prompt
+        has text that was sampled in this rollout.
         """
         before = self._node_of_turn.get(turn.parent) if turn.parent is not None else None
         new = self._node_of_turn[turn].messages[len(before.messages) if before else 0 : -1]
@@ -199,10 +203,10 @@ class ConversationIndex:
     def _possible_ends(
         self, messages: Sequence[Message], tools: Tools
     ) -> Iterator[tuple[int, bytes, LedgerTurn | None, bool]]:
-        """Yield each place where a turn may have ended: message index, fingerprint key, last turn with tokens, and
-        whether this very message has tokens.
+        """Yield each message after which a turn may have ended, as four values: index, fingerprint key up to the
+        message, latest turn whose tokens were sent, and whether the message itself has tokens.
 
-        A turn that is not in the ledger was sampled elsewhere. The ledger takes over its tokens as they were sent.
+        Sent tokens that are not in the ledger were sampled elsewhere, and are added to the ledger as they were sent.
         """
         visible, key, carried, latest = _BEGINNING, _BEGINNING.key, None, None
         known, self._fingerprint_cache = self._fingerprint_cache, {}
@@ -211,15 +215,15 @@ class ConversationIndex:
             visible, key = self._fingerprint_with(known, visible, key, message)
             if message["role"] != "assistant":
                 if drops and index + 1 < len(messages) and messages[index + 1]["role"] != "assistant":
-                    # A converter may have dropped a turn without visible content here.
+                    # A converter may have dropped a turn without visible content between these two messages.
                     yield index, key, carried, False
                 continue
-            if (turn_of_ours := message.get(KNOWN_TURN)) is not None:
-                carried, latest = turn_of_ours, None
+            if (known_turn := message.get(KNOWN_TURN)) is not None:
+                carried, latest = known_turn, None
                 yield index, key, carried, True
                 continue
             fields = _sent_token_fields(message)
-            # Gym's converters repeat the last ids they saw on messages that have none of their own.
+            # Gym's converters copy the previous message's token fields to a message without such fields.
             own = fields is not None and fields != latest
             if fields is not None and own:
                 latest, (prompt, sampled, log_probs) = fields, fields
@@ -238,8 +242,8 @@ class ConversationIndex:
         key: bytes,
         message: Message,
     ) -> tuple[ConversationFingerprint, bytes]:
-        """Return the fingerprint after one more message and its key, cached because agents send the whole conversation
-        each turn.
+        """Return the fingerprint after one more message, and the fingerprint's key. Both are cached, because agents
+        send the whole conversation each turn.
         """
         step = key, hash(orjson.dumps([message.get(name) for name in ("role", "content", "tool_calls")]))
         if (found := known.get(step)) is None:
@@ -266,8 +270,8 @@ class ConversationIndex:
     def _choose(
         self, candidates: Sequence[ConversationNode], messages: Sequence[Message]
     ) -> tuple[ConversationNode, bool]:
-        """Return the candidate that shares most identity marks with the messages, and whether another one fits as
-        well.
+        """Return the latest of the candidates that share most identity marks with the messages, and whether another of
+        these has other tokens.
         """
         if len(candidates) == 1:
             return candidates[0], False
@@ -290,7 +294,7 @@ def digest(before: bytes, what: object) -> bytes:
 
 
 def _is_continuation(turn: LedgerTurn | None, earlier: LedgerTurn, *, by_none: bool) -> bool:
-    """Return whether a turn's sequence continues the earlier turn's; with ``by_none``, whether both are equal."""
+    """Return whether a turn's sequence begins with the earlier turn's; with ``by_none``, whether both are equal."""
     while turn is not None and turn.end > earlier.end and not by_none:
         turn = turn.parent
     return turn is not None and (turn is earlier or turn.sequence() == earlier.sequence())
@@ -312,7 +316,6 @@ def _calls(message: Message) -> tuple[str, ...]:
 
 
 def _identity_marks(message: Message) -> Iterator[str]:
-    """Yield ids of an assistant message's calls and digests of its reasoning."""
     for call in message.get("tool_calls") or ():
         yield f"call {call.get('id')}"
     for reasoning in (
@@ -325,7 +328,7 @@ def _identity_marks(message: Message) -> Iterator[str]:
 
 
 def _sent_token_fields(message: Message) -> tuple[Sequence[int], Sequence[int], Sequence[float]] | None:
-    """Return the values of Gym's token fields of a message."""
+    """Return a message's prompt ids, sampled ids and log-probs in Gym's token fields; ``None`` without the fields."""
     given = [name for name in TOKEN_FIELDS if message.get(name)]
     if not given:
         return None
@@ -348,7 +351,6 @@ def _sent_token_fields(message: Message) -> tuple[Sequence[int], Sequence[int], 
 
 
 def _with_token_fields(message: Message) -> Message:
-    """Return a message with :data:`KNOWN_TURN` replaced by Gym's token fields."""
     turn: LedgerTurn | None = message.get(KNOWN_TURN)
     if turn is None:
         return message
@@ -358,14 +360,16 @@ def _with_token_fields(message: Message) -> Message:
 
 
 def _canonical(arguments: Any) -> str:
-    """Return JSON arguments in a canonical form, and other arguments as JSON text."""
+    """Return a call's arguments as JSON with sorted keys, so that the agent's formatting does not matter."""
     if isinstance(arguments, str):
         arguments = parse_arguments(arguments)
     return json.dumps(arguments, sort_keys=True)
 
 
 class SavedTurn(BaseModel):
-    """One turn as JSON. ``continues``: the prompt begins with the whole sequence of the previous turn."""
+    """One turn as JSON, with the messages since the previous turn, its own message last. ``continues``: the prompt
+    begins with the whole sequence of the previous turn, and ``observed`` holds the ids after that sequence.
+    """
 
     model_config = ConfigDict(extra="forbid")
 

@@ -39,15 +39,15 @@ class LedgerTurn:
     Numbers are stored in packed arrays, which take 4 bytes an id and 8 a log-prob.
 
     Attributes:
-        parent: the turn that this one continues; ``None`` for the first turn of a branch.
-        observed: ids rendered since the parent's end (uint32); the whole prompt for a first turn.
+        parent: the turn that this turn continues; ``None`` if the prompt continues none.
+        observed: prompt ids after the parent's sequence (uint32); without a parent, the whole prompt.
         sampled: ids that the policy sampled (uint32).
-        log_probs: one per sampled id (float64).
+        log_probs: log-prob of each sampled id (float64).
         weight_version: label of the weights when sampling began, if the backend has one.
         last_version: label of the weights when sampling ended; differs after an update during sampling.
         finish: why sampling ended.
-        start: number of tokens before ``sampled``, that is the length of the prompt.
-        routed_experts: experts of these ids and of the last id before them, where the engine reports experts.
+        start: length of the prompt, that is the number of ids before ``sampled``.
+        routed_experts: experts of this turn's ids and of the last id before, where the engine reports experts.
     """
 
     parent: LedgerTurn | None
@@ -66,7 +66,7 @@ class LedgerTurn:
         return self.start + len(self.sampled)
 
     def path(self) -> list[LedgerTurn]:
-        """Return the turns from the first one of the branch to this one."""
+        """Return the turns of the branch up to this turn, in order."""
         turns = []
         turn: LedgerTurn | None = self
         while turn is not None:
@@ -90,7 +90,7 @@ class LedgerTurn:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part ``[start, end)`` of a sequence that is either all sampled or all observed."""
+    """Part ``[start, end)`` of a sequence that is either all trained on (``sampled``) or not at all."""
 
     start: int
     end: int
@@ -104,7 +104,7 @@ class TrainingSequence:
 
     Attributes:
         ids: all token ids (uint32).
-        log_probs: log-probs of the sampled ids, 0 for all others (float64).
+        log_probs: log-probs of the sampled ids, 0 for observed ids (float64).
         spans: consecutive spans that cover the sequence.
     """
 
@@ -114,7 +114,7 @@ class TrainingSequence:
 
     @property
     def mask(self) -> list[int]:
-        """1 for trained tokens, 0 for all others."""
+        """Mask of the sequence: 1 for each token that is trained on, else 0."""
         mask: list[int] = []
         for span in self.spans:
             mask += [int(span.sampled)] * (span.end - span.start)
@@ -141,7 +141,7 @@ class TokenLedger:
         weight_version: str | None = None,
         last_version: str | None = None,
     ) -> LedgerTurn:
-        """Record a turn, with the weight labels when its sampling began and ended.
+        """Record a turn, with the labels of the weights when its sampling began and ended.
 
         Raises:
             TokenMismatch: log-probs are missing or not finite, an id is invalid, the prompt is empty, or rows of
@@ -198,7 +198,7 @@ class TokenLedger:
         return parent in self._with_children if parent is not None else bool(self.turns)
 
     def find(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> LedgerTurn | None:
-        """Return the latest turn with exactly these tokens."""
+        """Return the latest turn with exactly this prompt and these sampled ids; ``None`` if there is none."""
         ids = pack_ids(sampled)
         candidates = [
             turn for turn in self._by_tokens.get((len(prompt_ids), ids_hash(ids)), ()) if turn.sampled == ids
@@ -212,7 +212,7 @@ class TokenLedger:
 
     @property
     def branches(self) -> int:
-        """Number of sequences that hold all sampled tokens; 1 for a rollout whose history never branched."""
+        """Number of branches; 1 for a rollout whose history never branched."""
         return sum(1 for _ in self.leaves())
 
     def sequences(self) -> list[TrainingSequence]:
@@ -250,5 +250,5 @@ def pack_ids(ids: Sequence[int]) -> array[int]:
 
 
 def ids_hash(ids: Sequence[int]) -> int:
-    """Return a hash that is equal for equal ids, regardless of their sequence type."""
+    """Return a hash of ids that does not depend on the type of the sequence."""
     return hash((ids if isinstance(ids, array) else pack_ids(ids)).tobytes())

@@ -4,11 +4,11 @@
 
 A prompt of 64k tokens is 400 KB of JSON. Each turn sends this JSON to the engine, and receives it from the engine and
 from the agent. As text, ids can be copied and compared without parsing numbers. The ledger's numbers are the source of
-truth, and the text is always written from them.
+truth, and the text is always written from the ledger.
 
 Gym's agents send each turn's prompt, ids and log-probs with the whole history. :func:`strip_known_tokens` compares
-these fields with the ledger's text byte for byte and cuts equal ones out before JSON parsing. A turn that differs in
-any byte stays in the request and is parsed in full. Pure: no task, socket, clock or thread.
+these fields with the ledger's text byte for byte and cuts equal fields out before JSON parsing. If any byte differs,
+the request is parsed in full. Pure: no task, socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger
 
 
 MAX_BRANCHES = 4
-"""Branches whose texts are cached (LRU); an agent continues one of the latest."""
+"""Maximum of branches whose texts are cached (LRU); an agent usually continues one of the latest branches."""
 
 
 class Prompt(Sequence[int]):
@@ -72,7 +72,7 @@ def json_parts(ids: Sequence[int]) -> Sequence[bytes]:
 class TokenTextCache:
     """Cached JSON texts of a rollout's sequences; an evicted text is written again on demand.
 
-    A prompt of any length is a concatenation of three pieces.
+    A prompt of any length is the concatenation of a cached sequence, the new ids, and the closing bracket.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,9 @@ class TokenTextCache:
         return text[: self._lengths[turn]]
 
     def sequence_text(self, tip: LedgerTurn) -> tuple[bytes, Mapping[LedgerTurn, int]]:
-        """Return the text of a turn's whole sequence, and the length of each turn's prompt within it."""
+        """Return the text of a turn's whole sequence without its closing bracket, and the length of each turn's prompt
+        within the text.
+        """
         return self._sequence_text(tip), self._lengths
 
     def sampled(self, turn: LedgerTurn) -> bytes:
@@ -133,21 +135,21 @@ def _list_items(ids: Sequence[int], *, first: bool) -> bytes:
 
 
 TURN_MARKER = f"turn of {uuid.uuid4().hex}"
-"""Field that replaces a known turn's tokens; its value is the turn's index. The random name cannot occur in a request.
-
+"""Field that replaces a known turn's tokens; the value is the turn's index in its branch. The random name prevents
+that a client sends the field.
 """
 
 PROMPT_IDS = b'"prompt_token_ids":'
-"""The first token field of an item or an answer. A JSON string cannot contain it with unescaped quotes."""
+"""Name of the first token field as JSON text; inside a JSON string the quotes would be escaped."""
 
 
 def strip_known_tokens(
     body: bytes, ledger: TokenLedger, texts: TokenTextCache
 ) -> tuple[bytes, list[LedgerTurn]] | None:
-    """Return a request without the tokens of the turns that it repeats, and those turns in order.
+    """Return a request with :data:`TURN_MARKER` in place of the tokens of known turns, and these turns in order.
 
     Returns:
-        ``None`` if the request has tokens other than those of one branch from its first turn on.
+        ``None`` if the request has any tokens other than those of one branch, from the branch's first turn on.
     """
     at = body.find(PROMPT_IDS)
     if at < 0:
