@@ -67,12 +67,8 @@ class KeepAliveClient:
     async def call(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """Send one request, and return the answer of any status.
-
-        Raises:
-            OSError: the connection failed or was dropped.
-            ValueError: the answer has no ``Content-Length``.
-        """
+        """Send one request, and return the answer of any status. Raise an ``OSError`` if the connection fails, and a
+        ``ValueError`` for an answer without ``Content-Length``."""
         lines = [f"{method} {path} HTTP/1.1", f"host: {self._host}:{self._port}", f"content-length: {len(body)}"]
         lines += ["content-type: application/json", *(f"{name}: {value}" for name, value in (headers or {}).items())]
         reader, writer = await self._connection()
@@ -133,11 +129,8 @@ class Agent:
         self.context = 0
 
     async def turn(self) -> None:
-        """Send the next observation, and receive the policy's turn.
-
-        Raises:
-            OSError, ValueError: there is no answer, or the answer has an error status or no tool call.
-        """
+        """Send the next observation, and receive the policy's turn. Raise an ``OSError`` without an answer, and a
+        ``ValueError`` for an error status or an answer without a tool call."""
         text = self._observed[self._turns % len(self._observed)]
         new: dict[str, Any] = {"role": "user", "content": text}
         if self._call_id is not None:

@@ -130,10 +130,8 @@ class Run:
         return (self.steps[-1] - self.steps[WARM_UP]) / (len(self.steps) - 1 - WARM_UP)
 
     def bias(self, world: World, end: int | None = None) -> tuple[float, float]:
-        """Return the mean seconds and reward of trained rollouts, each divided by the mean of first tries.
-
-        ``end``: only prompts below this number count; by default all prompts in batches.
-        """
+        """Return the mean seconds and reward of trained rollouts, each divided by the mean of first tries. ``end``:
+        only prompts below this number count; ``None`` for all prompts in batches."""
         end = self.prompts if end is None else end
         _, seconds, rewards = zip(*(one for one in self.trained if one[0] < end), strict=True)
         true_s, true_reward = world.true(end)

@@ -56,14 +56,8 @@ def free_port() -> int:
 async def started(
     command: list[str], ports: list[int], path: str = "/", variables: Mapping[str, str] | None = None
 ) -> AsyncIterator[Process]:
-    """Run a server within the context; yield once the server answers ``path`` with any status.
-
-    Args:
-        command: arguments of the Python interpreter.
-        ports: ports of the server; the last one is probed.
-        path: path of the probe.
-        variables: environment variables of a Gym server, which then runs without Ray.
-    """
+    """Run the Python interpreter with the arguments ``command`` within the context; yield once the last of ``ports``
+    answers ``path`` with any status. With ``variables``, the environment of a Gym server, Ray is not started."""
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     paths = [*([str(REPO / "benchmarks/without_ray")] if variables else []), str(REPO)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | (variables or {})
@@ -167,12 +161,8 @@ def model_of(kind: str, engines: list[str], folder: Path) -> GymServer:
 async def gym_servers(
     servers: Mapping[str, GymServer], beside: Mapping[str, Any] | None = None
 ) -> AsyncIterator[dict[str, Process]]:
-    """Run servers within the context, and yield their processes by name.
-
-    Args:
-        servers: servers by name; all get one merged configuration, so that they find each other.
-        beside: further entries of this configuration.
-    """
+    """Run servers by name within the context, and yield their processes. All servers get one merged configuration,
+    with the further entries ``beside``."""
     ports = {name: free_port() for name in servers}
     config: dict[str, Any] = {"head_server": {"host": "127.0.0.1", "port": free_port()}, "dry_run": False}
     config |= beside or {}

@@ -106,14 +106,8 @@ class Bench:
     async def play(
         self, script: Script, rollouts: int, one: Player, parts: Mapping[str, Process] | None = None
     ) -> Played:
-        """Play concurrent rollouts.
-
-        Args:
-            script: script of the engine.
-            rollouts: number of rollouts.
-            one: plays one row.
-            parts: processes of the stack by name; ``None`` for a client without a stack.
-        """
+        """Play ``rollouts`` concurrent rollouts by ``one``, with the engine's ``script``. ``parts``: processes of the
+        stack by name; ``None`` for a client without a stack."""
         await self._engine.call("POST", "/script", orjson.dumps(asdict(script)))
         parts, pids = parts or {}, [process.pid for process in (parts or {}).values()]
         await self._settled(pids)

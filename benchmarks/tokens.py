@@ -55,11 +55,8 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class ServerCase:
-    """Benchmarked model server and its kind of agent.
-
-    ``shares``: whether agents use the server's ledger (:class:`SharingAgent`), or send the whole history in each turn
-    (:class:`EchoingAgent`).
-    """
+    """Benchmarked model server and its kind of agent. ``shares``: whether agents use the server's ledger
+    (:class:`SharingAgent`), or send the whole history in each turn (:class:`EchoingAgent`)."""
 
     server: str
     shares: bool

@@ -155,13 +155,10 @@ class Fleet:
         self._work(engine)
 
     def _retry(self) -> None:
-        """Route the requests again that got no engine."""
         for _ in range(len(self._pending)):
             self._send(self._pending.popleft())
 
     def _work(self, engine: Engine) -> None:
-        """Advance an engine to the current time, end finished requests, start waiting ones, and schedule the engine's
-        next change."""
         engine.advance(self.now)
         done = [request for request in engine.running if request.is_done]
         if done:

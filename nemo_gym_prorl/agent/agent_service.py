@@ -303,11 +303,8 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
 
 
 def _answer(job: Job, *, collector: bool) -> bytes:
-    """Return the body of a 200 answer of ``/run``.
-
-    Raises:
-        ProblemError: a trainer's rollout failed, and :func:`run_status` returns an error status.
-    """
+    """Return the body of a 200 answer of ``/run``; raise a ``ProblemError`` if :func:`run_status` returns another
+    status."""
     assert job.outcome is not None, "the job has no outcome yet"
     failure = job.outcome.failure
     if failure is None and job.progress.finish_reason == "context_overflow":
@@ -320,7 +317,6 @@ def _answer(job: Job, *, collector: bool) -> bytes:
 
 
 def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
-    """Return the masked failure row that Gym's collector gets for a row that the service refuses."""
     params = row.get("responses_create_params")
     refused = failure_row(row, empty_response(params if isinstance(params, dict) else {}), failure)
     if gym_reads_trajectories():

@@ -240,20 +240,14 @@ class GymEnvironmentHandler:
         return result
 
     async def waited(self, job: Job) -> float:
-        """Return the seconds of this RUN attempt in which the agent waited for a backend or for an overloaded tool.
-
-        Raises:
-            InfrastructureError: the model server cannot be reached.
-        """
+        """Return the seconds of this RUN attempt in which the agent waited for a backend or for an overloaded tool;
+        raise an ``InfrastructureError`` if the model server cannot be reached."""
         refused_s: float = job.session.tool_errors.refused_s
         return refused_s + await fetch_waited_s(self.context.model_of(job), self._attempt_id(job))
 
     async def release(self, job: Job, session: GymSession) -> None:
-        """Post to the server's ``release_path``, if any, and close the session unless EVAL needs it.
-
-        Raises:
-            InfrastructureError: the release or the close failed; after a failed release, EVAL does not run.
-        """
+        """Post to the server's ``release_path``, if any, and close the session unless EVAL needs it. Raise an
+        ``InfrastructureError`` if either fails; EVAL does not run then."""
         try:
             if session.release_path is not None:
                 answer = await self._server.post(session.release_path, {}, session.cookies)
@@ -308,7 +302,6 @@ class GymEnvironmentHandler:
             await self._close(job.trajectory.evidence)
 
     async def unreachable(self) -> dict[str, Collection[Stage]]:
-        """Probe the servers, and return the names of those that do not answer, each with the stages that need it."""
         needed: list[tuple[GymServer, Collection[Stage]]] = [
             (self._server, [*Stage]),
             *((model, [Stage.RUN]) for model in self.context.models),
@@ -326,11 +319,9 @@ class GymEnvironmentHandler:
         return Outcome(failure_state(failure), failure_row(job.row, response, failure), failure=failure)
 
     async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Delete the snapshots of checkpoints at the resources server."""
         await self._post_snapshots(checkpoints, "forget")
 
     async def renew(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Reset the age of the checkpoints' snapshots, so that the resources server keeps them."""
         await self._post_snapshots(checkpoints, "renew")
 
     async def _post_snapshots(self, checkpoints: Sequence[Checkpoint], action: str) -> None:
@@ -343,15 +334,11 @@ class GymEnvironmentHandler:
             require_ok(answer, f"{self._server.name} {path}/{action}", FailureKind.PROVIDER_UNAVAILABLE)
 
     def unpack(self, packed: bytes) -> GymCheckpoint:
-        """Deserialize the state of another service's checkpoint; raises like :meth:`GymCheckpoint.unpack`."""
         return GymCheckpoint.unpack(packed)
 
     async def _seed_or_resume(self, job: Job) -> GymSession:
-        """Resume the session from the latest checkpoint that the server accepts, else seed a new session.
-
-        Raises:
-            CallerError: a forked job has no checkpoint left, or the server refuses the row.
-        """
+        """Resume the session from the latest checkpoint that the server accepts, else seed a new session; raise a
+        ``CallerError`` for a fork without a checkpoint or a refused row."""
         refusal = ""
         while (checkpoint := job.latest_checkpoint) is not None:
             path = f"{checkpoint.state.path}/resume"
@@ -417,18 +404,14 @@ class GymEnvironmentHandler:
         )
 
     def _attempt_id(self, job: Job) -> str:
-        """Return the id of the current RUN attempt at the model server.
-
-        The id is unique over attempts, agents and restarts, so tokens of two attempts never mix.
-        """
+        """Return the id of the current RUN attempt at the model server. The id is unique over attempts, agents and
+        restarts, so tokens of two attempts never mix."""
         return f"{job.id}.{self._instance_id}.{job.number}.{job.times[Stage.RUN].attempts}"
 
     def _group_fields(self, job: Job) -> dict[str, Any]:
-        """Return the fields by which a verifier groups rollouts, under their names in Gym 0.7 and in Gym 0.4; empty
-        for a job that is scored alone.
-
-        A cohort that is scored again has a new id, so a verifier never mixes rollouts of both tries.
-        """
+        """Return the fields by which a verifier groups rollouts, named as in Gym 0.7 and in Gym 0.4; empty for a job
+        that is scored alone. A cohort that is scored again has a new id, so a verifier never mixes rollouts of both
+        tries."""
         if job.member is None:
             return {}
         cohort = f"{job.group}.{self._instance_id}.{job.member.cohort}"
@@ -439,7 +422,6 @@ class GymEnvironmentHandler:
         await self.release(job, await seeding)
 
     async def _fetch_tokens_in_time(self, job: Job, fetch_tokens: Callable[[], Awaitable[None]]) -> bool:
-        """Fetch the tokens within ``settle_s``; return whether all arrived."""
         fetched = False
 
         async def fetch() -> None:
@@ -453,10 +435,8 @@ class GymEnvironmentHandler:
         return fetched
 
     async def _close(self, session: GymSession) -> None:
-        """Post to ``/close_session`` once, if the server has the route.
-
-        Gym's route accepts an empty body. A 422 comes from another route of that name, so there is nothing to close.
-        """
+        """Post to ``/close_session`` once, if the server has the route. Gym's route accepts an empty body, so a 422
+        comes from another route of that name, and there is nothing to close."""
         server = self._server
         if session.closed or _NO_CLOSE in server.traits:
             return

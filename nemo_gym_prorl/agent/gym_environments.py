@@ -167,7 +167,8 @@ class GymServers:
         self._servers: dict[str, GymServer] = {}
 
     def scores_groups_of(self, name: str) -> int:
-        """Return a resources server's ``num_rollouts_per_prompt``: the group size that it scores together, else 1."""
+        """Return the setting ``num_rollouts_per_prompt`` of a resources server, the group size that it scores
+        together; 1 if unset."""
         [server] = self._config[name]["resources_servers"].values()
         size = server.get("num_rollouts_per_prompt")
         return size if isinstance(size, int) else 1
@@ -282,11 +283,7 @@ def _context(
 def _builder(
     registry: HandlerRegistry, settings: EnvironmentSettings, context: GymContext, field: str
 ) -> Callable[[], AgentHandler]:
-    """Return the factory of an environment's handler; ``field`` prefixes the names of settings in errors.
-
-    Raises:
-        CallerError: the handler is not installed. The factory raises it for an invalid setting.
-    """
+    """Return the factory of an environment's handler; ``field`` prefixes the names of settings in errors."""
     name = settings.handler
     registry.require(name, f"{field}handler")
 
@@ -314,11 +311,8 @@ class SeededSessionHandler(GymEnvironmentHandler):
     name = "seeded_session"
 
     async def init(self, job: Job) -> GymSession:
-        """Return the session that the caller's cookies identify.
-
-        Raises:
-            CallerError: the job was not submitted through ``/v1/responses``.
-        """
+        """Return the session that the caller's cookies identify; refuse a job that did not come by
+        ``/v1/responses``."""
         cookies = job.row.get(_COOKIES)
         if not isinstance(cookies, dict):
             raise CallerError("seeded_session is only available through POST /v1/responses", field="environment")
@@ -349,11 +343,8 @@ class SeededSessionHandler(GymEnvironmentHandler):
 
 
 def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
-    """Return the job for a call of ``/v1/responses``.
-
-    Raises:
-        CallerError: the body is not a Responses API request; names the field.
-    """
+    """Return the job for a call of ``/v1/responses``; raise a ``CallerError`` with the field for an invalid
+    request."""
     try:
         check_row({_PARAMS: params})
     except CallerError as error:

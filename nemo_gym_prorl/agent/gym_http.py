@@ -125,10 +125,8 @@ class GymServer:
         return await self.call("POST", path, body, jar)
 
     async def is_reachable(self) -> bool:
-        """Return whether the server answers a probe within 3 s, with any status.
-
-        A probe that fails because this process has no free file descriptor proves nothing, so the result is ``True``.
-        """
+        """Return whether the server answers a probe within 3 s, with any status. A probe that fails for lack of a file
+        descriptor in this process proves nothing, so the result is ``True``."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 await self._http.request("GET", self.url + "/", {})
@@ -314,10 +312,8 @@ class BackgroundCleanup:
             self._not_renewed.discard(server.name)
 
     def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
-        """Run ``work`` in the background for at most ``bound_s`` seconds (default: that of the constructor).
-
-        The returned task never raises: errors and time-outs are logged under the name ``what``.
-        """
+        """Run ``work`` in the background for at most ``bound_s`` seconds (default: that of the constructor). The
+        returned task never raises: errors and time-outs are logged under the name ``what``."""
         task = start_eager_task(self._bounded(what, work, bound_s or self._bound_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

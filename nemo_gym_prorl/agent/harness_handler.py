@@ -104,10 +104,8 @@ class HarnessHandler(GymEnvironmentHandler):
         self.seed_headers = {HARNESS_HEADER: quote_header(source) if self._harness.bundle is not None else ""}
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
-        """Run the program until it ends or reaches a limit, then fill ``job.trajectory``.
-
-        When cancelled, fill ``job.trajectory`` if the model server returns the turns within ``settle_s``.
-        """
+        """Run the program until it ends or reaches a limit, then fill ``job.trajectory``; when cancelled, fill it if
+        the model server returns the turns within ``settle_s``."""
         job.trajectory = trajectory = Trajectory(empty_response(job.row["responses_create_params"]), evidence=session)
         job.progress.harness = {"name": self._harness.name, "version": self._harness.version}
         record = _RolloutRecord(self, job, session)
@@ -150,9 +148,7 @@ class HarnessHandler(GymEnvironmentHandler):
 
     async def _run_program(self, job: Job, session: GymSession, record: _RolloutRecord) -> dict[str, Any] | None:
         """Run the program and return the resources server's report of its end; ``None`` if a limit was reached.
-
-        Cancelling the request, here in ``finally``, ends the program.
-        """
+        Cancelling the request, here in ``finally``, ends the program."""
         params, path = job.row["responses_create_params"], session.program_path
         assert path is not None
         grant = await record.open()
@@ -184,11 +180,8 @@ class HarnessHandler(GymEnvironmentHandler):
             running.cancel()
 
     def _conclude(self, job: Job, end: dict[str, Any] | None, calls: dict[str, Any]) -> None:
-        """Set the finish reason and the report of the program.
-
-        Raises:
-            InfrastructureError: the program ended without a turn, or the model server left a call unanswered.
-        """
+        """Set the finish reason and the report of the program. Raise an ``InfrastructureError`` if the program ended
+        without a turn, or the model server left a call unanswered."""
         name, report = self._harness.name, job.progress.harness
         report |= {part: calls[part] for part in ("dropped", "refused")}
         report |= {part: end[part] for part in ("exit_code", "seconds", "killed") if part in end} if end else {}
@@ -222,11 +215,7 @@ class _RolloutRecord:
         """Counts of the program's calls until the key was revoked; empty before the revocation."""
 
     async def open(self) -> dict[str, Any]:
-        """Create a key for the program; return the key, and the context length of the engines in tokens.
-
-        Raises:
-            CallerError: the model server issues no keys, or refuses a parameter of the row.
-        """
+        """Create a key for the program; return the key, and the context length of the engines in tokens."""
         params = self._job.row["responses_create_params"]
         body = {
             "params": {name: value for name, value in params.items() if name not in _PROGRAM_FIELDS},
@@ -263,18 +252,9 @@ class _RolloutRecord:
     async def ask(
         self, method: str, part: str, body: Any = None, refusal: type[RolloutError] = InfrastructureError
     ) -> Any:
-        """Send a request about the rollout to the model server, and return the JSON of the answer.
-
-        Args:
-            method: HTTP method.
-            part: path below the rollout's path, such as ``/calls``; empty for the rollout itself.
-            body: JSON value, or ``None``.
-            refusal: error class for a status that blames the row.
-
-        Raises:
-            CallerError: the model server does not serve programs, or refuses a parameter of the row.
-            InfrastructureError: the model server fails, or has lost the rollout.
-        """
+        """Send a request about the rollout to the model server, and return the JSON of the answer. ``part`` is the
+        path below the rollout's path. Errors are those of :func:`.require_ok`; a ``CallerError`` also says that the
+        server serves no programs."""
         answer = await self._model.call(method, f"{self._path}{part}", body, CookieJar())
         what = f"{self._model.name} {method} {part or 'rollout'}"
         if answer.status in (404, 405):

@@ -217,7 +217,7 @@ def group_of(row: dict[str, Any]) -> str:
 
 
 def environment_of(rollout: Mapping[str, Any]) -> str | None:
-    """Return the environment that a row of ``/run`` names, or ``None``."""
+    """Return the environment that a row of ``/run`` names in its options; ``None`` if the row names none."""
     about = rollout.get(ROLLOUT_OPTIONS_KEY)
     name = about.get("environment") if isinstance(about, Mapping) else None
     return name if isinstance(name, str) else None

@@ -75,11 +75,8 @@ class GymCheckpoint:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
-        """Deserialize a state from :meth:`pack`.
-
-        Raises:
-            ValueError, KeyError, TypeError: the bytes are damaged.
-        """
+        """Deserialize a state from :meth:`pack`; raise ``ValueError``, ``KeyError`` or ``TypeError`` for damaged
+        bytes."""
         parts = orjson.loads(packed)
         batches = tuple(orjson.dumps(turns)[1:-1] for turns in parts["told"])
         turns = SavedTurns(batches, parts["began"], tuple(parts["answers"]), parts["waited_s"])

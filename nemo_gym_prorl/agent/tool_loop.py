@@ -164,10 +164,8 @@ class ToolLoop:
         return None
 
     async def _call_tools(self, calls: list[dict[str, Any]], output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Execute the calls and return the observations in the order of the calls.
-
-        The observations are also appended to ``output``; after an error or a cancellation, those of finished calls.
-        """
+        """Execute the calls, and return the observations in the order of the calls. The observations are also appended
+        to ``output``; after an error or a cancellation, only those of finished calls."""
         observations: list[dict[str, Any]] = []
         tasks: list[asyncio.Task[dict[str, Any]]] = []
         try:
@@ -253,7 +251,6 @@ def _sequence_length(turn: dict[str, Any]) -> int:
 
 
 def _add_usage(total: dict[str, Any] | None, turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Sum token counts over turns, as ``simple_agent`` does."""
     if not total or not turn:
         return total or turn
     sums = {key: total.get(key, 0) + turn.get(key, 0) for key in ("input_tokens", "output_tokens", "total_tokens")}

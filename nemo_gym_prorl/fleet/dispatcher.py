@@ -404,7 +404,6 @@ class FleetDispatcher:
         return waiting
 
     def _go_on(self) -> None:
-        """Forward waiting rollouts while a node has room."""
         while self._queue and self._room():
             rollout = self._queue.pop()
             waiting = self._no_longer_waits(rollout)

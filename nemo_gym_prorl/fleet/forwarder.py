@@ -190,12 +190,9 @@ class JobForwarder:
             self._settle(it, LossReason.AWAY, why)
 
     def record_probe(self, error: BaseException | None) -> None:
-        """Record the result of a health probe made by another component; ``None`` for a success.
-
-        After a failed probe, rollouts are reported as lost whose calls have failed for more than :data:`GIVE_UP_S`, if
-        another service can run them. A hung or partitioned machine keeps its TCP connections open, so the calls
-        themselves would wait for ever.
-        """
+        """Record the result of a health probe made by another component; ``None`` for a success. After a failed probe,
+        rollouts are reported as lost whose calls have failed for more than :data:`GIVE_UP_S`, if another service can
+        run them. Calls to a hung or partitioned machine would wait for ever, since their TCP connections stay open."""
         if error is None:
             self._is_back()
             return
@@ -354,7 +351,6 @@ class JobForwarder:
                 await asyncio.sleep(RETRY_S)
 
     async def _pause(self, it: _ForwardedJob, seconds: float) -> None:
-        """Wait for some seconds, or until the rollout is to be cancelled."""
         it.news.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

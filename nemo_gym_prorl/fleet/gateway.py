@@ -296,11 +296,8 @@ class FleetGateway(RolloutService):
         self._finish(job, outcome)
 
     def _outcome(self, job: Job, view: JobView) -> Outcome:
-        """Return the outcome that a node reported, and copy the details of the report to the job.
-
-        Raises:
-            TypeError, ValueError, LookupError, RecursionError: the report is invalid.
-        """
+        """Return the outcome that a node reported, and copy the details of the report to the job. Raise a
+        ``TypeError``, ``ValueError``, ``LookupError`` or ``RecursionError`` for an invalid report."""
         if (view.state is JobState.SUCCEEDED) is not (view.failure is None):
             raise ValueError(f"{view.state} with failure {view.failure}")
         if view.state is not JobState.SUCCEEDED and view.reward is not None:

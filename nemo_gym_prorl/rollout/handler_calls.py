@@ -144,10 +144,8 @@ class HandlerCalls:
         return await self._cleanup(job, lambda handler: handler.release(job, session), "the session", "released")
 
     async def end_scoring(self, job: Job) -> None:
-        """Cancel scoring that continues after the call of ``eval`` ended, within the time limit of a release.
-
-        Failures are logged; no-op for a handler without ``end_scoring``.
-        """
+        """Cancel scoring that continues after the call of ``eval`` ended, within the time limit of a release; log
+        failures. No-op for a handler without ``end_scoring``."""
         if isinstance(handler := self._handlers.get(job.environment), CancelsScoring):
             ending = handler.end_scoring
             await self._cleanup(job, lambda _: ending(job), "scoring", "ended")
@@ -332,12 +330,8 @@ def _short(value: Any) -> str:
 
 
 async def _with_timeout(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of ``work``. After ``seconds``, cancel ``work`` without waiting for its end.
-
-    Raises:
-        TimeoutError: ``work`` did not end in time.
-        Exception: any exception of ``work``.
-    """
+    """Return the result of ``work``; after ``seconds``, cancel ``work`` and raise a ``TimeoutError`` without waiting
+    for its end."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)

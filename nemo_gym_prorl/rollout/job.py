@@ -120,8 +120,8 @@ class Progress:
     @property
     def labels(self) -> list[str | None]:
         """Labels in :attr:`weight_versions`, without duplicates."""
-        all_ = [turn.get(end) for turn in self.weight_versions if isinstance(turn, dict) for end in ("first", "last")]
-        return [*dict.fromkeys(clean_text(label, 200) if isinstance(label, str) else None for label in all_)]
+        found = [turn.get(end) for turn in self.weight_versions if isinstance(turn, dict) for end in ("first", "last")]
+        return [*dict.fromkeys(clean_text(label, 200) if isinstance(label, str) else None for label in found)]
 
     @classmethod
     def of(cls, given: Any) -> Self:
@@ -440,21 +440,16 @@ class Job:
         return _BOOKKEEPING + body + len(self.tokens) + len(self.steps) + len(self.stored_row) + failures
 
     def gym_result(self) -> dict[str, Any]:
-        """Return the result in Gym's form, with all tokens on the output items; built on each call.
-
-        Only orjson can serialise the result, because it contains JSON fragments.
-        """
+        """Return the result in Gym's form, with all tokens on the output items as JSON fragments, which only orjson
+        can serialise. Built on each call."""
         assert self.outcome is not None, "only a job with its outcome has a result"
         result = self.outcome.result
         put_tokens(result.get("response"), map(TurnTokens.unpack, orjson.loads(self.tokens)))
         return result
 
     def move(self, state: JobState) -> None:
-        """Move the job to another state.
-
-        Raises:
-            IllegalTransition: :data:`TRANSITIONS` does not allow the transition.
-        """
+        """Move the job to another state; raise :class:`IllegalTransition` if :data:`TRANSITIONS` does not allow
+        this."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"job {self.id}: {self.state} -> {state}")
         self.state = state

@@ -440,9 +440,7 @@ class Pipeline(RolloutService):
     ) -> None:
         """Fail the waiting jobs of a group that is scored together, if some siblings were never submitted and the
         group is the same as ``before``, one EVAL budget (``patience_s``) ago; else check again after that time.
-
-        ``of``: the job's state at the first check, so that a later job with the same id is left alone.
-        """
+        ``of``: state of the job at the first check, so that a later job with the same id is left alone."""
         control = self._controls.get(job_id)
         if control is None or of not in (None, control):
             return
@@ -461,7 +459,6 @@ class Pipeline(RolloutService):
         asyncio.get_running_loop().call_later(patience_s, again)
 
     async def _leave_queue(self, job: Job, failure: Failure) -> None:
-        """Fail a waiting job: release its session, if any, then record the failure."""
         if job.session is not None:
             await self._release(job)
         await self._finish_failed(job, failure, None)
@@ -497,5 +494,4 @@ class Pipeline(RolloutService):
         return RENEW_S
 
     def _spawn_in_context(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
-        """Start background work of a job in the context of the job's submitter."""
         self._spawn(asyncio.create_task(work, context=self._controls[job.id].context.copy()))

@@ -190,11 +190,7 @@ class RolloutService(ABC):
         return job
 
     def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
-        """Create the job of a request if the service can take it.
-
-        Raises:
-            QueueFull, Draining, CallerError: as for :meth:`submit`.
-        """
+        """Create the job of a request after all checks; raise the errors of :meth:`submit`."""
         environment = self._environments_now().of_job(request)
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
@@ -223,11 +219,8 @@ class RolloutService(ABC):
         )
 
     def _check_room(self, client: str, jobs: int) -> None:
-        """Check that a client may queue ``jobs`` more jobs.
-
-        Raises:
-            QueueFull: the queue or the memory for results is full, and the client has its fair share.
-        """
+        """Check that a client may queue ``jobs`` more jobs. Raise :class:`QueueFull` if the queue or the memory for
+        results is full, and the client has its fair share."""
         most = self._defaults.max_queued
         if not self._may_queue(client, most - len(self._arriving) - jobs + 1):
             reason = f"the queue is full (max_queued {most}, {jobs} more requested); try again later"
@@ -235,11 +228,8 @@ class RolloutService(ABC):
         self.store.refuse_if_full(client)
 
     async def _accept_forks(self, parent: Job, requests: Sequence[JobRequest], **resume_from: Any) -> list[Job]:
-        """Accept all forks of a job, or none; ``resume_from`` is their ``fork=`` or ``resume_point=``.
-
-        Raises:
-            CallerError: a fork is refused; forks that were accepted before are cancelled.
-        """
+        """Accept all forks of a job, or none; ``resume_from`` is their ``fork=`` or ``resume_point=``. If a fork is
+        refused, cancel those accepted before, and raise its ``CallerError``."""
         row = orjson.dumps(parent.row)
         every = [
             replace(request, row=orjson.loads(row), run=parent.run, environment=parent.environment, **resume_from)
@@ -266,10 +256,8 @@ class RolloutService(ABC):
         return jobs
 
     def _recover_jobs(self) -> None:
-        """Start to recover the accepted jobs of an earlier process, in the background since there may be 100,000.
-
-        A request for a job that is not recovered yet waits for its recovery.
-        """
+        """Start to recover the accepted jobs of an earlier process, in the background since there may be 100,000. A
+        request for a job that is not recovered yet waits for its recovery."""
         if self.store.journal is not None:
             self.store.expected = asyncio.get_running_loop().create_future()
             self.store.arriving = asyncio.ensure_future(self._recover_all(self.store.journal))
@@ -404,7 +392,6 @@ class RolloutService(ABC):
             LOGGER.error("%s: background task failed", type(self).__name__, exc_info=error)
 
     async def _settle(self) -> None:
-        """Wait until all background tasks have ended, then close the journal."""
         while pending := {*self._tasks, *self._arriving.values()}:
             await asyncio.wait(pending)
         if self.store.journal is not None:

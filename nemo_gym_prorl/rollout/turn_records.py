@@ -354,7 +354,6 @@ class _Record:
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the ids of the task and the rollout in the form of Gym's collector."""
     task, repeat = row.get("_ng_task_index"), row.get("_ng_rollout_index")
     names = (row.get(name) for name in ("task_id", "problem_id", "instance_id"))
     task_id = next((str(name) for name in names if name is not None and str(name).strip()), str(task))

@@ -244,11 +244,7 @@ def is_own(caller: Caller, one: Job | Transition) -> bool:
 
 
 def require_own(caller: Caller, job: Job, field: str | None = None) -> None:
-    """Check that the caller may see and change a job.
-
-    Raises:
-        NotOwner: the job belongs to another client; names ``field``.
-    """
+    """Raise :class:`NotOwner` with ``field`` unless the caller may see and change the job."""
     if not is_own(caller, job):
         raise NotOwner(f"rollout {job.id!r} belongs to another client", field=field)
 
@@ -287,11 +283,7 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
 
 
 def require_own_id(caller: Caller, job: Job) -> None:
-    """Check that the caller owns the job whose id a submission uses.
-
-    Raises:
-        JobConflict: the job belongs to another client.
-    """
+    """Raise :class:`JobConflict` unless the caller owns the job, whose id a submission of the caller uses."""
     if not is_own(caller, job):
         raise JobConflict.with_anothers(job.id)
 

@@ -184,6 +184,5 @@ class AttachedCallers:
 
 
 async def _disconnected(connection: Request) -> None:
-    """Wait until the caller closes the connection."""
     while (await connection.receive())["type"] != "http.disconnect":
         pass

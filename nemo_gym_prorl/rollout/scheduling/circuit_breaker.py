@@ -160,12 +160,8 @@ class CircuitBreaker:
             self._execute(self._scheduler.hold(environment, held))
 
     async def _probe(self, environment: str) -> float | None:
-        """Probe the environment's servers once.
-
-        Returns:
-            Seconds until the next probe. ``None`` ends probing: no server is down, and no job of the environment is in
-            a stage or the handler cannot probe.
-        """
+        """Probe the environment's servers once; return the seconds until the next probe. ``None`` ends probing: no
+        server is down, and no job of the environment is in a stage or the handler cannot probe."""
         servers = self._out[environment]
         down = await self._calls.unreachable(environment)
         if down is None and not servers:

@@ -286,7 +286,6 @@ class StageScheduler:
         self._push(following, Stage.EVAL)
 
     def _moves(self, entry: _JobEntry, stage: Stage, position: _Position) -> None:
-        """Change the position of a job, and update all counts."""
         self._count(entry, -1)
         entry.stage, entry.position = stage, position
         self._count(entry, 1)

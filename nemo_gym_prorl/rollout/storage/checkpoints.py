@@ -89,7 +89,6 @@ class CheckpointStore:
         """Bytes of all checkpoints."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Write a new checkpoint of a job to the shared folder, if any, and let the job hold the checkpoint."""
         try:
             if self._shared is not None:
                 await self._shared.write(job, checkpoint)
@@ -97,7 +96,6 @@ class CheckpointStore:
             self.add(job, checkpoint)
 
     def add(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Let a job hold a checkpoint that is stored already; erase others if the limits are now exceeded."""
         job.checkpoints[checkpoint.turn] = checkpoint
         self._live[job] = None
         self.bytes += checkpoint.size if not self._holders[checkpoint] else 0
@@ -116,7 +114,6 @@ class CheckpointStore:
         return {environment: [*checkpoints] for environment, checkpoints in found.items()}
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint from a job, and erase the checkpoint if no other job holds it."""
         job.checkpoints.pop(checkpoint.turn, None)
         self._holders[checkpoint] -= 1
         if not self._holders[checkpoint]:
@@ -125,7 +122,6 @@ class CheckpointStore:
             self._erase(job.environment, [checkpoint])
 
     def ended(self, job: Job, *, keep: bool) -> None:
-        """Record that a job has its outcome; erase its checkpoints unless ``keep``."""
         if job in self._live:
             del self._live[job]
             self._ended[job] = self._clock()
@@ -204,10 +200,8 @@ class SharedCheckpoints:
         raise CallerError(f"{path / _NAME} is damaged; stop all nodes and remove it", field=CHECKPOINT_FOLDER)
 
     async def write(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint to the folder, best-effort: after a failure only this service can resume from it.
-
-        No-op for a state that cannot be serialised.
-        """
+        """Write a checkpoint to the folder, best-effort: after a failure, or if the state cannot be serialised, only
+        this service can resume from the checkpoint."""
         if not isinstance(checkpoint.state, SerializableState):
             return
         folder = self._folder(job.id)
@@ -337,11 +331,8 @@ class SharedCheckpoints:
 
 
 def restart_without_checkpoint(job: Job, why: str) -> None:
-    """Record as a failed attempt that a job cannot resume and restarts from its row.
-
-    Raises:
-        CallerError: the job is a fork, which cannot start without its checkpoint.
-    """
+    """Record as a failed attempt that a job cannot resume and restarts from its row; raise a ``CallerError`` for a
+    fork, which cannot start without its checkpoint."""
     if job.forked_from is not None:
         raise CallerError(f"the checkpoint of the fork is lost: {why}; fork another turn", field="turn")
     reason = f"cannot resume, so the rollout restarts from its row: {why}"
@@ -391,7 +382,6 @@ def _turns(folder: Path) -> list[int]:
 
 
 def _renew(paths: Iterable[Path]) -> None:
-    """Reset the modification times of the paths that exist."""
     for path in paths:
         with suppress(OSError):
             os.utime(path)

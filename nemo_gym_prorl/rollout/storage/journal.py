@@ -165,10 +165,8 @@ class Journal(JournalReader):
         self._thread.start()
 
     def _begin(self) -> tuple[str, int]:
-        """Create missing tables and count one more start; return the epoch of the log and the number of starts.
-
-        The file stores the epoch in its pragma ``application_id``, and the number of starts in ``user_version``.
-        """
+        """Create missing tables and count one more start; return the epoch of the log and the number of starts. The
+        file stores the epoch in its pragma ``application_id``, and the number of starts in ``user_version``."""
         for pragma in ("journal_mode=WAL", "synchronous=FULL"):
             self._writer.execute(f"PRAGMA {pragma}")
         with self._writing() as connection:
@@ -226,11 +224,7 @@ class Journal(JournalReader):
         return position
 
     def check(self) -> None:
-        """Check that new jobs can be written.
-
-        Raises:
-            JournalUnavailable: the last commit failed.
-        """
+        """Raise :class:`JournalUnavailable` if the last commit failed."""
         if self.failing is not None:
             raise self._fails()
 
@@ -346,7 +340,6 @@ class Journal(JournalReader):
         return {job_id for (job_id,) in found}
 
     def _forget(self) -> None:
-        """Forget the oldest outcomes beyond the limits of age and bytes."""
         now, tick = time.time(), time.monotonic()
         if self.bytes <= self._keep_bytes and 0 <= tick - self._checked_at < _FORGET_INTERVAL_S:
             return

@@ -169,11 +169,8 @@ def job_record(job: Job) -> tuple[bytes, bytes]:
 
 
 def job_to_run(job_id: str, options: bytes, row: bytes) -> Job:
-    """Return the new job that :func:`job_record` wrote.
-
-    Raises:
-        ValueError, LookupError, TypeError: the record is damaged.
-    """
+    """Return the new job that :func:`job_record` wrote; raise a ``ValueError``, ``LookupError`` or ``TypeError`` for a
+    damaged record."""
     return _job(job_id, orjson.loads(options), orjson.loads(row))
 
 
@@ -225,16 +222,8 @@ def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[byte
 
 
 def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
-    """Return the ended job that :func:`outcome_record` wrote.
-
-    Args:
-        job_id: the job's id.
-        about: column ``about``.
-        content: column ``content``, compressed; with ``None`` the job has neither row nor result.
-
-    Raises:
-        ZstdError, ValueError: the content is damaged.
-    """
+    """Return the ended job that :func:`outcome_record` wrote. ``content`` is compressed; with ``None`` the job has
+    neither row nor result. Raise a ``ZstdError`` or ``ValueError`` for a damaged content."""
     record = orjson.loads(about)
     parts = [] if content is None else _parts(content, record["sizes"])
     row, body, tokens, steps = parts or (b"{}", b"{}", NO_TOKENS, NO_STEPS)
