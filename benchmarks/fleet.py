@@ -185,7 +185,7 @@ async def _measure(scale: Scale, folder: Path) -> list[Row]:
         rows = _heavy(largest, scale.heavy_turn_s)
         ours = await _makespan([front], rows, SIBLINGS, "ours")
         async with contextlib.AsyncExitStack() as stack:
-            nodes = [await stack.enter_async_context(RolloutClient(url, KEY)) for url in await fleet.placement()]
+            nodes = [await stack.enter_async_context(RolloutClient(url, KEY)) for url in await fleet.nodes()]
             theirs = await _makespan(nodes, rows, SIBLINGS, "theirs")
     goals = {largest: ">= 0.95"}
     return [
