@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(slots=True)
 class Engine:
-    """One simulated engine."""
+    """Simulated engine. ``capacity``: tokens of its KV cache. Times are seconds of simulated time."""
 
     index: int
     capacity: int

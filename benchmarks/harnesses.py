@@ -187,7 +187,7 @@ async def run_cell(harness: str, environment: str, count: int, folder: Path) -> 
         async def run(number: int, row: dict[str, Any], command: str) -> Rollout:
             mark, deserved = f"m{number}", float(number % 2 == 0)
             engine.commands[mark] = command if deserved else "echo nothing"
-            collected = {"_ng_task_index": number, "_ng_rollout_index": 0}  # with both, a failure is a row with 200
+            collected = {"_ng_task_index": number, "_ng_rollout_index": 0}  # `/run` then reports a failure as a row
             async with limit, at.http.post(f"{at.url}/run", json=marked(row, mark) | collected) as reply:
                 answer = await reply.json(content_type=None)
             if reply.status != 200:

@@ -54,7 +54,8 @@ def steps(rows: Sequence[Row]) -> Curves:
 
 
 def ratios(rows: Sequence[tuple[str, Row]]) -> str:
-    """Return a chart with one bar per goal: the factor better than the peer, logarithmic, with the goal as a tick."""
+    """Return a bar chart: per goal, the factor by which this package beats the peer (logarithmic), with the goal as a
+    tick."""
     bars = []
     for name, row in rows:
         assert row.goal is not None

@@ -43,7 +43,7 @@ SHARED_TOKENS = 1400
 PEER, SHELLS = "Gym's stack", "3 bare shells + 2 ms"
 WINDOW = (0.2, 0.7)
 """Fractions of the turns between which a rate is measured, without the start and the end of the run."""
-SUPERVISOR = b"supervisor import server"  # in its command line
+SUPERVISOR = b"supervisor import server"  # part of the command line of this package's supervisor process
 KNOWN_MS = 100.0
 BURN = f"python3 -c 'import time\nwhile time.process_time() < {KNOWN_MS / 1000}: pass'"
 GONE_S = 60  # seconds after a run within which its sandboxes must end
@@ -143,7 +143,8 @@ class Bench:
 
 
 def cpu_seconds(parts: Mapping[str, Process]) -> dict[str, float]:
-    """Return the CPU seconds so far by part; of the environment's descendants, the supervisor and all others apart."""
+    """Return the CPU seconds so far by part of the stack. The environment is split into its server, the supervisor and
+    the sandboxes."""
     used = {part: processes.core_seconds(process.pid) for part, process in parts.items()}
     if "environment" in parts:
         pid = parts["environment"].pid

@@ -118,7 +118,7 @@ class Sampled:
 
 
 class Engine:
-    """Stand-in engine: answers requests by path."""
+    """HTTP routes of the stand-in engine. ``delay_s``: seconds from a request for a completion to its answer."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
         self.tokenizer, self.delay_s = tokenizer, delay_s

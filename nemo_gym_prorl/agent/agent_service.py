@@ -325,7 +325,8 @@ def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
 
 
 def _in_row(error: CallerError) -> CallerError:
-    """Return the error of a refused job with its field as a path in the body of ``/run``, which is the row itself."""
+    """Return the error with its field as a path in the body of ``/run``: for jobs, fields of the row begin with
+    ``row.``, but the body of ``/run`` is the row itself."""
     if isinstance(error, JobConflict):
         return JobConflict(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.id")
     if isinstance(error, NotOwner):

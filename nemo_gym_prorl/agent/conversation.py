@@ -327,8 +327,8 @@ class Conversation:
     async def forget(self) -> None:
         """Delete the rollout at the server: its token ledger and its slot at a backend.
 
-        A rollout that is cancelled in its first turn has received no answer, and so no header. The trait of the server
-        (:data:`KEEPS_TOKENS`) then decides whether deletion is needed.
+        A rollout that is cancelled in its first turn cannot know whether the server keeps its tokens. The trait of the
+        server (:data:`KEEPS_TOKENS`) then decides whether deletion is needed.
 
         Raises:
             InfrastructureError: the server cannot be reached, or reports a failure.

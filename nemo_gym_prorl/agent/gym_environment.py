@@ -107,7 +107,7 @@ class GymContext:
         """Return the model server of a rollout.
 
         Rollouts of a group share a prompt, so all of them use one server. Rendezvous hashing of group and server names
-        selects it, so adding a server moves few groups.
+        selects the server, so adding a server moves few groups.
         """
         name = job.group or job.id
         return max(self.models, key=lambda server: sha256(f"{server.name} {name}".encode(errors="replace")).digest())

@@ -252,9 +252,8 @@ class _RolloutRecord:
     async def ask(
         self, method: str, part: str, body: Any = None, refusal: type[RolloutError] = InfrastructureError
     ) -> Any:
-        """Send a request about the rollout to the model server, and return the JSON of the answer. ``part`` is the
-        path below the rollout's path. Errors are those of :func:`.require_ok`; a ``CallerError`` also says that the
-        server serves no programs."""
+        """Send a request to ``part``, a path below the rollout's path at the model server, and return the JSON of the
+        answer. Raise the errors of :func:`.require_ok`, and a ``CallerError`` if the server serves no programs."""
         answer = await self._model.call(method, f"{self._path}{part}", body, CookieJar())
         what = f"{self._model.name} {method} {part or 'rollout'}"
         if answer.status in (404, 405):

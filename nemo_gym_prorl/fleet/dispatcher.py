@@ -92,7 +92,7 @@ class FleetDispatcher:
     Args:
         nodes: source of the nodes.
         tokens, on_ended, on_lost, report, is_wanted: as for :class:`~.forwarder.JobForwarder`.
-        on_error: called with a node and an error that stopped the node's forwarder; with an empty node for a bug here.
+        on_error: called with a node and an error that stopped its forwarder; with an empty node for other errors.
         on_state: called with every observed state of a rollout without an outcome.
         on_placed: called with a rollout and its node before the submission.
         on_survey: called with a node after each of the node's answers to a status request.

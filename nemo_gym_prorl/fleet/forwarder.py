@@ -190,8 +190,8 @@ class JobForwarder:
             self._settle(it, LossReason.AWAY, why)
 
     def record_probe(self, error: BaseException | None) -> None:
-        """Record the result of a health probe made by another component; ``None`` for a success. After a failed probe,
-        rollouts are reported as lost whose calls have failed for more than :data:`GIVE_UP_S`, if another service can
+        """Record the result of a health probe made by another component; ``None`` for a success. A failed probe
+        reports the rollouts as lost whose calls have failed for more than :data:`GIVE_UP_S`, if another service can
         run them. Calls to a hung or partitioned machine would wait for ever, since their TCP connections stay open."""
         if error is None:
             self._is_back()
@@ -254,7 +254,8 @@ class JobForwarder:
             pass
 
     async def _accepted(self, it: _ForwardedJob) -> bool:
-        """Submit the rollout until the service may know it; return ``False`` if its result was reported meanwhile."""
+        """Submit the rollout until the service accepts it. Return ``False`` if the rollout needs no further work: its
+        result was reported, or its outcome is not wanted."""
         options = {name: value for name, value in it.body.items() if name not in ("row", FORK)}
         fork = it.body.get(FORK)
         losses = _LOSS_BY_STATUS | _FORK_LOSS_BY_STATUS if fork else _LOSS_BY_STATUS

@@ -330,7 +330,7 @@ def take_tokens(response: object) -> list[TurnTokens]:
 
 
 def put_tokens(response: object, turns: Iterable[TurnTokens]) -> None:
-    """Put tokens back on their output items, as JSON fragments that only orjson can serialise."""
+    """Put tokens back on the output items of a response, as JSON fragments that only orjson can serialise."""
     items = _output(response)
     ids, text = array("i"), b""
     experts: str | None = None

@@ -37,7 +37,7 @@ class AgentHandler(Protocol):
     """Stages of a kind of task. Every coroutine may be cancelled at any await and must then clean up after itself.
 
     Attributes:
-        name: the name in the registry.
+        name: name of the handler in the registry.
     """
 
     name: str
@@ -272,7 +272,8 @@ class Environments:
 
     @classmethod
     def of(cls, handler: AgentHandler) -> Environments:
-        """Return environments with one member, which takes all rows and is named after its handler."""
+        """Return the environments of a service with one handler: one environment, named after the handler, for all
+        rows."""
         return cls([Environment(handler.name, handler.name, lambda: handler)], handler.name)
 
     @property

@@ -121,7 +121,8 @@ class HandlerCalls:
         """Return the result of a finished :meth:`work` task.
 
         Raises:
-            Exception: any exception of the task.
+            InfrastructureError: the task was cancelled by the handler itself.
+            Exception: any exception of the task; one that is no ``Exception`` as ``RuntimeError``.
         """
         if task.cancelled():
             raise InfrastructureError(
@@ -185,7 +186,7 @@ class HandlerCalls:
                 job.trajectory.take_tokens()
             outcome = self._handlers.get(job.environment).on_failure(job, stage, failure)
             fault = _outcome_defect(outcome)
-        except BaseException as error:  # also exit(): the call runs in the event loop itself
+        except BaseException as error:  # also SystemExit: the call runs in the event loop itself
             LOGGER.exception("on_failure of handler %s failed", job.handler)
             raised = classify(error, stage)
             fault, trace = f"raised {raised.reason}", raised.traceback
@@ -221,7 +222,7 @@ class HandlerCalls:
             if value is None:
                 return None
             return self._scored(job, value) if isinstance(value, Verdict) else self._trajectory(job, value)
-        except BaseException as error:  # also exit(): the call runs in the event loop itself
+        except BaseException as error:  # also SystemExit: the call runs in the event loop itself
             LOGGER.warning(
                 "job %s: timed_out of handler %s failed: %s", job.id, job.handler, classify(error, None).reason
             )
@@ -269,7 +270,7 @@ class HandlerCalls:
             job.trajectory.tokens = job.trajectory.tokens or take_tokens(value.result.get("response"))
         try:
             traces = value.result.get(TRAINING_TRACES)
-            if traces is not None and traces == job.row.get(TRAINING_TRACES):  # of an earlier rollout, in the row
+            if traces is not None and traces == job.row.get(TRAINING_TRACES):  # copied from the row, not sampled now
                 value = replace(value, result={**value.result})
                 del value.result[TRAINING_TRACES]
             mask = is_masked(value.result)

@@ -82,7 +82,8 @@ _STAGES = tuple(Stage)
 
 @dataclass(slots=True)
 class StageTime:
-    """Seconds for which a job waited for one stage and was worked on there, summed over its attempts."""
+    """Seconds that a job waited for one stage and spent in the stage, and number of attempts; summed over all
+    attempts."""
 
     waited_s: float = 0.0
     worked_s: float = 0.0
@@ -275,7 +276,7 @@ class Checkpoint:
 
 
 class CheckpointRecorder(Protocol):
-    """Checkpoint store, as jobs use it."""
+    """Interface by which jobs use the checkpoint store."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
         """Write a new checkpoint of a job and let the job hold it; return once other services can find it."""

@@ -52,7 +52,7 @@ from nemo_gym_prorl.rollout.status import VERSION, EnvironmentView, HeldView, St
 from nemo_gym_prorl.rollout.storage.checkpoints import RENEW_S, CheckpointStore, SharedCheckpoints
 
 
-if TYPE_CHECKING:  # clients have no database
+if TYPE_CHECKING:  # so that clients of the job API import no database
     from nemo_gym_prorl.rollout.storage.journal import Journal
     from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 

@@ -144,7 +144,7 @@ class JobRequest:
 
     @property
     def forked_from(self) -> dict[str, Any] | None:
-        """Parent of the fork as clients see it; ``None`` if the job is not a fork."""
+        """Parent, turn and lost parts of the fork, as clients see them; ``None`` if the job is not a fork."""
         if self.fork is not None:
             return self.fork.as_dict()
         return self.resume_point.fork if self.resume_point is not None else None

@@ -60,7 +60,7 @@ def _hash(value: str) -> str:
 
 
 class Client(BaseModel):
-    """A client and its key."""
+    """Client with the hash of its key, its scopes and its share."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -4,8 +4,8 @@
 
 :class:`FairQueue` orders by priority, then client, then environment, then arrival. Of two clients or environments, the
 one with less load relative to its share goes first; ties are served in turn. So a thousand long jobs of one client or
-environment block no other client or environment. Limits are divided by the clients' shares. All clients without a
-configured share have one share of 1 together, because callers can invent client names.
+environment block no other client or environment. Limits are divided among clients in proportion to their shares. All
+clients without a configured share have one share of 1 together, because callers can invent client names.
 
 :class:`GroupBarrier` gathers the rollouts of a group whose verifier compares them (Gym's ``genrm_compare``): such a
 ``/verify`` answers only once all rollouts of the group have arrived. Siblings gather outside the queue and pass EVAL
@@ -245,7 +245,7 @@ class _Group:
 
 
 class GroupBarrier:
-    """Groups of the environments whose verifiers score siblings together.
+    """Barrier at which the rollouts of a group gather before their verifier scores them together.
 
     Args:
         sizes: cohort size by environment; other environments are ignored.

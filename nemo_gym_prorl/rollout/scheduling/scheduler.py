@@ -12,11 +12,10 @@ Invariants:
 - INIT starts a job only while session capacity is free: jobs with a session (in INIT, READY or RUN) never exceed
   ``run + ready``. So INIT never blocks on a full READY buffer.
 - Jobs in a stage on hold, waiting or working, do not count against slots and session capacity, because their server
-  does not answer. During outages more jobs than allowed may thus hold slots and sessions: at most a full set for each
-  environment that is down.
-- No environment takes a whole stage while another could use it. A slot of each stage stays free for each environment
-  that has no slot there and has rows in earlier stages. A session stays free for each environment that has no session
-  and waits for INIT. Environments below their share of sessions get INIT's last slots.
+  does not answer. So while n environments are down, up to n + 1 times the slots and sessions may be in use.
+- No environment takes a whole stage while another could use the stage. A slot of each stage stays free for each
+  environment that has no slot there and has jobs in earlier stages. A session stays free for each environment that has
+  no session and waits for INIT. Environments below their share of sessions get INIT's last slots.
 - A :class:`Start` takes a slot, and exactly one later event of that job frees the slot.
 - Siblings that are scored together (:mod:`.fair_queue`) start EVAL at once, in one slot; siblings that wait for the
   others hold no slot.
@@ -140,7 +139,7 @@ class StageScheduler:
         return frozenset(stage for name, stage in self._on_hold if name == environment)
 
     def by_environment(self) -> Counter[tuple[str, Stage, bool]]:
-        """Return the number of jobs by environment, stage, and whether they are in the stage or wait. Costs O(n)."""
+        """Return the number of jobs by environment, stage, and whether they are in the stage (else they wait)."""
         return Counter(
             (entry.environment, entry.stage, entry.position in _WORKS)
             for entry in self._jobs.values()
@@ -326,7 +325,7 @@ class StageScheduler:
         return self._max_sessions - self._counted(self._sessions, Stage.INIT, Stage.RUN)
 
     def _may_start(self, stage: Stage) -> Set[str]:
-        """Return the environments with jobs in the queue of a stage of which a job may start next."""
+        """Return the environments of which a queued job may start in a stage next."""
         may: Set[str] = self._queues[stage].environments
         free = self._free(stage)
         if free <= 0:

@@ -76,7 +76,7 @@ _TABLES = (
 _INDEXES = (
     "CREATE INDEX outcomes_id ON outcomes (id)",
     "CREATE INDEX outcomes_group ON outcomes (job_group, number)",
-    "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # has all columns of the sums at start
+    "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # covers the queries of _measure
 )
 # REPLACE: an entry that was damaged, and so not recovered, may have the same id.
 _INSERT_JOB = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES (?, ?, ?, ?)"

@@ -32,7 +32,7 @@ from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, J
 from nemo_gym_prorl.rollout.scheduling.fair_queue import is_under_fair_share
 
 
-if TYPE_CHECKING:  # clients have no database
+if TYPE_CHECKING:  # so that clients of the job API import no database
     from nemo_gym_prorl.rollout.storage.journal import Journal
 
 
@@ -103,8 +103,8 @@ class JobStore:
         """Number of remembered jobs by state."""
         self._log: dict[int, Job] = {}
         self._log_length = self._expired_before = 0 if journal is None else journal.end
-        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # by time of end
-        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # by time of reading
+        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which the jobs ended
+        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which results were read
         self.retained_bytes = 0
         """Bytes of the terminal jobs."""
         self.retained_of: Counter[str] = Counter()
