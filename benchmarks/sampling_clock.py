@@ -88,8 +88,7 @@ class World:
         return [self.outcome(f"{RUN}:{prompt}:{member}:0") for member in range(self.group_size)]
 
     def true(self, prompts: int) -> tuple[float, float]:
-        """Return the mean seconds and reward of first tries, of those among the first ``prompts`` groups whose rewards
-        vary."""
+        """Return the mean seconds and reward of first tries, over the groups with variance among the first prompts."""
         groups = [group for group in map(self.first_tries, range(prompts)) if len({reward for _, reward in group}) > 1]
         seconds, rewards = zip(*(outcome for group in groups for outcome in group), strict=True)
         return statistics.fmean(seconds), statistics.fmean(rewards)

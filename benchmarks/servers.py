@@ -112,14 +112,14 @@ async def agent_server(kind: str, instant_port: int, **settings: Any) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def model_server(kind: str, engines: list[str], folder: Path) -> AsyncIterator[Process]:
-    """Run :data:`MODEL_SERVER` or :data:`PEER_MODEL_SERVER` over engines, with their tokenizer's folder."""
+    """Run :data:`MODEL_SERVER` or :data:`PEER_MODEL_SERVER` over ``engines``; ``folder`` has their tokenizer."""
     async with gym_servers({"policy_model": model_of(kind, engines, folder)}) as processes:
         yield processes["policy_model"]
 
 
 @dataclass(frozen=True, slots=True)
 class GymServer:
-    """Server of Gym or of this package: its folder (``responses_api_agents``, …), its kind and its settings."""
+    """Description of a server of Gym or of this package: folder (``responses_api_agents``, …), kind and settings."""
 
     folder: str
     kind: str
@@ -144,7 +144,7 @@ def agent_of(kind: str, environment: str, model: str, **settings: Any) -> GymSer
 
 
 def model_of(kind: str, engines: list[str], folder: Path) -> GymServer:
-    """Return a model server over engines, with their tokenizer's folder."""
+    """Return the description of a model server over ``engines``; ``folder`` has their tokenizer."""
     settings = {
         "base_url": [f"{url}/v1" for url in engines],
         "api_key": "none",

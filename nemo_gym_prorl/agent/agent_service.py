@@ -199,7 +199,7 @@ class AgentService:
         Masked rows that belong to no known environment are skipped: ``/run`` refused these rows.
 
         Raises:
-            CallerError: another row belongs to no known environment, an environment has no resources server, or a
+            CallerError: an unmasked row belongs to no known environment, an environment has no resources server, or a
                 server refuses its rows.
             InfrastructureError: a server fails or cannot be reached.
         """

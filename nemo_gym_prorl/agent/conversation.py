@@ -125,7 +125,7 @@ class SavedTurns:
 
     @property
     def new(self) -> bytes:
-        """Latest batch; empty if there is none."""
+        """Last element of :attr:`batches`: the turns since the checkpoint before; empty without batches."""
         return self.batches[-1] if self.batches else b""
 
 

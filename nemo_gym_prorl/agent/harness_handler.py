@@ -266,7 +266,7 @@ class _RolloutRecord:
 
 
 def prompt_of(params: Mapping[str, Any]) -> str:
-    """Return the prompt of a program: the instructions and the texts of a row's input, separated by blank lines.
+    """Return a program's prompt: instructions and texts of a row's input, and a hint if the row offers ``submit``.
 
     Raises:
         CallerError: an input item is not a text message of system, developer or user, or the instructions are not a

@@ -72,7 +72,7 @@ class HandlerCalls:
         handlers: environments with their handlers.
         release_s: seconds that the release of a session may take.
         cancel_grace_s: seconds until a cancelled call counts as abandoned.
-        shared: folder with the checkpoints of other services; ``None`` without one.
+        shared: folder in which services share checkpoints; ``None`` without one.
     """
 
     def __init__(

@@ -230,7 +230,7 @@ def failure_state(failure: Failure) -> JobState:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Checkpoints of other services from which a job may start.
+    """Checkpoints in the shared folder from which a job may start.
 
     Attributes:
         tries: ids of the job's earlier tries, the latest first. If no try has a checkpoint, the job starts from its
@@ -260,7 +260,7 @@ class Checkpoint:
 
     Attributes:
         turn: number of turns taken.
-        state: state from which the handler resumes; never leaves the service.
+        state: state from which the handler resumes; opaque to the pipeline, and never in an answer to a client.
         size: bytes that are stored for the checkpoint.
         spent_s: seconds of RUN's budget that the rollout had used.
         lost: short names of parts of the environment that cannot be restored.
@@ -302,8 +302,7 @@ class Job:
     Attributes:
         id: unique; chosen by the caller or by the service.
         stored_row: the dataset row as sent; as JSON once the job has its outcome. Read the row through :attr:`row`.
-        digest: digest of the request (:meth:`~.request.JobRequest.digest`). A request with the same id and another
-            digest is refused.
+        digest: digest of the request. A request with the same id and another digest is refused.
         environment: name of the job's environment (:mod:`~nemo_gym_prorl.rollout.handler`).
         handler: name of the handler that runs the job.
         group: group of the rollouts of one prompt; ``None`` without a group.
@@ -328,7 +327,7 @@ class Job:
         spent_s: seconds of RUN's budget that earlier attempts used before the turn where this attempt resumed.
         resumed: per resumed attempt, the ``turn`` and the ``lost`` parts of the environment.
         forked_from: ``id`` of the parent rollout, ``turn`` of the fork, and ``lost`` parts of the environment.
-        resume_point: checkpoints of other services that INIT looks for.
+        resume_point: checkpoints in the shared folder that INIT looks for; ``None`` if there are none to look for.
         tries: ids at nodes so far, for a job of a fleet gateway.
         working: returns the stage that works on the job, and the seconds of work so far; ``None`` between stages.
     """

@@ -126,7 +126,7 @@ class JobRequest:
     ``budgets``: seconds by stage; missing stages use the environment's budget.
     ``attached``: the caller waits on a connection and takes the result; no other caller can join.
     ``fork``: a checkpoint of this service from which the job starts.
-    ``resume_point``: checkpoints of other services from which the job starts.
+    ``resume_point``: checkpoints in the shared folder from which the job starts.
     """
 
     row: dict[str, Any]

@@ -30,7 +30,7 @@ class PoolView(BaseModel):
 
 
 class HeldView(BaseModel):
-    """A server that cannot be reached."""
+    """Unreachable server, and the environments whose rollouts wait for it."""
 
     reason: str
     since: float = Field(description="Seconds since the epoch.")

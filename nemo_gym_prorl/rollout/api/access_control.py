@@ -107,7 +107,7 @@ def read_clients(path: Path) -> Clients:
 
 
 def write_clients(path: Path, clients: Clients) -> None:
-    """Replace the keys file atomically."""
+    """Replace the keys file, or the target of its symlink, atomically and readable only by this user."""
     path = path.resolve()  # replace the target of a symlink, not the symlink
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -125,7 +125,8 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         ] = None,
         n: Annotated[int, Query(ge=1, le=1000, description="Number of forks.")] = 1,
     ) -> ForkAnswer:
-        """Submit rollouts that start from a checkpoint of this one, with its sandbox's files and its tokens."""
+        """Submit rollouts that continue this rollout from one of its checkpoints, with the sandbox's files and the
+        tokens."""
         parent = await find(rollout_id, who)
         wanted = (body or ForkRequest()).to_requests(parent, n)
         jobs = await service.fork(parent, turn, [submitted_by(who, one, service.store) for one in wanted])

@@ -73,7 +73,7 @@ class ResumePointModel(BaseModel):
         return self
 
     def to_resume_point(self) -> ResumePoint:
-        """Return the resume point in the pipeline's form, without an owner."""
+        """Return the resume point as the pipeline uses it, valid for rollouts of any owner."""
         return ResumePoint(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
 
 
