@@ -45,7 +45,7 @@ KEEPS_TOKENS = "keeps tokens"
 """Trait of a model server that has echoed the header :data:`DEFERRAL` at least once."""
 
 _FETCH_ATTEMPTS = 3
-_FETCH_PAUSE_S = 0.5  # between attempts: a dropped connection is replaced within it
+_FETCH_PAUSE_S = 0.5  # between attempts, enough to reconnect after a dropped connection
 
 
 @dataclass(slots=True)

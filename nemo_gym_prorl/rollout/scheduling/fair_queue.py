@@ -30,7 +30,7 @@ class _ClientQueue:
         self.jobs: dict[str, OrderedDict[str, None]] = {}
         """Ids in the order of arrival, by environment."""
         self._turns: dict[str, int] = {}
-        """Time of last service, or of arrival, by environment."""
+        """Count of the queue's events at the last service, or at the arrival, by environment."""
 
     def push(self, job_id: str, environment: str, turn: int) -> None:
         if environment not in self.jobs:
@@ -62,9 +62,9 @@ class _PriorityLevel:
 
     def __init__(self) -> None:
         self.jobs: dict[str, _ClientQueue] = {}
-        """By client."""
+        """Jobs by client."""
         self.turns: dict[str, int] = {}
-        """Time of last service, or of arrival, by client."""
+        """Count of the queue's events at the last service, or at the arrival, by client."""
         self._ranks: list[tuple[float, int, str]] = []
 
     def rank(self, client: str, load: Callable[[str], float]) -> None:
