@@ -296,8 +296,8 @@ def scoped_key(caller: Caller, key: bytes | None) -> bytes | None:
 async def ended_of(
     caller: Caller, store: JobStore, start: Cursor, limit: int, wait: float, *, content: bool = False
 ) -> tuple[list[Job], Cursor]:
-    """Return the caller's own outcomes behind a cursor, and the next cursor; wait up to ``wait`` seconds for one. The
-    outcomes of other clients are skipped: they neither end the wait nor cause empty pages.
+    """Return the caller's own outcomes behind a cursor, and the next cursor; wait up to ``wait`` seconds if there are
+    none. Outcomes of other clients are skipped: they neither end the wait nor cause empty pages.
 
     Raises:
         CursorExpired, CallerError: as for :meth:`JobStore.ended_after`.

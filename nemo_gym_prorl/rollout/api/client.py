@@ -155,8 +155,8 @@ class RolloutClient:
     async def list(
         self, *, state: str | None = None, group: str | None = None, limit: int = 100, page: str | None = None
     ) -> Listing:
-        """Return up to ``limit`` rollouts (at most 1,000), oldest first: the first page, or the page that the field
-        ``next`` of the page before names."""
+        """Return up to ``limit`` rollouts (at most 1,000), oldest first. ``page``: field ``next`` of the previous
+        page; ``None`` for the first page."""
         query = {"state": state, "group": group, "limit": limit, "from": page}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
