@@ -415,7 +415,7 @@ class Attempt:
             LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
             task.add_done_callback(self._release_late_session)
         elif not task.cancelled() and task.exception() is None and stage is Stage.INIT:
-            job.session = task.result()  # the pipeline must release it
+            job.session = task.result()  # so that the pipeline releases the session
         raise self._interrupt.result() if self._interrupt.done() else BudgetExceeded(stage, job.budgets.of(stage))
 
     async def _wait_until_due(self, task: asyncio.Task[Any]) -> None:
