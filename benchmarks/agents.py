@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency that a model server adds for 2,000 agents, compared with Gym's ``vllm_model``.
 
-Each agent plays 50 turns with 20 s between turns, as an agent that waits for its tools. The stand-in engine has eight
-addresses and takes one second a turn; added latency is the time at the agent beyond that second. Added latency
-includes CPU time of the server, the engine and the agents, which share the machine. Agents of ``prorl_model`` (four
-servers) share its ledger; those of ``vllm_model`` (one server) echo all ids. The peer plays the first 5 turns only,
-since its work grows with the square of the turns, and ratios are of those turns.
+Each agent plays 50 turns with 20 s between turns, like an agent that waits for its tools. The stand-in engine has
+eight addresses and takes one second per turn. Added latency is the time beyond that second, measured at the agent,
+and includes CPU time of the server, the engine and the agents, which share the machine. Agents of ``prorl_model``
+(four servers) use the server's ledger; agents of ``vllm_model`` (one server) echo all ids. The peer plays only the
+first 5 turns, since its work is quadratic in the turns, and ratios compare those turns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ANSWER_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Numbers of agents, of turns, of turns with the peer and of our servers, and seconds between turns."""
+    """Size of a run: numbers of agents, turns, the peer's turns and ``prorl_model`` servers; seconds between turns."""
 
     agents: int
     turns: int
@@ -60,7 +60,7 @@ class Crowd:
 
     Attributes:
         added: milliseconds beyond the engine's time, by turn.
-        errors: failed rollouts, by message.
+        errors: number of failed rollouts, by message.
         seconds: time from the first turn to the last.
         server_s: CPU seconds of the servers.
         memory_mib: memory of the servers at the end.
@@ -140,11 +140,11 @@ async def measure(scale: Scale) -> list[Row]:
                     return SharingAgent(clients[group % len(clients)], observed, f"r-{number}", f"g-{group}")
 
                 # Warm up: the first turn at an address of the engine takes seconds.
-                first = [make(-1 - place * SIBLINGS) for place in range(2 * count * ADDRESSES)]
+                first = [make(-1 - group * SIBLINGS) for group in range(2 * count * ADDRESSES)]
                 await asyncio.gather(*(agent.turn() for agent in first))
                 await asyncio.gather(*(agent.end() for agent in first))
                 gc.collect()
-                gc.freeze()  # a collection would otherwise walk through the state of thousands of agents
+                gc.freeze()  # a collection would otherwise traverse the state of thousands of agents
                 crowds[kind] = await play(scale, turns, servers, make)
                 for client in clients:
                     client.close()

@@ -3,7 +3,7 @@
 """Gym resources server with a ``bash`` tool over Gym's ``apptainer`` provider: the peer's environment of ``stack``.
 
 A session has a container from its seed to its verification. Containers are stopped in the background, since the
-provider takes 10 s for each.
+provider takes 10 s to stop one.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ from pydantic import BaseModel, PrivateAttr
 
 
 class BashEnvironmentConfig(BaseResourcesServerConfig):
-    """Image of the containers, and programs that the provider runs at once."""
+    """Settings: image of the containers, and number of commands that the provider runs concurrently."""
 
     image: str
     concurrency: int
 
 
 class Command(BaseModel):
-    """Arguments of the tool."""
+    """Arguments of the tool ``bash``."""
 
     command: str
 
 
 class BashEnvironment(SimpleResourcesServer):
-    """Containers by session."""
+    """Resources server with one container per session."""
 
     config: BashEnvironmentConfig
     _provider: ApptainerProvider = PrivateAttr()
@@ -64,7 +64,7 @@ class BashEnvironment(SimpleResourcesServer):
         return f"{done.stdout}{done.stderr or ''}[exit code: {done.return_code}]"
 
     async def verify(self, request: Request, body: BaseVerifyRequest) -> BaseVerifyResponse:
-        """Stop the container; each rollout is right."""
+        """Stop the session's container in the background; return reward 1 for every rollout."""
         stop = asyncio.create_task(self._provider.close(self._handles.pop(request.session[SESSION_ID_KEY])))
         self._stops.add(stop)
         stop.add_done_callback(self._stops.discard)

@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic sampling on a simulated clock: seconds per step, and bias of the trained rollouts.
 
-Engines run 256 rollouts at a time; a batch is 32 prompts with variance, in groups of 8. Seconds of a rollout are
-log-normal by prompt and by rollout, 60 in the mean, with a coefficient of variation of 2 before the budget, which ends
-0.7 % of rollouts or, where the row says so, 15 %, with reward 0. Half of the prompts are informative: the shorter half
-of their rollouts is right with 0.7, the longer half with 0.3. Training takes half of the bound, which is the time of
-generation if no engine idles and no rollout is wasted.
+Engines run 256 rollouts at a time; a batch is 32 prompts with variance, in groups of 8. Durations are log-normal by
+prompt and by rollout, with a mean of 60 s and a coefficient of variation of 2. A time budget cuts off 0.7 % of the
+rollouts (15 % in rows that say so), with reward 0. Half of the prompts are informative: of their rollouts, the shorter
+half is right with probability 0.7, the longer half with 0.3. The bound is the generation time of a step if no engine
+idles and no rollout is wasted. Training takes half of the bound.
 
 Ours is ``DynamicSampler``. Peers: synchronous rounds as in NeMo RL, of 1 to 4 batches of prompts (the best counts),
-and early termination as in ProRL's paper. Bias in length is the mean of the trained rollouts over the mean of first
-tries of the same prompts; a row has its distance from 1, which is no bias.
+and early termination as in ProRL's paper. The length bias is the mean duration of trained rollouts over that of first
+tries of the same prompts. A row shows the distance of the length bias from 1 (no bias).
 
-Prefix sampling is compared with the same without: a rollout has 12 turns, is right if its prompt's ease and its turns'
-luck exceed 0 in sum, and a fork takes over some turns of another rollout. A prompt is right with 3 % or 97 %.
+Prefix sampling is compared with the same sampler without prefixes. A rollout has 12 turns, and is right if the ease of
+its prompt plus the luck of its turns exceeds 0. A fork inherits the first turns of another rollout.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ROUNDS_GOAL, BOUND_GOAL, BIAS_GOAL, PREFIX_GOAL = "<= 0.25", "<= 1.1", "<= 0.2",
 TURNS, DATASET, TRIES = 12, 512, 3
 """Prefix sampling: turns of a rollout, prompts, and tries of forks."""
 SLOWNESS = 0.4
-"""Luck that slow rollouts lack, in standard deviations of a rollout's luck."""
+"""Correlation of a rollout's slowness with bad luck."""
 EASE = 1.88
-"""Distance of prompts from even, in the same unit: a prompt is right with 3 % or 97 %."""
+"""Ease of a prompt, with either sign, in standard deviations of luck: its rollouts are right with 3 % or 97 %."""
 
 
 def sampler(world: World, staleness: int, *, prompts: int = PROMPTS) -> DynamicSampler:
@@ -62,7 +62,7 @@ def distance(runs: Sequence[Run], worlds: Sequence[World]) -> float:
 def compare(
     label: str, worlds: Sequence[World], steps: int, staleness: Sequence[int], *, is_main: bool = True
 ) -> list[Row]:
-    """Compare all schedules on one workload; only the main workload has further goals."""
+    """Return the rows of all schedules on one workload; only the main workload has goals for bound and bias."""
     rounds = [[drive(world, steps, Rounds(SIZE, multiplier)) for world in worlds] for multiplier in (1, 2, 3, 4)]
     early = [drive(world, steps, EarlyTermination(SIZE)) for world in worlds]
     best, bound, rows = min(map(mean_step_s, rounds)), worlds[0].bound_s, []
@@ -82,11 +82,11 @@ def compare(
 
 @dataclass(frozen=True)
 class Walk(World):
-    """Workload of turns.
+    """Workload whose rollouts consist of turns, so that they can be forked.
 
     Attributes:
-        begun: forks, and where each begins.
-        prompts: places in the stream of prompts, where it is not the group's number.
+        begun: prefix of each fork, by rollout.
+        prompts: index of the prompt by number of the group, for groups where the two differ.
     """
 
     begun: dict[str, Prefix] = field(default_factory=dict, compare=False, repr=False)
@@ -114,7 +114,7 @@ class Walk(World):
 
 
 class WithPrefixes(DynamicSampler):
-    """Sampler of this package over a service that keeps a checkpoint of each turn of rollouts without a prefix."""
+    """``DynamicSampler`` over a service that keeps a checkpoint of each turn of rollouts without a prefix."""
 
     def __init__(self, world: Walk, staleness: int, tries: int) -> None:
         config = SamplerConfig(PROMPTS, SIZE, SLOTS, staleness, prefix_tries=tries, max_fruitless=10**9)

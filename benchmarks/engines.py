@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated inference engine with a prefix cache, in virtual time.
 
-An engine works on all its requests at once: prefill at a fixed rate shared by the requests in prefill, decoding at a
-rate that falls with the batch and is halved during prefill. The KV cache holds the tokens of running requests (a
-request that does not fit waits) and, in the rest, prefixes in LRU order: the system prompt, one prefix a group, one a
-rollout. A prefix is stored once however many requests use it, and is not evicted while one does. As vLLM registers a
-block when it is scheduled, a request whose prefix is being read waits until it has been read.
+An engine works on all its requests at once. Requests in prefill share a fixed rate; the decoding rate falls with the
+batch size and is halved during prefill. The KV cache has the tokens of running requests; a request that does not fit
+waits. The rest of the cache has prefixes in LRU order: the system prompt, one prefix per group, and one per rollout. A
+prefix is stored once for all requests, and is not evicted while a request uses it. A request whose prefix another
+request is prefilling waits until that prefill ends, since vLLM registers a block when the block is scheduled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a rollout: new tokens to read, tokens to write, and seconds of the tool after it."""
+    """Turn of a rollout: new tokens in the prompt, tokens to decode, and seconds of the tool call that follows."""
 
     observed: int
     written: int
@@ -28,7 +28,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One rollout of a trace; siblings share the group and its prompt."""
+    """Rollout of a trace; siblings share the group and the group's prompt."""
 
     id: str
     group: str
@@ -38,7 +38,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rollouts over a system prompt and a prompt per group, in tokens."""
+    """Rollouts of a trace, with the lengths in tokens of the system prompt and of each group's prompt."""
 
     system: int
     prompt: int
@@ -47,7 +47,8 @@ class Trace:
 
 @dataclass(slots=True)
 class Request:
-    """Turn of a rollout as a request to an engine."""
+    """Request to an engine for one turn of a rollout. ``context``: tokens of the history before the turn. ``prefill``,
+    ``decode``: tokens left to prefill and to decode."""
 
     rollout: Rollout
     index: int
@@ -72,7 +73,7 @@ class Request:
 
 @dataclass(slots=True)
 class Engine:
-    """One simulated engine."""
+    """Simulated engine. ``capacity``: tokens of its KV cache. Times are seconds of simulated time."""
 
     index: int
     capacity: int
@@ -84,7 +85,7 @@ class Engine:
     used: Counter[str] = field(default_factory=Counter)
     """Running requests by shared prefix; a used prefix is not evicted."""
     readers: dict[str, Request] = field(default_factory=dict)
-    """The request that reads a prefix, or read it first."""
+    """Per prefix, the request that prefills the prefix, or prefilled it first."""
     pinned: int = 0
     """Tokens of running requests, shared ones counted once."""
     updated_s: float = 0.0
@@ -95,7 +96,7 @@ class Engine:
     STEP_S = 0.012
     """Seconds per decoding step of a batch of one."""
     PER_REQUEST_S = 0.0006
-    """What each further request adds to a step."""
+    """Seconds that each further request adds to a decoding step."""
 
     def rates(self, prefilling: int) -> tuple[float, float]:
         decoding = len(self.running) - prefilling
@@ -122,7 +123,7 @@ class Engine:
                 request.prefill = 0.0
 
     def next_change(self) -> float:
-        """Return seconds until a request ends its prefill or its decoding."""
+        """Return the seconds until the next request ends its prefill or its decoding; infinity without a request."""
         if not self.running:
             return math.inf
         prefills = [request.prefill for request in self.running if request.prefill > 0]
@@ -132,7 +133,7 @@ class Engine:
         return min(first, max(0.0, min(decodes)) / decode) if decodes else first
 
     def admit(self, trace: Trace) -> Iterator[tuple[Request, int]]:
-        """Start waiting requests that fit; yield each with its cached prompt tokens."""
+        """Start waiting requests that fit; yield each request with its number of cached prompt tokens."""
         while self.waiting:
             request = self.waiting[0]
             shared = shared_by(request, trace)
@@ -151,7 +152,7 @@ class Engine:
             yield request, hit
 
     def use(self, request: Request, shared: dict[str, int]) -> int:
-        """Take a request's prefixes out of the cache; return the prompt tokens saved, up to the first missing one."""
+        """Pin a request's prefixes; return the number of cached prompt tokens before the first missing token."""
         hit, whole = 0, True
         for key in (*shared, request.rollout.id):
             cached = self.cache.pop(key, 0)
@@ -166,7 +167,7 @@ class Engine:
         return min(hit, request.prompt - 1)
 
     def release(self, request: Request, trace: Trace) -> None:
-        """End a request; prefixes that it has read stay while there is room."""
+        """End a request, and cache the prefixes that it has prefilled while there is room."""
         shared = shared_by(request, trace)
         own = request.footprint - sum(shared.values())
         for key, size in (shared | {request.rollout.id: own}).items():
@@ -189,7 +190,7 @@ class Engine:
         return lost
 
     def evict(self) -> None:
-        """Evict the least recently used prefixes, from their ends, until the cache fits."""
+        """Evict the least recently used prefixes, each from its end, until the cache fits."""
         while self.cached > 0 and self.pinned + self.cached > self.capacity:
             key, size = next(iter(self.cache.items()))
             excess = self.pinned + self.cached - self.capacity
@@ -201,7 +202,7 @@ class Engine:
                 self.cached -= excess
 
     def forget(self) -> None:
-        """Clear the cache; running requests go on."""
+        """Clear the cache; running requests continue."""
         self.cache.clear()
         self.cached = 0
 
@@ -211,5 +212,5 @@ class Engine:
 
 
 def shared_by(request: Request, trace: Trace) -> dict[str, int]:
-    """Return the shared prefixes of a request in the order of its prompt, with their tokens."""
+    """Return the prefixes that a request shares with others, in the order of the prompt, with their token counts."""
     return {"system": trace.system, request.rollout.group: trace.prompt}

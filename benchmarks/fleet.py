@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl serve --ray`` over 1 to 8 nodes: rollouts a second, and placement of groups.
+"""``prorl serve --ray`` over 1 to 8 nodes: rollouts per second, and placement of groups.
 
 Each node is a raylet with a deployment of its own on this machine, with two slots of RUN. HumanEval rollouts run in
-real sandboxes; their scripted policy takes seconds for a turn, so that slots are the bound and not the machine's
-cores. The peer of a fleet is one node, times the number of nodes. The peer of placement deals groups to the same nodes
-in turn, as NeMo RL's shards of Gym do; turns of those rollouts are log-normal between groups and within.
+real sandboxes. Their scripted policy takes seconds per turn, so that the slots are the bottleneck, not the machine's
+cores. The peer of a fleet is the rate of one node times the number of nodes. The peer of placement assigns groups to
+the same nodes round-robin, like NeMo RL's shards of Gym. These rollouts have log-normal numbers of turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.deployment.raylets import ENVIRONMENT, Raylets, raylets
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Numbers of nodes, rounds of rollouts a slot, and seconds of a turn: of even and of heavy-tailed rollouts."""
+    """Size of a run: numbers of nodes, rollouts per slot, seconds per turn of even and of heavy-tailed rollouts."""
 
     sizes: tuple[int, ...]
     rounds: int
@@ -51,10 +51,10 @@ SLOTS = 2
 GROUPS_PER_NODE, SIBLINGS = 2, 8
 MEDIAN_TURNS, MOST_TURNS = 4, 60
 BETWEEN, WITHIN = 0.8, 0.6
-"""Standard deviations of the logarithm of a rollout's turns."""
+"""Standard deviations of the logarithm of the number of turns, between and within groups."""
 KEY = "bench-fleet"
 AGENT = "++prorl_code_agent.responses_api_agents.prorl_agent"
-"""Path of the agent in overrides on the command line."""
+"""Path of the agent's settings in command-line overrides."""
 UP_S = 900.0
 
 
@@ -72,7 +72,7 @@ def _row(number: int, turns: int | None, turn_s: float) -> dict[str, Any]:
 async def _makespan(
     clients: Sequence[RolloutClient], rows: Sequence[dict[str, Any]], siblings: int, name: str
 ) -> float:
-    """Return seconds until all have their reward; group ``g`` goes to client ``g % len(clients)``."""
+    """Return the seconds until all rollouts have their reward; group ``g`` goes to client ``g % len(clients)``."""
     started = time.monotonic()
 
     async def one(number: int, row: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ async def _makespan(
 
 
 class _Fleet:
-    """A front process over a cluster."""
+    """Fleet of raylets behind a front process (``prorl serve --ray``)."""
 
     def __init__(self, cluster: Raylets, url: str) -> None:
         self.cluster, self.url = cluster, url
@@ -108,7 +108,7 @@ class _Fleet:
 
 
 class FrontProcess:
-    """``prorl serve prorl_code --ray`` as a process, with further words on its command line."""
+    """Process of ``prorl serve prorl_code --ray``, with further arguments (``words``)."""
 
     def __init__(self, ray: str, policy: str, log: Path, key: str, *words: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -185,7 +185,7 @@ async def _measure(scale: Scale, folder: Path) -> list[Row]:
         rows = _heavy(largest, scale.heavy_turn_s)
         ours = await _makespan([front], rows, SIBLINGS, "ours")
         async with contextlib.AsyncExitStack() as stack:
-            nodes = [await stack.enter_async_context(RolloutClient(url, KEY)) for url in await fleet.placement()]
+            nodes = [await stack.enter_async_context(RolloutClient(url, KEY)) for url in await fleet.nodes()]
             theirs = await _makespan(nodes, rows, SIBLINGS, "theirs")
     goals = {largest: ">= 0.95"}
     return [

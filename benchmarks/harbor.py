@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether rows of Harbor tasks can be graded on this machine: by their solution, and with nothing done.
+"""Check that rows of Harbor tasks can be graded on this machine: once with their solution, once without any action.
 
-``python -m benchmarks.harbor ROWS --tools FOLDER`` plays both on each row through the environment's server, as an
-agent would: the solution arrives and runs by the tool ``bash``. A sound task gives 1 to its solution, and 0 to
-nothing. ``prorl image build-all ROWS`` makes the images. One line of JSON per rollout goes to ``--output``, a table to
-the terminal.
+``python -m benchmarks.harbor ROWS --tools FOLDER`` plays both on each row through the environment's server, like an
+agent: the solution is copied and run by the tool ``bash``. A sound task rewards its solution with 1, and no action
+with 0. ``prorl image build-all ROWS`` builds the images. The file ``--output`` gets one line of JSON per rollout.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from tests.rollout.serving import serve
 
 
 CHUNK = 96 << 10
-"""Characters of the packed solution in one command; the kernel passes 128 KiB at most in one argument."""
+"""Characters of the packed solution per command; the kernel limits one argument to 128 KiB."""
 
 LIMIT_S = 3600
-"""Time limit of a solution."""
+"""Time limit of a solution in seconds."""
 
 SETTINGS = {"tool_timeout_s": LIMIT_S, "max_tool_timeout_s": LIMIT_S, "tool_silence_s": LIMIT_S}
 PLAYERS = ("solution", "nothing")
-KEPT_OUTPUT = 4000  # characters of the tests' output in a line
+KEPT_OUTPUT = 4000  # characters of the tests' output in a line of ``--output``
 
 
 def packed(folder: Path) -> str:

@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cheats on the verifier of Harbor tasks, as task folders for any runner.
+"""Cheats against the verifier of Harbor tasks, as task folders for any runner of Harbor tasks.
 
 ``python -m benchmarks.harbor_cheats FOLDER`` writes a task for each cheat of :mod:`tests.tasks.harbor.cheats`. The
-solution of such a task cheats, so a runner's oracle must earn 0. That of ``right-answer`` must earn 1, and that of
-``nothing`` 0; otherwise the tests do not work there. They need bash and Python, and no network.
+solution of such a task cheats, so a runner that plays the solution (Harbor's oracle agent) must get reward 0. The
+task ``right-answer`` must get 1 and ``nothing`` 0; otherwise the tests do not work with that runner. The tests need
+bash and Python, but no network.
 
-``--play`` also plays each cheat on this package's server, as the agent of ``right-answer``: the server refuses tasks
-whose own solution earns nothing. It prints a table, and the exit code is 1 if a cheat pays or escapes its grade.
+``--play`` also plays each cheat on this package's server, as the agent of ``right-answer``, since the server refuses
+tasks whose own solution gets no reward. The exit code is 1 if a cheat gets a reward or no grade.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ INSTALL = """\
 mkdir -p $HOME/.local/bin && install -m 755 /tests/uvx $HOME/.local/bin/uvx
 echo 'export PATH="$HOME/.local/bin:$PATH"' > $HOME/.local/bin/env
 """
-"""Does what uv's installer does where there is a network: overwrite an installed uv."""
+"""Shell lines that replace an installed uv, as uv's installer does where there is a network."""
 
 AT_ONCE = 3
+"""Concurrent plays."""
 
 
 def write_suite(folder: Path, base: str, docker_image: str | None) -> dict[str, Path]:
-    """Write the tasks and return their folders by name.
+    """Write the task folders, and return them by name.
 
     Args:
-        folder: folder of the suite.
+        folder: parent of the task folders.
         base: image with bash and Python that the tasks' Dockerfile starts from.
-        docker_image: image of the tasks for runners that build none.
+        docker_image: image of the tasks, for runners that build no images; ``None`` to name none.
     """
     toml = '[environment]\nworkdir = "/app"\n' + (f'docker_image = "{docker_image}"\n' if docker_image else "")
     files = {
@@ -62,7 +64,7 @@ def write_suite(folder: Path, base: str, docker_image: str | None) -> dict[str, 
 
 
 async def play_suite(folders: dict[str, Path], strict: Any) -> bool:
-    """Play the cheats, print a table, and return whether none pays."""
+    """Play the cheats, print a table, and return whether every cheat got reward 0 and the right answer 1."""
     row = row_of(folders["right answer"])
     slots = asyncio.Semaphore(AT_ONCE)
 

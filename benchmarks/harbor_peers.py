@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds and core-seconds of sandboxes and of commands in the image of a Harbor task, one subject a run.
+"""Seconds and core-seconds of sandboxes and of commands in the image of a Harbor task, for one subject per run.
 
 ``python -m benchmarks.harbor_peers SUBJECT IMAGE`` prints a line of JSON. Subjects:
 
 - ``ours``: this package.
 - ``exec``: a new ``apptainer exec`` for each command, which keeps no files from one command to the next.
-- ``harbor``: Harbor's own Apptainer environment. The interpreter must have Harbor, ``PYTHONPATH`` this repository, and
-  ``PATH`` a program ``singularity``. The image is a SIF file.
+- ``harbor``: Harbor's own Apptainer environment, with a SIF file as image. Requires Harbor in the interpreter, this
+  repository in ``PYTHONPATH`` and a program ``singularity`` in ``PATH``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Run = Callable[[str], Awaitable[str]]
 
 COMMAND = "echo hello"
 COMMANDS_EACH = 5
-"""Commands in each of the sandboxes that live at once."""
+"""Commands in each of the concurrent sandboxes."""
 
 
 async def ours(image: Path) -> AsyncIterator[Run]:
@@ -83,7 +83,8 @@ SUBJECTS = {"ours": ours, "exec": fresh_exec, "harbor": harbor}
 
 
 async def measure(subject: str, image: Path, starts: int, commands: int, at_once: int) -> dict[str, object]:
-    """Return the figures of one subject; seconds are means."""
+    """Return the figures of one subject: mean seconds and core-seconds of a start, of a command, and of ``at_once``
+    concurrent sandboxes."""
     opening = contextlib.asynccontextmanager(SUBJECTS[subject])
     found: dict[str, object] = {"subject": subject, "image": str(image), "load": os.getloadavg()[0]}
 

@@ -1,17 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which agent programs work: each harness × environment × task, with a scripted policy and the whole service.
+"""Compatibility of agent programs: each harness in each environment, with a scripted policy and the whole service.
 
-``python -m benchmarks.harnesses`` runs the programs whose bundles are built in sandboxes without a network. The policy
-looks around, then solves the task or does nothing, in turn, so that one half of the rollouts deserves 1. Each cell
-replaces the last one of its program, environment, Gym and user in ``results/harnesses.json``. A cell is
+``python -m benchmarks.harnesses`` runs the programs whose bundles are built, in sandboxes without a network. The
+policy lists files, then alternately solves the task or does nothing, so half of the rollouts deserve reward 1. The
+result of a program in an environment (a cell) replaces the last cell of the same program, environment, Gym and user
+in ``results/harnesses.json``. A rollout works if it has the deserved reward and exit code 0, if no output of a
+command is lost, and if each trained turn has the engine's tokens and continues the turn before. A cell is
 
-- *validated* if each rollout has the deserved reward and exit code 0, if no output of a command is lost, if each
-  trained turn has the engine's tokens, and if each turn continues the tokens of the turn before,
-- *unstable* if only some rollouts do, and *unsupported* if none does or the bundle is missing.
+- *validated* if all its rollouts work,
+- *unstable* if only some rollouts work, and *unsupported* if none works or the bundle is missing.
 
-Tokens are bytes, so prompts are four times as long as a model's. Core-seconds are those of the whole service, its
-sandboxes with set-up and scoring, and the engine.
+Tokens are bytes, so prompts are four times as long as with a real tokenizer. Core-seconds are those of the whole
+service, of its sandboxes with set-up and scoring, and of the engine.
 """
 
 from __future__ import annotations
@@ -53,24 +54,24 @@ CONTEXT = 1_000_000
 """Context window of the engine, in bytes; the longest first prompt has 80,000."""
 
 AT_ONCE = 2
-"""Rollouts at a time."""
+"""Concurrent rollouts."""
 
 TURNS = 3
-"""Calls of a rollout: two commands and an end. The policy repeats a command whose output is lost."""
+"""Turns of a rollout: two commands and a final answer. The policy repeats a command whose output is lost."""
 
 SHELLS = {"exec_command": "cmd", "Bash": "command", "run_shell_command": "command", "bash": "command"}
-"""Shell tools of the programs, with the argument that holds the command."""
+"""Names of the programs' shell tools, each with the argument for the command."""
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """Command that ends mini-swe-agent, whose prompt names it."""
 
 
 class Player(ScriptedEngine):
-    """Engine that plays the commands of the task that a prompt names by its mark.
+    """Engine whose policy runs the command of the task whose mark (``[task m3]``) is in the prompt.
 
     Attributes:
-        commands: command by mark.
-        answers: prompts and sampled ids of the turns.
+        commands: command by mark of the task.
+        answers: prompt ids and sampled ids of all turns.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Player(ScriptedEngine):
         self.answers: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
 
     def say(self, body: dict[str, Any]) -> str:
-        """Return the next command as a call of the program's shell tool, or the last words."""
+        """Return the next turn: a call of the program's shell tool, or the final answer."""
         said = f"{self._turn(BYTES.decode(body['prompt']))}<|im_end|>"
         self.answers.add((tuple(body["prompt"]), tuple(BYTES.encode(said))))
         return said
@@ -93,7 +94,7 @@ class Player(ScriptedEngine):
         done = len(set(re.findall(r"turn-(\d)-over", prompt)))
         if done >= len(commands):
             return "All done."
-        # The mark of a turn is not in the command, but in its output.
+        # The shell computes the mark of the turn, so only the command's output contains it, not the command.
         end = "" if commands[done] == SUBMIT else f"\necho turn-$(({done}+1))-over"
         extra: dict[str, Any] = {"description": "works"} if tool in ("Bash", "bash") else {}
         extra |= {"is_background": False} if tool == "run_shell_command" else {}
@@ -122,11 +123,11 @@ def marked(row: dict[str, Any], mark: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout.
+    """Result of one rollout.
 
     Attributes:
         deserved: reward that the policy's commands deserve.
-        exact: whether each trained turn has the engine's tokens and continues the turn before.
+        exact: whether each trained turn has the engine's tokens and continues the tokens of the turn before.
     """
 
     deserved: float
@@ -186,7 +187,7 @@ async def run_cell(harness: str, environment: str, count: int, folder: Path) -> 
         async def run(number: int, row: dict[str, Any], command: str) -> Rollout:
             mark, deserved = f"m{number}", float(number % 2 == 0)
             engine.commands[mark] = command if deserved else "echo nothing"
-            collected = {"_ng_task_index": number, "_ng_rollout_index": 0}  # a failure is a row, too
+            collected = {"_ng_task_index": number, "_ng_rollout_index": 0}  # `/run` then reports a failure as a row
             async with limit, at.http.post(f"{at.url}/run", json=marked(row, mark) | collected) as reply:
                 answer = await reply.json(content_type=None)
             if reply.status != 200:
@@ -198,7 +199,7 @@ async def run_cell(harness: str, environment: str, count: int, folder: Path) -> 
 
 
 async def cell_of(name: str, environment: str, count: int) -> dict[str, Any]:
-    """Return the cell of a harness and an environment; rewards are sums, and calls are those of trained turns."""
+    """Run the rollouts of a harness in an environment, and return the cell; rewards are sums over the rollouts."""
     cell: dict[str, Any] = {"harness": name, "version": load_harness(name).version, "environment": environment}
     cell |= {"gym": version("nemo-gym"), "user": "ordinary" if os.geteuid() else "root", "rollouts": count}
     try:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Model and environment that answer at once, so that the agent in front of them is what is measured.
+"""Model server and environment that answer at once, to measure only the agent server that calls them.
 
 The routes are those that a Gym agent calls: ``/seed_session``, ``/v1/responses`` (a tool call, then a message),
 ``/lookup`` and ``/verify``. Run ``python -m benchmarks.instant_servers PORT``.

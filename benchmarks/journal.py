@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of the journal: rollouts a second with and without, and the start of a service from a full journal.
+"""Cost of the journal: rollouts per second with and without a journal, and the start of a service from a full journal.
 
-Two ``prorl_agent`` over the same instant servers, one with a journal on this disk, take the same rounds in turn, by
-``/run`` and by the job API. A ratio is the median over the rounds. The start is measured in this process: until the
-pipeline accepts a new job and lists outcomes, and until all accepted jobs run again.
+Two ``prorl_agent`` over the same instant servers, one with a journal on the repository's disk, run the same rounds
+alternately, by ``/run`` and by the job API. A ratio is the median over the rounds. The start is measured in this
+process: until the pipeline accepts a new job and lists outcomes, and until all accepted jobs run again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Agents that play rollouts with a model server at hardly any CPU cost of their own.
+"""Agents that play rollouts with a model server at little CPU cost of their own.
 
-A :class:`SharingAgent` does as ``prorl_agent``: it names its rollout, sends the new items, and reads the tokens once,
-at the end. An :class:`EchoingAgent` does as Gym's ``simple_agent``: the whole history goes back each turn, token ids
-and log-probs included. Both use HTTP/1.1 over kept connections and no HTTP library.
+A :class:`SharingAgent` works like ``prorl_agent``: each turn sends only the new items, and the tokens are read once,
+at the end. An :class:`EchoingAgent` works like Gym's ``simple_agent``: each turn sends the whole history, with token
+ids and log-probs. Both use HTTP/1.1 over keep-alive connections and no HTTP library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.stand_in_engine import TOOL, WRITTEN
 
 
 _IDLE_S = 15.0
-"""An older idle connection is not used again; Gym's servers keep it for 30 s."""
+"""Seconds after which an idle connection is not reused; Gym's servers close idle connections after 30 s."""
 _MAX_HEAD_BYTES = 2**26
 _TOOLS = [
     {
@@ -41,7 +41,7 @@ _PARAMS: dict[str, Any] = {"tools": _TOOLS, "temperature": 1.0, "max_output_toke
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Status, cookies in the form of a ``Cookie`` header, and the body."""
+    """HTTP answer: status, cookies in the form of a ``Cookie`` header, and body."""
 
     status: int
     cookies: str
@@ -49,13 +49,13 @@ class Answer:
 
 
 class KeepAliveClient:
-    """Client of one server.
+    """HTTP client of one server, with a pool of keep-alive connections.
 
     Args:
         url: ``http://HOST:PORT``.
 
     Attributes:
-        carried: bytes of bodies, both ways.
+        carried: bytes of all request and answer bodies so far.
     """
 
     def __init__(self, url: str) -> None:
@@ -67,12 +67,8 @@ class KeepAliveClient:
     async def call(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """Send one request.
-
-        Raises:
-            OSError: no connection, or a broken one.
-            ValueError: an answer without a length.
-        """
+        """Send one request, and return the answer of any status. Raise an ``OSError`` if the connection fails, and a
+        ``ValueError`` for an answer without ``Content-Length``."""
         lines = [f"{method} {path} HTTP/1.1", f"host: {self._host}:{self._port}", f"content-length: {len(body)}"]
         lines += ["content-type: application/json", *(f"{name}: {value}" for name, value in (headers or {}).items())]
         reader, writer = await self._connection()
@@ -116,11 +112,11 @@ def _read_head(head: str) -> tuple[int, int, str]:
 
 
 class Agent:
-    """One rollout.
+    """Agent of one rollout.
 
     Args:
-        client: of the model server.
-        observed: outputs of its tool, in turn; the first is the task.
+        client: client of the model server.
+        observed: texts of the observations, used cyclically; the first is the task.
 
     Attributes:
         context: tokens of the last prompt.
@@ -133,11 +129,8 @@ class Agent:
         self.context = 0
 
     async def turn(self) -> None:
-        """Observe and ask for the policy's turn.
-
-        Raises:
-            OSError, ValueError: no answer, or an answer without a tool call.
-        """
+        """Send the next observation, and receive the policy's turn. Raise an ``OSError`` without an answer, and a
+        ``ValueError`` for an error status or an answer without a tool call."""
         text = self._observed[self._turns % len(self._observed)]
         new: dict[str, Any] = {"role": "user", "content": text}
         if self._call_id is not None:
@@ -152,7 +145,7 @@ class Agent:
         self._keep(answer)
 
     async def end(self) -> None:
-        """Finish the rollout."""
+        """Finish the rollout at the model server."""
 
     async def _ask(self, new: dict[str, Any]) -> Answer:
         raise NotImplementedError
@@ -168,7 +161,7 @@ class Agent:
 
 
 class SharingAgent(Agent):
-    """Sends the new items, and reads the tokens at the end."""
+    """Agent that sends only the new items of a turn, and reads the tokens at the end."""
 
     def __init__(self, client: KeepAliveClient, observed: Sequence[str], rollout: str, group: str) -> None:
         super().__init__(client, observed)
@@ -191,7 +184,7 @@ class SharingAgent(Agent):
 
 
 class EchoingAgent(Agent):
-    """Sends the whole history again each turn."""
+    """Agent that sends the whole history in each turn."""
 
     def __init__(self, client: KeepAliveClient, observed: Sequence[str]) -> None:
         super().__init__(client, observed)

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""One node full of sandboxes: the cost of the next one, work beside 2,000 of them, and the end of all of them.
+"""One node full of sandboxes: the cost of a start, commands beside 2,000 live sandboxes, and the end of all of them.
 
-The peer is NeMo Gym's ``apptainer`` provider in the same run; its crowd is as many as it starts in a minute.
+The peer is NeMo Gym's ``apptainer`` provider in the same run, with as many sandboxes as it starts in a minute.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Amounts of work.
+    """Size of a run.
 
     Attributes:
-        starts: sandboxes started one after another.
-        alive: sandboxes that live at once.
-        peers_s: seconds in which a peer starts as many as it can.
-        idle_s: seconds without work, for the CPU of idle sandboxes.
-        samples: commands among many sandboxes.
-        churn_s: seconds of creating, using and destroying.
+        starts: number of sandboxes that are started one after another.
+        alive: number of sandboxes that live at the same time.
+        peers_s: seconds in which the peer starts as many sandboxes as it can.
+        idle_s: seconds without work, in which the CPU of idle sandboxes is measured.
+        samples: number of commands beside many live sandboxes.
+        churn_s: seconds of creating, using and destroying sandboxes.
     """
 
     starts: int = 40
@@ -66,7 +66,7 @@ QUICK = Scale(12, 60, 2.0, 1.0, 50, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Image, runtime and amounts."""
+    """Image, runtime and size of a run."""
 
     image: Path
     runtime: Runtime
@@ -80,14 +80,14 @@ SUBJECTS: dict[str, Callable[[Path, Runtime], AsyncIterator[Action]]] = {OURS: o
 
 
 async def starts(bench: Bench) -> list[Row]:
-    """Measure create to first answer, one after another, and the end: milliseconds and core-seconds."""
+    """Measure sequential starts until the first answer (milliseconds and core-seconds), and ends (core-seconds)."""
     wall: dict[str, float] = {}
     cores: dict[str, float] = {}
     ends: dict[str, float] = {}
     for name in SUBJECTS:
         count, taken, live = bench.scale.starts if name == OURS else max(3, bench.scale.starts // 4), [], []
         before = 0.0
-        for number in range(count + 1):  # the first warms up
+        for number in range(count + 1):  # the first is a warm-up
             begin = time.perf_counter()
             opened = bench.opening(name)
             action = await opened.__aenter__()
@@ -99,7 +99,7 @@ async def starts(bench: Bench) -> list[Row]:
                 before = processes.core_seconds(os.getpid())
         after = processes.core_seconds(os.getpid())
         wall[name], cores[name] = quantile(taken, 0.5), (after - before) / count
-        await asyncio.gather(*(opened.__aexit__(None, None, None) for opened in live))  # a peer takes 10 s for each
+        await asyncio.gather(*(opened.__aexit__(None, None, None) for opened in live))  # the peer takes 10 s each
         ends[name] = (processes.core_seconds(os.getpid()) - after) / len(live)
     return [
         Row(title, unit, found[OURS], theirs, name, goals.get(name))
@@ -133,13 +133,13 @@ async def churn(bench: Bench) -> list[Row]:
 
 
 async def crowd(bench: Bench) -> list[Row]:
-    """Measure commands among many live sandboxes, and their idle cost."""
+    """Measure commands beside many live sandboxes, and the memory and idle CPU of these sandboxes."""
     ours, theirs = dict[str, float](), dict[str, float]()
     await _crowd(bench, OURS, ours)
     try:
         async with asyncio.timeout(bench.scale.peers_s + 60):
             await _crowd(bench, GYM, theirs)
-    except Exception as error:  # on a busy machine the provider gives up, or does not close its sandboxes in time
+    except Exception as error:  # on a busy machine the provider raises, or exceeds the time limit
         print(f"{GYM} did not finish: {error!r}")
     goals = {"memory of each": "<= 0.13"}
     return [Row(name, UNITS.get(name, ""), ours[name], theirs.get(name), GYM, goals.get(name)) for name in ours]
@@ -159,7 +159,7 @@ async def _crowd(bench: Bench, name: str, found: dict[str, float]) -> None:
                 manager = bench.opening(name)
                 opened.append((manager, await manager.__aenter__()))
 
-    def used() -> float:  # without this process, which counts
+    def used() -> float:  # without this process, which measures
         return processes.core_seconds(me) - processes.precise_core_seconds(me)
 
     try:
@@ -178,7 +178,7 @@ async def _crowd(bench: Bench, name: str, found: dict[str, float]) -> None:
 
 
 async def owner_dies(bench: Bench) -> list[Row]:
-    """Kill an owner of many sandboxes with SIGKILL: until no process and no file of its supervisor is left."""
+    """Measure the seconds from SIGKILL of the owner of many sandboxes until no process and no file of them is left."""
     count = bench.scale.alive
     command = [sys.executable, "-m", "benchmarks.node", "--own", str(count)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -204,7 +204,7 @@ def _is_left(folder: Path, members: set[int]) -> bool:
 
 
 async def own(bench: Bench, count: int) -> None:
-    """Own sandboxes, print the supervisor's folder, and wait to be killed."""
+    """Start ``count`` sandboxes, print the supervisor's folder, and wait to be killed."""
     gate = asyncio.Semaphore(AT_A_TIME)
 
     async def one() -> Container:

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The stage pipeline: nearness to the bottleneck, and rollouts a second beside Gym's ``simple_agent``.
+"""The stage pipeline: utilisation of the bottleneck, and rollouts per second compared with Gym's ``simple_agent``.
 
-(a) Jobs with drawn stage times: a lower bound on the makespan over the makespan, beside one semaphore around the whole
-    rollout, as Gym's in-tree agents bound concurrency. An online schedule cannot reach the bound.
+(a) Jobs with random stage times: lower bound of the makespan over the makespan. The peer is one semaphore around the
+    whole rollout, as Gym's in-tree agents limit concurrency. An online schedule cannot reach the bound.
 (b) ``/run`` of ``prorl_agent`` and ``simple_agent``, one worker each, over the same instant model and environment.
 """
 
@@ -33,7 +33,7 @@ from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
 
 POOLS = PoolSizes(init=2, ready=4, run=8, eval=3)
 MEANS = {Stage.INIT: 0.08, Stage.RUN: 0.4, Stage.EVAL: 0.12}
-"""Seconds, a hundredth of those of a small coding task; RUN is the bottleneck."""
+"""Mean seconds per stage, a hundredth of those of a small coding task; RUN is the bottleneck."""
 IN_FLIGHT = 64
 STAGES = {"stages": {"init": 64, "ready": 64, "run": 64, "eval": 64}}
 """Settings of ``prorl_agent``: as many slots as rollouts in flight."""
@@ -41,7 +41,7 @@ PARAMS = {"input": [{"role": "user", "content": "What is the answer?"}]}
 
 
 class SleepingHandler:
-    """Sleeps in each stage for as long as the row says."""
+    """Handler that sleeps in each stage for the row's seconds."""
 
     name = "sleeping"
 
@@ -79,8 +79,8 @@ def draw(jobs: int) -> list[dict[Stage, float]]:
 
 
 def bound(times: list[dict[Stage, float]]) -> float:
-    """Return a lower bound on the makespan: the work of a stage over its slots, behind the shortest way to that stage
-    and before the shortest way out, for the worst stage."""
+    """Return a lower bound of the makespan in seconds, the largest over the stages: a stage's total work divided by
+    its slots, plus the shortest time before the stage and the shortest time after it."""
     stages, bounds = list(Stage), []
     for at, stage in enumerate(stages):
         way_in = min(sum(row[before] for before in stages[:at]) for row in times)
@@ -98,7 +98,7 @@ async def staged(times: list[dict[Stage, float]]) -> float:
 
 
 async def one_semaphore(times: list[dict[Stage, float]]) -> float:
-    """Return the makespan with a semaphore of RUN's slots around each rollout; stages are not bounded otherwise."""
+    """Return the makespan with a semaphore of RUN's slots around each whole rollout and no other limit."""
     semaphore = asyncio.Semaphore(POOLS.run)
 
     async def rollout(row: dict[Stage, float]) -> None:
@@ -128,7 +128,7 @@ async def post_runs(url: str, rollouts: int) -> float:
 
 
 async def submit_jobs(url: str, rollouts: int) -> float:
-    """Return rollouts a second through the job API."""
+    """Return the rollouts per second through the job API."""
     todo, run = iter(range(rollouts)), os.urandom(4).hex()
     async with RolloutClient(url) as client:
 

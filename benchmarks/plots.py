@@ -34,10 +34,10 @@ def turns(rows: Sequence[Row]) -> Curves:
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.name.startswith("server CPU") and row.peer is not None:
-            _, length, way = row.name.split(", ")
+            _, length, case = row.name.split(", ")
             tokens = 1000 * float(length.split("k")[0])
-            found.setdefault(f"prorl_model, {way}", []).append((tokens, row.ours))
-            if way == "shared":
+            found.setdefault(f"prorl_model, {case}", []).append((tokens, row.ours))
+            if case == "shared":
                 found.setdefault(str(row.against), []).append((tokens, row.peer))
     return found
 
@@ -54,7 +54,8 @@ def steps(rows: Sequence[Row]) -> Curves:
 
 
 def ratios(rows: Sequence[tuple[str, Row]]) -> str:
-    """Return one bar a goal: how many times better than the peer, on a logarithmic scale, with the goal as a tick."""
+    """Return a bar chart: per goal, the factor by which this package beats the peer (logarithmic), with the goal as a
+    tick."""
     bars = []
     for name, row in rows:
         assert row.goal is not None
@@ -72,8 +73,8 @@ def ratios(rows: Sequence[tuple[str, Row]]) -> str:
         return LEFT + scale * math.log(value / low)
 
     parts = [_text(10, 20, "Times better than the peer (tick: goal; red: missed)", size=15)]
-    for place, (label, against, better, wanted, is_met) in enumerate(bars):
-        y, begin, end = 40 + LINE * place, *sorted((x_of(1), x_of(better)))
+    for index, (label, against, better, wanted, is_met) in enumerate(bars):
+        y, begin, end = 40 + LINE * index, *sorted((x_of(1), x_of(better)))
         colour = OURS if is_met else MISSED
         parts.append(
             f'<rect x="{begin:.0f}" y="{y}" width="{max(2, end - begin):.0f}" height="12" fill="{colour}"/>'
@@ -100,9 +101,9 @@ def lines(title: str, below: str, unit: str, curves: Curves) -> str:
     parts += [_text(at(x, y_low)[0], BOTTOM + 18, number(x), anchor="middle") for x in sorted({x for x, _ in points})]
     parts.append(_text(60, BOTTOM + 38, below) + f'<path d="M60 {BOTTOM}H{WIDTH - 320}" stroke="{FAINT}"/>')
     ends = sorted((at(*sorted(curve)[-1])[1], name) for name, curve in curves.items())
-    places: dict[str, float] = {}
+    label_y: dict[str, float] = {}
     for y, name in ends:
-        places[name] = max([y, *(before + 16 for before in places.values())])
+        label_y[name] = max([y, *(before + 16 for before in label_y.values())])
     for colour, (name, curve) in zip(COLOURS, curves.items(), strict=False):
         placed = [at(*point) for point in sorted(curve)]
         path = "L".join(f"{x:.0f} {y:.0f}" for x, y in placed)
@@ -111,14 +112,14 @@ def lines(title: str, below: str, unit: str, curves: Curves) -> str:
             + _text(x, y - 7, number(value), anchor="middle")
             for (x, y), (_, value) in zip(placed, sorted(curve), strict=True)
         )
-        label = _text(placed[-1][0] + 24, places[name] + 4, name, colour=colour)
+        label = _text(placed[-1][0] + 24, label_y[name] + 4, name, colour=colour)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>{marks}{label}')
     return _svg(BOTTOM + 50, parts)
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12, colour: str = INK) -> str:
-    place = f'x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
-    return f"<text {place}>{escape(text)}</text>"
+    attributes = f'x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
+    return f"<text {attributes}>{escape(text)}</text>"
 
 
 def _svg(height: int, parts: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Processor time and memory of a process and of all its descendants, from ``/proc``.
+"""CPU time and memory of a process and of all its descendants, from ``/proc``.
 
-The kernel adds the time of a dead process to its parent when the parent reaps it. The sum over a subtree therefore
-includes dead processes, as long as none of them is reparented outside; :func:`subreaper` prevents that.
+The kernel adds the CPU time of a dead process to its parent when the parent reaps it. So the sum over a process tree
+includes dead processes, unless an orphan is reparented to a process outside the tree; :func:`subreaper` prevents that.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from nemo_gym_prorl.sandbox.limits.cgroups import group_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CPUCLOCK_SCHED = 2
-"""The kernel's number of the clock that counts a process's CPU time."""
+"""Kernel constant of the clock that counts a process's CPU time."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PARENT, _CHILDREN_TIME = 1, slice(13, 15)
-"""Fields of ``/proc/PID/stat`` behind the name: the parent; user and system time of dead children."""
+"""Indices, after the process name, of fields of ``/proc/PID/stat``: parent; user and system time of dead children."""
 
 
 def subreaper() -> None:
-    """Adopt orphans among the descendants of this process."""
+    """Make this process the parent of orphans among its descendants (PR_SET_CHILD_SUBREAPER)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def below(root: int) -> set[int]:
-    """Return a process and its descendants, zombies included."""
+    """Return the pids of a process and its descendants, including zombies."""
     children: dict[int, list[int]] = {}
     for pid, fields in _all():
         children.setdefault(int(fields[_PARENT]), []).append(pid)
@@ -45,7 +45,8 @@ def below(root: int) -> set[int]:
 
 
 def own_cgroup() -> Path | None:
-    """Move this process into a control group of its own, so that groups below are its own; ``None`` without rights."""
+    """Move this process into a new cgroup, so that cgroups of its descendants lie below, and return the new cgroup's
+    path; ``None`` if this process has no permission."""
     group = group_of(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if group is None or not os.access(group / "cgroup.procs", os.W_OK):
         return None
@@ -56,14 +57,14 @@ def own_cgroup() -> Path | None:
 
 
 def leave_cgroup(own: str) -> None:
-    """Move this process out of its own control group and remove the group, unless others are in it."""
+    """Move this process to the parent of the cgroup ``own``, and remove that cgroup unless it has other processes."""
     with contextlib.suppress(OSError):
         (Path(own).parent / "cgroup.procs").write_text(str(os.getpid()))
         Path(own).rmdir()
 
 
 def core_seconds(root: int) -> float:
-    """Return the CPU time of a process and its descendants; that of dead ones in ticks of 10 ms."""
+    """Return the CPU seconds of a process and its descendants; those of dead processes are multiples of 10 ms."""
     members, total = below(root), 0.0
     for pid, fields in _all():
         if pid in members:
@@ -73,7 +74,7 @@ def core_seconds(root: int) -> float:
 
 
 def precise_core_seconds(pid: int) -> float:
-    """Return the CPU time of one process without children, to the microsecond; 0.0 once it is gone."""
+    """Return the CPU seconds of one process without its children; 0.0 once the process is gone."""
     try:
         return time.clock_gettime((~pid << 3) | _CPUCLOCK_SCHED)
     except OSError:
@@ -81,7 +82,7 @@ def precise_core_seconds(pid: int) -> float:
 
 
 def memory_mib(pids: Iterable[int]) -> float:
-    """Return the proportional set size of processes."""
+    """Return the sum of the proportional set sizes of processes in MiB; processes that are gone count 0."""
     total = 0
     for pid in pids:
         try:
@@ -93,7 +94,7 @@ def memory_mib(pids: Iterable[int]) -> float:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs; zombies do not."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return _fields(pid)[0] not in "ZX"
     except OSError:
@@ -101,7 +102,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_isolated(pid: int) -> bool:
-    """Return whether a process runs in another PID namespace than this one; zombies do not."""
+    """Return whether a process runs in another PID namespace than this process; ``False`` for a zombie."""
     try:
         return Path(f"/proc/{pid}/ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
     except OSError:
@@ -109,7 +110,7 @@ def is_isolated(pid: int) -> bool:
 
 
 def command_line(pid: int) -> bytes:
-    """Return the arguments of a process, each ended by a zero byte; empty once it is gone."""
+    """Return the arguments of a process, each with a final zero byte; empty once the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a benchmark, its result file and the headline table of the page.
+"""Result rows and result files of the benchmarks, and the headline table of the page ``README.md``.
 
-A goal is a bound on the ratio of our figure to the peer's, both of one run. ``python -m benchmarks.report`` writes the
-table of ``README.md`` anew from the results.
+A goal is a bound on the ratio of our figure to the peer's, both of the same run. ``python -m benchmarks.report``
+rewrites the table of the page from the result files.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ PAGE = HERE / "README.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 NAMES = ("stack", "shell", "node", "pipeline", "journal", "agents", "tokens", "routing", "tasks", "dapo", "fleet")
 LOAD_BEFORE = os.getloadavg()[0]
-"""Average load of the last minute before the benchmark, in processes."""
+"""Load average of the last minute before the benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured figure beside the peer's.
+    """Figure of this package, and the peer's figure.
 
     Attributes:
-        name: what was measured.
-        unit: of both figures.
-        ours: our figure; the median where a figure was measured several times.
-        peer: the peer's figure of the same run; ``None`` where there is none.
+        name: measured quantity.
+        unit: unit of both figures; empty for a ratio or a count.
+        ours: figure of this package; the median of repeated measurements.
+        peer: the peer's figure of the same run; ``None`` without a peer.
         against: name of the peer.
-        goal: bound on ``ours / peer``, as ``"<= 0.5"``. Only rows with a goal are in the page's table.
+        goal: bound on ``ours / peer``, such as ``"<= 0.5"``. Only rows with a goal are in the page's table.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Return whether the ratio keeps the goal; ``None`` without a goal or the peer's figure."""
+        """Whether the ratio meets the goal; ``None`` without a goal or without the peer's figure."""
         if self.goal is None or self.ratio is None:
             return None
         sign, bound = self.goal.split()
@@ -74,14 +74,14 @@ class Row:
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """Return the command line that all benchmarks share."""
+    """Return an argument parser with the options of all benchmarks; the first line of ``text`` is its description."""
     made = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     made.add_argument("--quick", action="store_true", help="under a minute; writes to results/quick, not to the page")
     return made
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; not a number without values, so no goal is met."""
+    """Return the median; NaN without values, which meets no goal."""
     return statistics.median(values) if values else float("nan")
 
 
@@ -111,9 +111,9 @@ def publish(name: str, rows: Sequence[Row], *, packages: Sequence[str] = ("nemo-
 
 
 def write(path: Path, setting: dict[str, Any], rows: Sequence[Row]) -> None:
-    told = [json.dumps({**{k: _short(v) for k, v in asdict(row).items()}, "ratio": _short(row.ratio)}) for row in rows]
+    body = [json.dumps({**{k: _short(v) for k, v in asdict(row).items()}, "ratio": _short(row.ratio)}) for row in rows]
     head = json.dumps(setting)[:-1]
-    path.write_text(head + ', "rows": [\n ' + ",\n ".join(told) + "\n]}\n")
+    path.write_text(head + ', "rows": [\n ' + ",\n ".join(body) + "\n]}\n")
 
 
 def read(name: str) -> tuple[dict[str, Any], list[Row]]:
@@ -137,7 +137,8 @@ def table() -> str:
 
 
 def programs_table() -> str:
-    """Return the table of :mod:`benchmarks.harnesses`: rollouts as deserved, of all users, by environment."""
+    """Return the table of :mod:`benchmarks.harnesses`: per program and environment, the verdict and the number of
+    rollouts that worked, summed over users; empty without results."""
     rows: dict[str, dict[str, tuple[str, int, int]]] = {}
     for cell in _cells(RESULTS / "harnesses.json"):
         row = rows.setdefault(f"{cell['harness']} {cell['version']} | {cell['gym']}", {})
@@ -157,7 +158,7 @@ def rebuild_table() -> None:
 
 
 def publish_cell(cell: dict[str, Any], *, quick: bool) -> None:
-    """Write a cell of :mod:`benchmarks.harnesses` in place of the last one of the same setting."""
+    """Write a cell of :mod:`benchmarks.harnesses` instead of that of the same program, environment, Gym and user."""
     path = (QUICK_RESULTS if quick else RESULTS) / "harnesses.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     key = itemgetter("harness", "environment", "gym", "user")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of the simulated fleet: the real :class:`BackendPool`, and published algorithms of others, rewritten."""
+"""Routers of simulated engines: the production :class:`BackendPool`, and reimplementations of published algorithms."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
 class Base:
-    """Router of a peer: keeps the engines in service and the requests in flight at each.
+    """Base of the peers' routers: tracks the engines in service and the number of requests in flight at each.
 
-    ``route`` returns an engine, or ``None`` to be asked again after the next answer. ``cut`` says that a request lost
-    its engine and will be routed again.
+    ``route`` returns the index of an engine; ``None`` lets the request wait until the next answer. ``cut`` reports
+    that a request lost its engine and will be routed again.
     """
 
     name = "base"
@@ -52,7 +52,7 @@ class Base:
 
 
 class StickyLeastLoaded(Base):
-    """``sticky_least_loaded``: the first request goes to the engine with the fewest in flight, later ones follow."""
+    """``sticky_least_loaded``: a rollout stays at the engine with the fewest requests in flight at its first turn."""
 
     name = "sticky least loaded"
 
@@ -69,7 +69,9 @@ class StickyLeastLoaded(Base):
 
 
 class CacheAware(Base):
-    """SGLang's ``cache_aware``: where the longest prefix was sent, unless loads differ by 64 and by half."""
+    """SGLang's policy ``cache_aware``: the engine to which the longest prefix was sent. If that covers less than 30 %
+    of the prompt, the engine with the fewest prefix tokens; if loads differ by more than 64 requests and a factor of
+    1.5, the engine with the least load."""
 
     name = "cache aware"
 
@@ -104,8 +106,9 @@ class CacheAware(Base):
         return self.trace.system + self.trace.prompt + sent.get(request.rollout.id, 0)
 
 
-class Ours:
-    """The real :class:`BackendPool`, told the simulated engines' load every two seconds."""
+class BackendPoolRouter:
+    """Router under test: the production :class:`BackendPool`, with the engines' load reported every 2 s of simulated
+    time."""
 
     name = "prorl"
 
@@ -146,7 +149,7 @@ class Ours:
         return self._assigned.pop(ticket, None)
 
     def _blocks(self, group: str, trace: Trace) -> bytes:
-        """Return prefix blocks of a group's prompt, as the model server computes them from tokens."""
+        """Return the prefix blocks of a group's prompt, as the model server computes them from token ids."""
         if group not in self._blocks_of:
             self._blocks_of[group] = blocks_of([0] * trace.system + [1 + len(self._blocks_of)] * trace.prompt)
         return self._blocks_of[group]
@@ -157,7 +160,7 @@ class Ours:
         self._take(self.pool.answered(ticket, self._fleet.now))
 
     def cut(self, request: Request) -> None:
-        # The pool itself has placed again what ran on a backend that it was told to remove.
+        # The pool reassigns the requests of a removed backend itself.
         if str(request.engine) in self.pool.backends:
             self._take(self.pool.failed(self._ticket_of[id(request)], self._fleet.now))
 

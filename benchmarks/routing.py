@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers on simulated engines with prefix caches, under traffic of coding agents.
 
-Shapes of traffic: at once, as a stream; small caches (all prefixes just fit, evenly spread) and scarce ones (live
-rollouts need up to 1.2 times what the fleet holds); groups of 32 whose prompt of 30,000 tokens is theirs alone;
-engines that come and go. Every router replays the same traces. The best possible hit rate is that of engines with one
-shared, boundless cache.
+Shapes of traffic: one burst; a stream; small caches (all prefixes just fit if evenly spread); scarce caches (live
+rollouts need up to 1.2 times the fleet's capacity); groups of 32 with a group prompt of 30,000 tokens; engines that
+join and leave. Every router replays the same traces. Hit rates are compared with that of engines that share one
+unlimited cache.
 
 A figure is the mean over seeds; the peer is the better of two. A row is the shape with the worst ratio.
 """
@@ -19,16 +19,16 @@ from typing import Any
 
 from benchmarks.engines import Trace
 from benchmarks.report import Row, parser, publish
-from benchmarks.routers import PEERS, Ours, StickyLeastLoaded
+from benchmarks.routers import PEERS, BackendPoolRouter, StickyLeastLoaded
 from benchmarks.traces import Fleet, Incident, Outcome, agent_trace, best_hit_rate
 
 
 TUNING_SEEDS = (0,)
 """Seeds for ``--quick`` and for tuning a router; never published."""
 SEEDS = {16: (101, 102, 103, 104, 105), 64: (101, 102, 103)}
-"""Seeds of published figures, by the number of engines; never used for tuning a router."""
+"""Seeds of published figures, by number of engines; never used for tuning a router."""
 BOUND = "<= 1.02"
-"""Within 2 % of the best peer counts as equal: the order of equal choices moves a figure as much."""
+"""Within 2 % of the best peer counts as equal, since the order of ties changes a figure by as much."""
 HIT_RATE = ">= 0.98"
 
 
@@ -38,9 +38,9 @@ class Shape:
 
     Attributes:
         trace: arguments of :func:`~benchmarks.traces.agent_trace`.
-        groups: prompts per engine.
-        fleet: arguments of :class:`~benchmarks.traces.Fleet`.
-        waves: engines come and go, a quarter of the fleet at a time.
+        groups: number of groups per engine.
+        fleet: arguments of :class:`~benchmarks.traces.Fleet`; unused with ``waves``.
+        waves: whether engines join and leave, a quarter of the fleet at a time.
         sizes: numbers of engines.
     """
 
@@ -64,7 +64,7 @@ SHAPES = {
 
 
 def waves(size: int) -> tuple[Incident, ...]:
-    """A quarter of the engines joins after a minute; from then on one quarter after another leaves for a minute."""
+    """Return incidents: a quarter of the engines joins after a minute, then each quarter in turn leaves for 65 s."""
     quarters = [range(start, size, 4) for start in range(4)]
     incidents = [Incident(60.0, "join", engine) for engine in quarters[3]]
     for minute, quarter in enumerate(quarters, 2):
@@ -74,7 +74,7 @@ def waves(size: int) -> tuple[Incident, ...]:
 
 
 type Run = tuple[float, dict[str, Outcome]]
-"""The best hit rate of one trace, and the outcome of every router."""
+"""Best hit rate of one trace, and the outcomes by router."""
 
 
 def _replayed(job: tuple[int, str, int]) -> Run:
@@ -85,21 +85,21 @@ def _replayed(job: tuple[int, str, int]) -> Run:
 
 def _replay(size: int, shape: Shape, trace: Trace) -> Run:
     options = {"incidents": waves(size)} if shape.waves else shape.fleet
-    outcomes = {router.name: Fleet(trace, size, router(), **options).run() for router in (Ours, *PEERS)}
+    outcomes = {router.name: Fleet(trace, size, router(), **options).run() for router in (BackendPoolRouter, *PEERS)}
     of_peers = max(outcomes[peer.name].hit_rate for peer in PEERS)
     return max(of_peers, best_hit_rate(trace, size, StickyLeastLoaded())), outcomes
 
 
 def rows_of_shape(where: str, runs: list[Run]) -> dict[str, Row]:
     best = statistics.mean(best for best, _ in runs)
-    hit_rate = statistics.mean(outcomes[Ours.name].hit_rate for _, outcomes in runs)
+    hit_rate = statistics.mean(outcomes[BackendPoolRouter.name].hit_rate for _, outcomes in runs)
     rows = {"hit rate": Row(f"hit rate, {where}", "", hit_rate, best, "one boundless cache", HIT_RATE)}
     for title, attribute in (("makespan", "makespan_s"), ("p99 turn", "p99_turn_s")):
         means = {
             router: statistics.mean(getattr(outcomes[router], attribute) for _, outcomes in runs)
             for router in runs[0][1]
         }
-        ours = means.pop(Ours.name)
+        ours = means.pop(BackendPoolRouter.name)
         peer = min(means, key=lambda router: means[router])
         rows[title] = Row(f"{title}, {where}", "s", ours, means[peer], peer, BOUND)
     return rows

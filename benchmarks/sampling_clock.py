@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated clock of dynamic sampling: workloads, and the run of a schedule over engines and a trainer."""
+"""Simulation of dynamic sampling in virtual time: workloads, and the run of a schedule over engines and a trainer."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from nemo_gym_prorl.dapo.group import Usage
 
 
 RUN = "bench"
-"""Prefix of all ids; the last part of an id counts the tries, from 0."""
+"""Prefix of all rollout ids, which are ``run:prompt:member:try``, all but the first counted from 0."""
 SLOTS = 256
 PROMPTS = 32
 MEAN_S = 60.0
 WARM_UP = 5
-"""Steps that are not counted, since they begin with empty engines."""
+"""Steps that are not counted, since the engines are empty at first."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Workload; the first try of a prompt is the same for all schedules of one seed.
+    """Workload; a try of a rollout has the same outcome under all schedules with the same seed.
 
     Attributes:
-        seed: of everything.
+        seed: seed of all random numbers.
         variation: coefficient of variation of durations, before the budget.
-        informative: share of prompts that are solved by some rollouts and not by others; the shorter half of them is
-            right with 0.7, the longer one with 0.3.
+        informative: share of prompts whose rollouts differ in reward: the shorter half is right with probability 0.7,
+            the longer half with 0.3.
         group_size: rollouts of a prompt.
-        cut: share of rollouts whose time is used up before they end; their reward is 0.
+        cut: share of rollouts that exceed their time budget; their reward is 0.
         long: share of prompts that take ten times as long as the others.
     """
 
@@ -58,7 +58,7 @@ class World:
         return drawn[int((1 - self.cut) * len(drawn))]
 
     def _drawn(self, prompt: int, sample: str) -> float:
-        """Return seconds of a try; half of the variance of the logarithm is the prompt's."""
+        """Return the seconds of a try without a budget; half of the variance of their logarithm is the prompt's."""
         spread = math.sqrt(self._variance)
         of_prompt = random.Random(f"{self.seed}:{prompt}").gauss(0, spread)
         of_rollout = random.Random(f"{self.seed}:{sample}").gauss(0, spread)
@@ -66,14 +66,14 @@ class World:
         return MEAN_S * math.exp(of_prompt + of_rollout - self._variance) * (10 if is_long else 1)
 
     def outcome(self, rollout: str) -> tuple[float, float]:
-        """Return seconds and reward of a try, ``run:prompt:place:try``."""
+        """Return the seconds and the reward of a try by its id."""
         if rollout not in self._known:
             self._known[rollout] = self._outcome(rollout)
         return self._known[rollout]
 
     def _outcome(self, rollout: str) -> tuple[float, float]:
-        _, number, place, tries = rollout.split(":")
-        prompt, sample = int(number), f"{number}:{place}:{tries}"
+        _, number, member, tries = rollout.split(":")
+        prompt, sample = int(number), f"{number}:{member}:{tries}"
         drawn = self._drawn(prompt, sample)
         if drawn > self.budget_s:
             return self.budget_s, 0.0
@@ -84,18 +84,18 @@ class World:
         return drawn, float(random.Random(f"{self.seed}:reward:{sample}").random() < (0.7 if short else 0.3))
 
     def first_tries(self, prompt: int) -> list[tuple[float, float]]:
-        """Return outcomes of a group as the policy samples it."""
-        return [self.outcome(f"{RUN}:{prompt}:{place}:0") for place in range(self.group_size)]
+        """Return the outcomes of the first tries of a prompt's group."""
+        return [self.outcome(f"{RUN}:{prompt}:{member}:0") for member in range(self.group_size)]
 
     def true(self, prompts: int) -> tuple[float, float]:
-        """Return mean seconds and reward of the groups with variance among the first prompts."""
+        """Return the mean seconds and reward of first tries, over the groups with variance among the first prompts."""
         groups = [group for group in map(self.first_tries, range(prompts)) if len({reward for _, reward in group}) > 1]
         seconds, rewards = zip(*(outcome for group in groups for outcome in group), strict=True)
         return statistics.fmean(seconds), statistics.fmean(rewards)
 
     @functools.cached_property
     def bound_s(self) -> float:
-        """Seconds of generation per step if engines never idle and no rollout is wasted."""
+        """Seconds of generation per step if no engine ever idles and no rollout is wasted."""
         groups = [self.first_tries(number) for number in range(10**6, 10**6 + 1000)]
         varies = statistics.fmean(len({reward for _, reward in group}) > 1 for group in groups)
         mean_s = statistics.fmean(seconds for group in groups for seconds, _ in group)
@@ -111,11 +111,11 @@ class Run:
     """Result of a schedule.
 
     Attributes:
-        steps: times at which batches were trained.
+        steps: times at which batches were trained, in seconds.
         trained: prompt, seconds and reward of each rollout that was trained on.
         groups: rollouts of each group that was trained on.
-        lags: versions that they were behind.
-        prompts: end of the range of prompts in batches.
+        lags: staleness of each rollout that was trained on, in weight versions.
+        prompts: one more than the largest prompt in a batch.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -130,7 +130,8 @@ class Run:
         return (self.steps[-1] - self.steps[WARM_UP]) / (len(self.steps) - 1 - WARM_UP)
 
     def bias(self, world: World, end: int | None = None) -> tuple[float, float]:
-        """Return mean seconds and reward of trained rollouts, over the means of first tries of the same prompts."""
+        """Return the mean seconds and reward of trained rollouts, each divided by the mean of first tries. ``end``:
+        only prompts below this number count; ``None`` for all prompts in batches."""
         end = self.prompts if end is None else end
         _, seconds, rewards = zip(*(one for one in self.trained if one[0] < end), strict=True)
         true_s, true_reward = world.true(end)
@@ -138,7 +139,7 @@ class Run:
 
 
 def drive(world: World, steps: int, schedule: Any) -> Run:
-    """Run a schedule, ``DynamicSampler`` or one with its interface, over engines with :data:`SLOTS` and a trainer."""
+    """Run a schedule with the interface of ``DynamicSampler`` over engines with :data:`SLOTS` slots and a trainer."""
     run = Run()
     now, trained = 0.0, 0
     waiting: deque[str] = deque()

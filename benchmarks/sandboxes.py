@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes and shells that benchmarks compare: each opens one and yields a call that runs :data:`ECHO` in it."""
+"""Sandboxes and shells that benchmarks compare; each subject yields a function that runs :data:`ECHO` in it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def gym_apptainer(image: Path, _runtime: Runtime | None = None) -> AsyncIt
 
 
 async def latencies(action: Action, count: int) -> list[float]:
-    """Return milliseconds of each call, and check each answer."""
+    """Return the milliseconds of each of ``count`` calls, and check each answer."""
     taken = []
     for _ in range(count):
         begin = time.perf_counter()

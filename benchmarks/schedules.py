@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of ``DynamicSampler``: schedules of others, rewritten with its interface."""
+"""Peers of ``DynamicSampler``: reimplementations of published schedules with the same interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_gym_prorl.dapo.group import OutcomeTotals, RolloutOutcome, Usage
 
 
 class Replenished:
-    """Base of the peers: a batch is the first complete groups with variance, whatever the order of prompts."""
+    """Base of the peers: a batch is the first groups that are complete and have variance, in any order of prompts."""
 
     def __init__(self, size: int) -> None:
         self.outcomes = OutcomeTotals()
@@ -20,7 +20,7 @@ class Replenished:
         self._asked = self._emitted = self._version = self._fresh = 0
         self._tries: dict[int, int] = {}
         self._begun: dict[int, int] = {}
-        """Weight versions of running groups."""
+        """Weight version at the start of each running group."""
         self._scores: dict[int, dict[str, tuple[float, Usage]]] = {}
         self._ready: list[int] = []
         self._decision = Decision()
@@ -50,8 +50,8 @@ class Replenished:
         self._begun[number], self._scores[number] = self._version, {}
         self._fresh = max(self._fresh, number + 1)
         self._decision.submit += [
-            Submission(f"{RUN}:{number}:{place}:{tries}", f"{RUN}:{number}", number, self._version, False)
-            for place in range(self._size)
+            Submission(f"{RUN}:{number}:{member}:{tries}", f"{RUN}:{number}", number, self._version, False)
+            for member in range(self._size)
         ]
 
     def _end(self, number: int, outcome: RolloutOutcome) -> None:
@@ -79,8 +79,8 @@ class Replenished:
 
 
 class EarlyTermination(Replenished):
-    """As in ProRL's paper (section 3.4) and verl's DAPO recipes: a complete batch cancels all other rollouts, and
-    incomplete prompts come first in the next step, which begins with the next weights."""
+    """Early termination as in ProRL's paper (section 3.4) and verl's DAPO recipes: a complete batch cancels all other
+    rollouts. Incomplete prompts come first in the next step, which begins with the next weights."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -92,7 +92,7 @@ class EarlyTermination(Replenished):
             left = [number for number in self._begun if number not in self._ready]
             for number in left:
                 tries = self._tries[number]
-                rollouts = [f"{RUN}:{number}:{place}:{tries}" for place in range(self._size)]
+                rollouts = [f"{RUN}:{number}:{member}:{tries}" for member in range(self._size)]
                 self._decision.cancel += [rollout for rollout in rollouts if rollout not in self._scores[number]]
             for number in [*left, *self._ready]:
                 self._end(number, RolloutOutcome.STALE)
@@ -105,8 +105,8 @@ class EarlyTermination(Replenished):
 
 
 class Rounds(Replenished):
-    """Synchronous rounds as in NeMo RL's dynamic sampling: so many batches of prompts at once, and nothing else until
-    all are scored. With enough groups with variance the first ones are the batch and the rest is discarded.
+    """Synchronous rounds as in NeMo RL's dynamic sampling: a round starts ``multiplier`` batches of prompts and ends
+    when all are scored. Once enough groups have variance, the first are the batch and all others are discarded.
 
     Args:
         size: rollouts of a group.

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that benchmarks start as processes: ours, Gym's, and stand-ins for what is behind them.
+"""Servers that benchmarks start as processes: those of this package, Gym's, and stand-ins for model and engine.
 
-Gym's servers and ours are their ``app.py`` with the merged configuration in the environment, as Gym starts them. Ray
-is left out, since it takes no part in a turn and costs some of a small machine (``without_ray/sitecustomize.py``).
+A server of Gym or of this package is its ``app.py`` with the merged configuration in an environment variable, as Gym
+starts it. Ray is not started, since Ray has no part in a turn but uses CPU (``without_ray/sitecustomize.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.stand_in_engine import MODEL, make_model
 
 REPO = Path(__file__).parents[1]
 START_S = 180
-"""An ``app.py`` imports 2,000 modules, which takes a minute on a busy machine."""
+"""Seconds that a server may take to start: an ``app.py`` imports 2,000 modules, a minute on a busy machine."""
 AGENT, PEER_AGENT = "prorl_agent", "simple_agent"
 MODEL_SERVER, PEER_MODEL_SERVER = "prorl_model", "vllm_model"
 _LOCAL = {"entrypoint": "app.py", "host": "127.0.0.1"}
@@ -36,13 +36,13 @@ _LOCAL = {"entrypoint": "app.py", "host": "127.0.0.1"}
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A serving process: the URLs that it answers at, and its process id."""
+    """Server process: the URLs at which it answers, and its pid."""
 
     urls: list[str]
     pid: int
 
     def core_seconds(self) -> float:
-        """Return CPU seconds so far, with those of live descendants; orphans among these stay descendants."""
+        """Return the CPU seconds so far of the process and its live descendants, including reparented orphans."""
         return sum(map(processes.precise_core_seconds, processes.below(self.pid)))
 
 
@@ -56,7 +56,8 @@ def free_port() -> int:
 async def started(
     command: list[str], ports: list[int], path: str = "/", variables: Mapping[str, str] | None = None
 ) -> AsyncIterator[Process]:
-    """Run a server until it is no longer needed; yields once ``path`` is answered, whatever the status."""
+    """Run the Python interpreter with the arguments ``command`` within the context; yield once the last of ``ports``
+    answers ``path`` with any status. With ``variables``, the environment of a Gym server, Ray is not started."""
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     paths = [*([str(REPO / "benchmarks/without_ray")] if variables else []), str(REPO)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | (variables or {})
@@ -80,7 +81,7 @@ async def started(
 
 @contextlib.asynccontextmanager
 async def instant_servers() -> AsyncIterator[int]:
-    """A model and an environment that answer at once; yields their port."""
+    """Run a model server and an environment that answer at once; yield their common port."""
     port = free_port()
     async with started(["-m", "benchmarks.instant_servers", str(port)], [port]):
         yield port
@@ -88,7 +89,7 @@ async def instant_servers() -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def engine(folder: Path, delay_s: float = 0.0, addresses: int = 1) -> AsyncIterator[Process]:
-    """The stand-in engine; fills the folder with its tokenizer."""
+    """Run the stand-in engine; write its tokenizer into the folder."""
     make_model(folder)
     ports = [free_port() for _ in range(addresses)]
     words = ["-m", "benchmarks.stand_in_engine", ",".join(map(str, ports)), str(delay_s), str(folder)]
@@ -98,7 +99,7 @@ async def engine(folder: Path, delay_s: float = 0.0, addresses: int = 1) -> Asyn
 
 @contextlib.asynccontextmanager
 async def agent_server(kind: str, instant_port: int, **settings: Any) -> AsyncIterator[str]:
-    """:data:`AGENT` or :data:`PEER_AGENT` over the instant servers; yields its URL."""
+    """Run :data:`AGENT` or :data:`PEER_AGENT` over the instant servers; yield the agent's URL."""
     instant = {**_LOCAL, "port": instant_port}
     beside = {
         "instant_environment": {"resources_servers": {"instant": {**instant, "domain": "other"}}},
@@ -111,14 +112,14 @@ async def agent_server(kind: str, instant_port: int, **settings: Any) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def model_server(kind: str, engines: list[str], folder: Path) -> AsyncIterator[Process]:
-    """:data:`MODEL_SERVER` or :data:`PEER_MODEL_SERVER` over engines; the folder has their tokenizer."""
+    """Run :data:`MODEL_SERVER` or :data:`PEER_MODEL_SERVER` over ``engines``; ``folder`` has their tokenizer."""
     async with gym_servers({"policy_model": model_of(kind, engines, folder)}) as processes:
         yield processes["policy_model"]
 
 
 @dataclass(frozen=True, slots=True)
 class GymServer:
-    """A server of Gym or ours: its folder (``responses_api_agents``, …), its kind and its settings."""
+    """Description of a server of Gym or of this package: folder (``responses_api_agents``, …), kind and settings."""
 
     folder: str
     kind: str
@@ -126,7 +127,7 @@ class GymServer:
 
     @property
     def app(self) -> Path:
-        """The program, ours before Gym's; a kind of the benchmarks is a module beside this one."""
+        """Path of the server's program: a module of the benchmarks, else this package's ``app.py``, else Gym's."""
         spec = find_spec("nemo_gym")
         assert spec is not None
         assert spec.origin is not None
@@ -143,7 +144,7 @@ def agent_of(kind: str, environment: str, model: str, **settings: Any) -> GymSer
 
 
 def model_of(kind: str, engines: list[str], folder: Path) -> GymServer:
-    """Return a model server over engines; the folder has their tokenizer."""
+    """Return the description of a model server over ``engines``; ``folder`` has their tokenizer."""
     settings = {
         "base_url": [f"{url}/v1" for url in engines],
         "api_key": "none",
@@ -160,12 +161,8 @@ def model_of(kind: str, engines: list[str], folder: Path) -> GymServer:
 async def gym_servers(
     servers: Mapping[str, GymServer], beside: Mapping[str, Any] | None = None
 ) -> AsyncIterator[dict[str, Process]]:
-    """Start servers by name, all at once.
-
-    Args:
-        servers: they share one configuration, so that they find each other.
-        beside: more of this configuration.
-    """
+    """Run servers by name within the context, and yield their processes. All servers get one merged configuration,
+    with the further entries ``beside``."""
     ports = {name: free_port() for name in servers}
     config: dict[str, Any] = {"head_server": {"host": "127.0.0.1", "port": free_port()}, "dry_run": False}
     config |= beside or {}

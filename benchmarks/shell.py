@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Latency of one shell action and of one kernel cell; :mod:`benchmarks.node` has starts and ends of sandboxes.
+"""Latency of one shell action and of one kernel cell; :mod:`benchmarks.node` measures starts and ends of sandboxes.
 
 The peer of shells is NeMo Gym's ``apptainer`` provider, which runs the same ``echo`` in a container of the same image.
-The peer of kernels is ``jupyter_client`` with ipykernel on the bare machine, which flatters it.
+The peer of kernels is ``jupyter_client`` with ipykernel without a sandbox, which favours the peer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def actions(image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
 
 
 async def cells(_image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
-    """Measure a kernel's start in a fresh sandbox, and one cell; the peer has no sandbox."""
+    """Measure the start of a kernel in a running sandbox, and one cell; the peer has no sandbox."""
     image = await asyncio.to_thread(ensure_image, KERNEL, print)
     started, theirs = [], []
     for _ in range(3 if quick else 30):
@@ -78,7 +78,7 @@ async def cells(_image: Path, runtime: Runtime, *, quick: bool) -> list[Row]:
 
 
 async def jupyter_cells() -> AsyncIterator[Callable[[], Awaitable[str]]]:
-    """Yield what runs a cell in a kernel of ``jupyter_client``'s own, on the bare machine."""
+    """Start a kernel by ``jupyter_client`` without a sandbox, and yield a function that runs a cell in the kernel."""
     from jupyter_client.manager import start_new_async_kernel
 
     manager, client = await start_new_async_kernel()

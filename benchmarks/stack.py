@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The whole deployment over a scripted engine: CPU per turn by process, tool round trip, turns a second, memory.
+"""The whole deployment over a scripted engine: CPU per turn by process, tool round trip, turns per second, memory.
 
 A rollout has 20 turns with one ``bash`` call each, of 110 to 350 sampled tokens, and a last turn that answers. Ours is
 ``prorl_agent``, ``prorl_model`` and ``prorl_code`` with its sandboxes; the peer is Gym's ``simple_agent``,
-``vllm_model`` and ``apptainer`` provider. The engine answers at once (CPU, rates), or at the steps of an H100 (tool
-round trip, and rates beside a bare client without tools). CPU is that of all processes of a stack, from the first seed
-to the end of the last sandbox, over the turns with a call. Other load of the machine raises CPU, and times much more:
-compare figures of one run.
+``vllm_model`` and ``apptainer`` provider. The engine answers at once for CPU and rates. For the tool round trip it
+decodes at the speed of an H100, also for rates compared with a client without agent and tools. CPU is that of all
+processes of a stack, from the first seed to the end of the last sandbox, divided by the turns with a call. Other load
+on the machine raises CPU and, much more, times: compare only figures of the same run.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
 STEP_S, EACH_S = 0.0105, 0.000136
-"""A decoding step of an H100 with a 4B model, and what each request in flight adds: 18 ms for 54, 43 ms for 238."""
-BARE_TURNS = 3  # at these steps; all crowds have the same draws in each turn
+"""Seconds of a decoding step of an H100 with a 4B model, and seconds that each request in flight adds."""
+BARE_TURNS = 3  # of the bare client, enough for its rate: all turns have the same distribution of lengths
 SHARED_TOKENS = 1400
 """Tokens of the first message that all rollouts share."""
 PEER, SHELLS = "Gym's stack", "3 bare shells + 2 ms"
 WINDOW = (0.2, 0.7)
-"""Share of the turns between which a rate is measured, without start and end of the crowd."""
-SUPERVISOR = b"supervisor import server"  # in its command line
+"""Fractions of the turns between which a rate is measured, without the start and the end of the run."""
+SUPERVISOR = b"supervisor import server"  # part of the command line of this package's supervisor process
 KNOWN_MS = 100.0
 BURN = f"python3 -c 'import time\nwhile time.process_time() < {KNOWN_MS / 1000}: pass'"
-GONE_S = 60  # for the sandboxes of a crowd, after it ended
+GONE_S = 60  # seconds after a run within which its sandboxes must end
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Amounts of work.
+    """Size of a run.
 
     Attributes:
-        rollouts: turns at an H100's steps by the number of rollouts at once. The peer plays the smallest number.
-        turns: turns with a call, of an engine without latency.
-        commands: of the bare shell.
+        rollouts: turns at an H100's speed, by number of concurrent rollouts. The peer plays the smallest number.
+        turns: turns with a call, with an engine without latency.
+        commands: number of commands in the bare shell.
     """
 
     rollouts: Mapping[int, int]
@@ -69,15 +69,15 @@ FULL, QUICK = Scale({64: 8, 256: 3}), Scale({8: 1}, 5, 50)
 
 @dataclass(slots=True)
 class Played:
-    """Results of a crowd of rollouts.
+    """Results of concurrent rollouts.
 
     Attributes:
-        rate: turns a second at the engine.
-        cycle_ms: mean time from a rollout's request to its next.
+        rate: turns per second at the engine.
+        cycle_ms: mean milliseconds from a rollout's request to its next request.
         gaps: milliseconds from the engine's answer to the next request of the rollout.
-        tools: milliseconds of tool calls, as the agent sees them.
+        tools: milliseconds of tool calls, measured by the agent; empty for the peer.
         cpu: milliseconds of CPU per turn with a call, by part of the stack.
-        memory_mib: of all processes, when the first rollout ended.
+        memory_mib: memory of all processes when the first rollout ended.
     """
 
     rate: float
@@ -89,14 +89,14 @@ class Played:
 
 
 class Bench:
-    """A scripted engine and the rollouts' rows."""
+    """Runs of rollouts over a scripted engine: creates the rows, and reads the engine's log."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self._engine, self._numbers = url, KeepAliveClient(url), itertools.count()
         self._shared = pieces(tokenizer_in(str(folder)), SHARED_TOKENS, seed=0)[0]
 
     def row(self) -> dict[str, Any]:
-        """Return a new row, of which no other has the first message."""
+        """Return a new row with a unique first message."""
         number = next(self._numbers)
         text = f"{self._shared}\n{TASK % number}\n"
         params = {"input": [{"role": "user", "content": text}], "tools": workbench_schemas(["bash"])}
@@ -106,13 +106,8 @@ class Bench:
     async def play(
         self, script: Script, rollouts: int, one: Player, parts: Mapping[str, Process] | None = None
     ) -> Played:
-        """Play rollouts, all at once.
-
-        Args:
-            script: the engine's.
-            rollouts, one: their number, and what plays a row.
-            parts: processes of the stack, if there is one.
-        """
+        """Play ``rollouts`` concurrent rollouts by ``one``, with the engine's ``script``. ``parts``: processes of the
+        stack by name; ``None`` for a client without a stack."""
         await self._engine.call("POST", "/script", orjson.dumps(asdict(script)))
         parts, pids = parts or {}, [process.pid for process in (parts or {}).values()]
         await self._settled(pids)
@@ -148,13 +143,14 @@ class Bench:
 
 
 def cpu_seconds(parts: Mapping[str, Process]) -> dict[str, float]:
-    """Return CPU seconds so far by part. What the environment started is apart: supervisor, and all else."""
+    """Return the CPU seconds so far by part of the stack. The environment is split into its server, the supervisor and
+    the sandboxes."""
     used = {part: processes.core_seconds(process.pid) for part, process in parts.items()}
     if "environment" in parts:
         pid = parts["environment"].pid
         own, below = processes.precise_core_seconds(pid), used["environment"]
         ours = sorted(each for each in processes.below(pid) if SUPERVISOR in processes.command_line(each))
-        supervisor = processes.precise_core_seconds(ours[0]) if ours else 0.0  # the others are its forks
+        supervisor = processes.precise_core_seconds(ours[0]) if ours else 0.0  # its forks have the same command line
         used |= {"environment": own, "supervisor": supervisor, "sandboxes": below - own - supervisor}
     return used
 
@@ -195,16 +191,16 @@ async def measure(scale: Scale, *, with_peer: bool) -> list[Row]:
 
 
 async def meter(bench: Bench, name: str, parts: Mapping[str, Process], one: Player) -> list[Row]:
-    """Measure what is known: tool calls that burn CPU and tool calls that sleep, less those that do neither."""
+    """Check the measurement with tool calls of known cost, which burn CPU or sleep, minus calls that do neither."""
     commands = ("true", BURN, f"sleep {KNOWN_MS / 1000}")
     plain, burning, sleeping = [await bench.play(Script(16, command), 1, one, parts) for command in commands]
     cpu, took = sum(burning.cpu.values()) - sum(plain.cpu.values()), median(sleeping.gaps) - median(plain.gaps)
-    told = {f"{name}: CPU of a call that burns it": cpu, f"{name}: time of a call that sleeps": took}
-    return [Row(title, "ms", figure, KNOWN_MS, "known") for title, figure in told.items()]
+    figures = {f"{name}: CPU of a call that burns it": cpu, f"{name}: time of a call that sleeps": took}
+    return [Row(title, "ms", figure, KNOWN_MS, "known") for title, figure in figures.items()]
 
 
 def saturated(rollouts: int, ours: Played, peer: Played | None) -> list[Row]:
-    """Return what an engine without latency shows."""
+    """Return the rows of runs with an engine without latency."""
     rows = []
 
     def add(title: str, unit: str, figure: Callable[[Played], float], goal: str | None = None) -> None:
@@ -223,7 +219,7 @@ def saturated(rollouts: int, ours: Played, peer: Played | None) -> list[Row]:
 
 
 def rows_at_steps(rollouts: int, ours: Played, bare: Played, shell_ms: float, *, judged: bool) -> list[Row]:
-    """Return what an engine at the steps of an H100 shows. Rates are of rollouts that are all under way."""
+    """Return the rows of runs at an H100's speed. Rates are those while all rollouts are in flight."""
     p50, p99 = (quantile(ours.tools, share) for share in (0.5, 0.99))
     mine, theirs = (1e3 * rollouts / one.cycle_ms for one in (ours, bare))
     crowd, at_steps = f"{rollouts} rollouts", "at an H100's steps"

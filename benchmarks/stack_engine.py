@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-in engine with a scripted policy: the turns of a rollout call ``bash`` once each, and the last turn answers.
 
-A turn has a drawn number of tokens and takes that many steps. The log tells when the engine worked for which rollout,
-so all stacks are measured at the same place: the engine.
+A turn has a random number of tokens and takes as many decoding steps. The log has the times at which the engine worked
+for each rollout, so all stacks are measured at the same point: the engine.
 
 Run: ``python -m benchmarks.stack_engine PORT MODEL_FOLDER``. ``POST /script`` with the fields of :class:`Script`
 starts a new log, ``GET /log`` returns it.
@@ -23,14 +23,14 @@ from benchmarks.stand_in_engine import Engine, Sampled, pieces, serve, tokenizer
 
 
 TASK = "Task number %06d."
-"""Begins the first message of a rollout."""
+"""Text in the first message of a rollout, which identifies the rollout."""
 DONE = "all is printed"
-"""Printed at the end of each command."""
+"""Last line of a command's output."""
 COMMAND = "cat <<'END'\n{}\n# " + DONE + "\nEND"
 CODE_TOKENS = (60, 100, 150, 220)
-"""Tokens of the code in a command. With escapes and the call around it, turns have 110 to 350."""
+"""Tokens of the code in a command. With escapes and the call's JSON, turns have 110 to 350."""
 PER_TURN, FIRST = 400, 1800
-"""Tokens of a turn with its observation, and of a first prompt, for answers that do not depend on real ids."""
+"""Estimated tokens of a turn with its observation, and of a first prompt, for requests without token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Script:
 
     Attributes:
         turns: turns of a rollout with a tool call.
-        command: called in each turn; empty for commands that print code.
-        step_s: seconds of a decoding step. It does not fall with the requests in flight, as an engine's does, so a
-            crowd that keeps the engine less busy gains nothing by it.
+        command: command of each turn; empty for commands that print code.
+        step_s: seconds of a decoding step, independent of the requests in flight, so that a stack gains nothing by
+            keeping fewer requests in flight.
     """
 
     turns: int = 20
@@ -73,14 +73,14 @@ class ScriptedEngine(Engine):
         return super().answer(path, body)
 
     def sample(self, number: int, body: bytes) -> tuple[Sampled, float]:
-        """Return the turn that follows a prompt, and seconds until its answer."""
+        """Return the turn that follows a prompt, and the seconds until its answer."""
         if (start := body.find(b'"prompt":[')) >= 0:
-            second = body.find(self._end, body.find(self._end, start) + 1)  # the first ends the system prompt
+            second = body.find(self._end, body.find(self._end, start) + 1)  # end of the first user message
             name, turn = body[start:second], (body.count(self._end, start) - 2) // 2
         else:
             at = body.find(TASK.split("%")[0].encode())
             name, turn = body[at : at + len(TASK % 0)], body.count(b'"assistant"')
-        rollout = self._rollouts.setdefault(name, len(self._rollouts))  # the same draws in each crowd
+        rollout = self._rollouts.setdefault(name, len(self._rollouts))  # selects the same turns in each run
         done = turn >= self._script.turns
         one = self._answer if done else self._calls[(rollout + turn * 31) % len(self._calls)]
         delay_s = one.count * self._script.step_s
@@ -93,7 +93,7 @@ class ScriptedEngine(Engine):
 
     @staticmethod
     def length(body: bytes) -> int:
-        """Estimate the tokens of a conversation by its turns."""
+        """Return the estimated tokens of a conversation, by its number of turns."""
         return FIRST + PER_TURN * body.count(b'"assistant"')
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of servers that :mod:`benchmarks.stack` compares, and clients that play a row with each."""
+"""Stacks of servers that :mod:`benchmarks.stack` compares, and players: functions that play a row with a stack."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 Player = Callable[[dict[str, Any]], Coroutine[Any, Any, list[float]]]
-"""Plays a row; returns milliseconds of its tool calls."""
+"""Function that plays a row and returns the milliseconds of its tool calls, if known."""
 Stack = contextlib.AbstractAsyncContextManager[dict[str, Process]]
-"""The processes ``model``, ``agent`` and ``environment``."""
+"""Context of the server processes ``model``, ``agent`` and ``environment``."""
 _LIMITS = {"singularity": {"memory_mib": 1024, "processes": 64, "disk_mib": 256}}
 
 
@@ -55,8 +55,8 @@ def our_stack(engine: str, folder: Path, image: Path, at_once: int) -> Stack:
 
 
 def peer_stack(engine: str, folder: Path, image: Path, at_once: int) -> Stack:
-    """Start ``simple_agent``, ``vllm_model`` and an environment over Gym's ``apptainer`` provider."""
-    # A container that stops holds a slot of the provider for 10 s.
+    """Return the stack of ``simple_agent``, ``vllm_model`` and an environment over Gym's ``apptainer`` provider."""
+    # Twice as many slots as rollouts, since a stopping container holds a slot of the provider for 10 s.
     settings = {"image": str(image), "domain": "coding", "concurrency": 2 * at_once}
     servers = {
         "model": model_of(PEER_MODEL_SERVER, [engine], folder),
@@ -97,7 +97,7 @@ async def peer_player(url: str) -> AsyncIterator[Player]:
 
 
 def bare_player(url: str, tokenizer: Tokenizer) -> Player:
-    """Return what plays a row's turns straight at the engine, without tools."""
+    """Return a player that sends a row's turns directly to the engine, without agent, model server and tools."""
     client, template = KeepAliveClient(url), jinja2.Environment().from_string(TEMPLATE)
     printed = COMMAND.format(pieces(tokenizer, 130, seed=0)[0])
     between = f"\n<|im_start|>user\n<tool_response>\n{printed}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -120,7 +120,7 @@ def bare_player(url: str, tokenizer: Tokenizer) -> Player:
 
 
 async def bare_shell(image: Path, runtime: Runtime, commands: int) -> list[float]:
-    """Return milliseconds of a command in a shell session of this package, without servers."""
+    """Return the milliseconds of each command in a shell session of this package, without servers."""
     taken = []
     container = await Container.start(ContainerSpec(image=image), runtime)
     async with container, await Shell.start(container) as shell:

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-in for vLLM that answers in vLLM 0.32's form at hardly any cost.
+"""Stand-in for vLLM that answers in the format of vLLM 0.32 at little CPU cost.
 
-Completions and chat completions carry texts, ids, log-probs, offsets and usage; completions also return the prompt's
+Completions and chat completions have texts, ids, log-probs, offsets and usage; completions also return the prompt's
 ids, copied as bytes from the request. Sampled turns are built once: tool calls of about :data:`WRITTEN` tokens with
-real code in them. Each answer comes a fixed time after its request. The scripted policy of this package cannot take
-this place: its tokens are bytes, and it parses and writes JSON for each request.
+real code. Each answer is sent a fixed time after its request. The scripted policy of this package is no substitute,
+since its tokens are bytes and it parses and writes JSON for each request.
 
 Run: ``python -m benchmarks.stand_in_engine PORT,PORT,… DELAY_S MODEL_FOLDER``.
 """
@@ -29,9 +29,9 @@ MODEL = "tiny"
 CONTEXT = 131_072
 WRITTEN = 320
 OBSERVED = 320
-"""Tokens of a turn, about; a hundred turns make 64k."""
+"""Approximate tokens of a sampled turn and of an observation: a hundred turns have 64k tokens."""
 VARIANTS = 16
-"""Different sampled turns, used in turn."""
+"""Number of different sampled turns, used cyclically."""
 TOOL = "python"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """
@@ -57,14 +57,14 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-"""Of the shape of Qwen 2.5's."""
+"""Chat template in the style of Qwen 2.5's."""
 _NUMBER = b"{number}"
-"""Stands in a built answer for the number of the request."""
+"""Placeholder for the number of the request in a prepared answer."""
 _SOURCES = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in ("argparse", "ast", "inspect", "typing")]
 
 
 def make_model(folder: Path) -> Tokenizer:
-    """A byte-level BPE over some of Python's own sources, and a chat template with tools; no weights."""
+    """Train a byte-level BPE tokenizer on Python's own sources, and write it to the folder with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,7 +79,7 @@ def make_model(folder: Path) -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, tokens: int, seed: int) -> list[str]:
-    """Return :data:`VARIANTS` bits of code of about so many tokens."""
+    """Return :data:`VARIANTS` excerpts of Python code of about ``tokens`` tokens each."""
     ids = [one for source in _SOURCES for one in tokenizer.encode(source.read_text()).ids]
     draw = random.Random(seed)
     starts = [draw.randrange(len(ids) - tokens) for _ in range(VARIANTS)]
@@ -87,7 +87,7 @@ def pieces(tokenizer: Tokenizer, tokens: int, seed: int) -> list[str]:
 
 
 class Sampled:
-    """Sampled turn, as parts of answers: a call of a tool with one argument, or a text if ``tool`` is empty."""
+    """Sampled turn as prepared parts of answers: a tool call with one argument, or a text if ``tool`` is empty."""
 
     def __init__(self, tokenizer: Tokenizer, tool: str, argument: str, text: str) -> None:
         arguments = json.dumps({argument: text}, ensure_ascii=False)
@@ -118,7 +118,7 @@ class Sampled:
 
 
 class Engine:
-    """Answers by path."""
+    """HTTP routes of the stand-in engine. ``delay_s``: seconds from a request for a completion to its answer."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
         self.tokenizer, self.delay_s = tokenizer, delay_s
@@ -144,7 +144,7 @@ class Engine:
         return 200 if path in self._fixed else 404, self._fixed.get(path, b'{"detail":"Not Found"}'), 0.0
 
     def sample(self, number: int, _body: bytes) -> tuple[Sampled, float]:
-        """Return the turn for a request, and seconds until its answer."""
+        """Return the turn for a request, and the seconds until its answer."""
         return self._sampled[number % VARIANTS], self.delay_s
 
     @staticmethod
@@ -171,7 +171,7 @@ class Engine:
 
     @staticmethod
     def length(body: bytes) -> int:
-        """Estimate the tokens of a conversation by its turns."""
+        """Return the estimated tokens of a conversation, by its number of turns."""
         return WRITTEN + OBSERVED + (WRITTEN + OBSERVED) * body.count(b'"assistant"')
 
 
@@ -181,7 +181,7 @@ def _usage(prompt: int, sampled: int) -> bytes:
 
 
 def _metrics() -> bytes:
-    """Return load, cache, and as many histograms as vLLM."""
+    """Return Prometheus metrics of load and cache, with as many histograms as vLLM has."""
     label = 'engine="0",model_name="tiny"'
     gauges = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.1}
     lines = [f"vllm:{name}{{{label}}} {value}" for name, value in gauges.items()]
@@ -192,7 +192,7 @@ def _metrics() -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """HTTP/1.1 connection without pipelining; ``engine.answer`` answers."""
+    """HTTP/1.1 server connection without pipelining; ``engine.answer`` returns the answers."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._path = engine, ""
@@ -229,7 +229,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(ports: list[int], engine: Any) -> None:
-    """Answer on all these ports until the process ends."""
+    """Serve an engine on all these ports until the process ends."""
     for port in ports:
         loop = asyncio.get_running_loop()
         await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of grading programs.
+"""CPU cost of grading programs by tests on standard input and output.
 
-Programs with tests on standard input and output are graded as ``prorl_code`` does, in a fresh sandbox each, and in the
-same sandboxes by a loop that starts an interpreter for each test and isolates nothing. The cost is CPU time of this
-process, the supervisor and the sandboxes, starts included.
+``prorl_code`` grades each program in a fresh sandbox. The peer is a loop in the same kind of sandbox, which starts an
+interpreter for each test and isolates nothing. The cost is the CPU time of this process, the supervisor and the
+sandboxes, including their starts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROGRAMS: Mapping[str, tuple[int, Callable[[list[int]], object]]] = {
     SORT: (30, lambda n: " ".join(map(str, sorted(set(n))))),
     HEAP: (30, lambda n: sum(sorted(n)[-(len(n) // 2) :])),
 }
-"""Right programs as policies write them: how many numbers each reads, and the answer."""
+"""Correct programs as policies write them, each with the number of integers that it reads and the expected answer."""
 LOOP = """\
 import json, subprocess, sys
 job = json.load(sys.stdin)
@@ -55,11 +55,11 @@ for test in job["tests"]:
     assert said.stdout.split() == test[1].split(), said
 print("passed")
 """
-"""Grader of the peer."""
+"""Program of the peer's grader."""
 
 
 def problem_of(source: str, tests: int) -> CodeProblem:
-    """Return a problem that the program solves, with so many tests."""
+    """Return a problem with ``tests`` tests that the program ``source`` solves."""
     random, (size, answer) = Random(7), PROGRAMS[source]
     given = [[random.randint(0, 10**6) for _ in range(size)] for _ in range(tests)]
     cases = [CodeTestCase(" ".join(map(str, numbers)) + "\n", f"{answer(numbers)}\n") for numbers in given]
@@ -83,7 +83,7 @@ async def by_loop(sandbox: StartedSandbox, problem: CodeProblem, source: str) ->
 async def tests_per_core_second(
     starter: SandboxFactory, image: str, tests: int, grade: Callable[..., Awaitable[None]]
 ) -> float:
-    """Grade each program in a fresh sandbox."""
+    """Grade each program in a fresh sandbox, and return the tests per CPU second."""
     before = processes.core_seconds(os.getpid())
     for source in PROGRAMS:
         sandbox = await starter.start(SandboxSpec(image=image, workdir="/"))

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""CPU and wire bytes of a model server per turn, as a rollout grows to 64,000 tokens, beside Gym's ``vllm_model``.
+"""CPU and body bytes of a model server per turn, as a rollout grows to 64,000 tokens, compared with ``vllm_model``.
 
-``prorl_model`` serves agents that share its ledger and agents that echo all ids each turn, as Gym's ``simple_agent``
-does; ``vllm_model`` serves only the latter. Both servers run in the same round, in front of the same stand-in engine.
-The CPU is that of all processes of a server. The figure at a length is the mean of the turns before, at and after it.
-Servers take turns at being first; a figure is the median of the rounds.
+``prorl_model`` serves agents that use its ledger and agents that echo all ids each turn, as Gym's ``simple_agent``
+does; Gym's ``vllm_model`` serves only the latter. Both servers run in the same round, in front of the same stand-in
+engine. The CPU is that of all processes of a server. The figure at a length is the mean of the turns before, at and
+after it. The order of the servers alternates; a figure is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LENGTHS = {"2k": 2_000, "16k": 16_000, "64k": 64_000}
 QUICK_LENGTHS = {name: LENGTHS[name] for name in ("2k", "16k")}
 ROUNDS = 3
 SHARING, ECHOING = 16, 2
-"""Rollouts side by side; an echoed turn costs a hundred times as much."""
+"""Concurrent rollouts; fewer of agents that echo, since their turns cost a hundred times as much."""
 GOALS = {"2k": "<= 0.52", "16k": "<= 0.03", "64k": "<= 0.0021"}
 ECHO_GOALS = {"64k": "<= 0.0105"}
 _rollouts = count()
@@ -38,7 +38,8 @@ _rollouts = count()
 
 @dataclass(slots=True)
 class Played:
-    """By turn, mean over the rollouts side by side: CPU seconds, kB both ways, tokens of the prompt."""
+    """Figures by turn, each a mean over the concurrent rollouts: CPU seconds, kB of bodies in both directions, and
+    tokens of the prompt. ``end_cpu``: CPU seconds of a rollout's end."""
 
     cpu: list[float] = field(default_factory=list)
     kilobytes: list[float] = field(default_factory=list)
@@ -46,15 +47,16 @@ class Played:
     end_cpu: float = 0.0
 
     def at(self, tokens: int, figures: list[float]) -> float:
-        """Return the mean over the turn whose prompt is nearest to a length, and the turns beside it."""
+        """Return the mean of the turn whose prompt length is nearest to ``tokens`` and of its two neighbours."""
         nearest = min(range(len(self.context)), key=lambda turn: abs(self.context[turn] - tokens))
         window = figures[max(0, nearest - 1) : nearest + 2]
         return sum(window) / len(window)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A server, and how agents use it."""
+class ServerCase:
+    """Benchmarked model server and its kind of agent. ``shares``: whether agents use the server's ledger
+    (:class:`SharingAgent`), or send the whole history in each turn (:class:`EchoingAgent`)."""
 
     server: str
     shares: bool
@@ -66,13 +68,14 @@ class Way:
         return [SharingAgent(client, observed, name, names[0]) for name in names]
 
 
-SHARED, ECHOED, PEER = Way(MODEL_SERVER, True), Way(MODEL_SERVER, False), Way(PEER_MODEL_SERVER, False)
+SHARED, ECHOED = ServerCase(MODEL_SERVER, True), ServerCase(MODEL_SERVER, False)
+PEER = ServerCase(PEER_MODEL_SERVER, False)
 
 
-async def play(way: Way, process: Process, observed: list[str], tokens: int) -> Played:
-    """Play rollouts until their prompts have a length, and one turn more."""
+async def play(case: ServerCase, process: Process, observed: list[str], tokens: int) -> Played:
+    """Play concurrent rollouts until their prompts have ``tokens`` tokens, and one turn more."""
     client, played = KeepAliveClient(process.urls[0]), Played()
-    agents = way.agents(client, observed)
+    agents = case.agents(client, observed)
 
     async def spent(work: Callable[[Agent], Awaitable[None]]) -> float:
         before = process.core_seconds()
@@ -94,7 +97,7 @@ async def play(way: Way, process: Process, observed: list[str], tokens: int) -> 
 
 
 async def measure(lengths: dict[str, int], rounds: int) -> list[Row]:
-    runs: dict[Way, list[Played]] = collections.defaultdict(list)
+    runs: dict[ServerCase, list[Played]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with (
@@ -104,31 +107,31 @@ async def measure(lengths: dict[str, int], rounds: int) -> list[Row]:
         ):
             observed = pieces(Tokenizer.from_file(str(folder / "tokenizer.json")), OBSERVED - 10, seed=2)
             servers = {MODEL_SERVER: ours, PEER_MODEL_SERVER: peer}
-            for way in (SHARED, ECHOED, PEER):
-                await play(way, servers[way.server], observed, 1000)  # warm up
+            for case in (SHARED, ECHOED, PEER):
+                await play(case, servers[case.server], observed, 1000)  # warm up
             for turn in range(rounds):
-                for way in (SHARED, ECHOED, PEER) if turn % 2 == 0 else (PEER, ECHOED, SHARED):
-                    runs[way].append(await play(way, servers[way.server], observed, max(lengths.values())))
+                for case in (SHARED, ECHOED, PEER) if turn % 2 == 0 else (PEER, ECHOED, SHARED):
+                    runs[case].append(await play(case, servers[case.server], observed, max(lengths.values())))
     return rows_of(runs, lengths)
 
 
-def rows_of(runs: dict[Way, list[Played]], lengths: dict[str, int]) -> list[Row]:
-    def cpu(way: Way, tokens: int) -> float:
-        return median([1000 * played.at(tokens, played.cpu) for played in runs[way]])
+def rows_of(runs: dict[ServerCase, list[Played]], lengths: dict[str, int]) -> list[Row]:
+    def cpu(case: ServerCase, tokens: int) -> float:
+        return median([1000 * played.at(tokens, played.cpu) for played in runs[case]])
 
-    def carried(way: Way, tokens: int) -> float:
-        return median([played.at(tokens, played.kilobytes) for played in runs[way]])
+    def carried(case: ServerCase, tokens: int) -> float:
+        return median([played.at(tokens, played.kilobytes) for played in runs[case]])
 
     rows = []
-    for way, text, goals in ((SHARED, "shared", GOALS), (ECHOED, "ids echoed", ECHO_GOALS)):
+    for case, text, goals in ((SHARED, "shared", GOALS), (ECHOED, "ids echoed", ECHO_GOALS)):
         for name, tokens in lengths.items():
             theirs, goal = cpu(PEER, tokens), goals.get(name)
             title = f"server CPU per turn, {name} tokens, {text}"
-            rows.append(Row(title, "ms", cpu(way, tokens), theirs, PEER_MODEL_SERVER, goal))
-    for way, text in ((SHARED, "shared"), (ECHOED, "ids echoed")):
+            rows.append(Row(title, "ms", cpu(case, tokens), theirs, PEER_MODEL_SERVER, goal))
+    for case, text in ((SHARED, "shared"), (ECHOED, "ids echoed")):
         for name, tokens in lengths.items():
             title = f"bytes per turn, {name} tokens, {text}"
-            rows.append(Row(title, "kB", carried(way, tokens), carried(PEER, tokens), PEER_MODEL_SERVER))
+            rows.append(Row(title, "kB", carried(case, tokens), carried(PEER, tokens), PEER_MODEL_SERVER))
     ends = median([1000 * played.end_cpu for played in runs[SHARED]])
     return [*rows, Row("reading and forgetting the tokens of a rollout", "ms", ends)]
 

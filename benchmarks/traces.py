@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of agents' traffic, replayed through a router on simulated engines (:mod:`benchmarks.engines`)."""
+"""Traffic traces of coding agents, and their replay through a router on simulated engines."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def agent_trace(
     prompt: int = 1500,
     tool_s: float = 1.5,
 ) -> Trace:
-    """Return coding agents in training: heavy-tailed numbers of turns, tool times and lengths.
+    """Return a trace of coding agents in training, with heavy-tailed numbers of turns, tool times and lengths.
 
     Args:
-        groups: prompts.
-        siblings: rollouts per prompt.
-        seed: fixes everything.
-        turns: median number of turns; the 99th percentile is about six times that.
-        window_s: groups arrive evenly over this time; 0 is one burst, as a synchronous trainer sends.
-        system: tokens of the prompt that all share.
-        prompt: tokens that a group shares beyond that.
-        tool_s: median of a tool's time, which is heavy-tailed up to 300 s.
+        groups: number of groups.
+        siblings: rollouts per group.
+        seed: seed of all random numbers.
+        turns: median number of turns; the 99th percentile is about six times the median.
+        window_s: seconds over which groups arrive evenly; 0 for one burst, as from a synchronous trainer.
+        system: tokens of the system prompt, which all rollouts share.
+        prompt: further prompt tokens that the rollouts of a group share.
+        tool_s: median seconds of a tool call, heavy-tailed up to 300 s.
     """
     rng = random.Random(seed)
     rollouts = []
@@ -58,8 +58,8 @@ def agent_trace(
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Event at an engine: ``leave`` (taken out of service, which cuts its requests) or ``join`` (with an empty cache;
-    an engine whose first incident this is was absent before)."""
+    """Event of an engine, which leaves (``leave``) and loses its requests, or joins with an empty cache (``join``). An
+    engine whose first incident is ``join`` is absent at the start."""
 
     at_s: float
     kind: str
@@ -68,7 +68,7 @@ class Incident:
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a replay."""
+    """Result of a replay; ``hit_rate`` is the cached fraction of all prompt tokens."""
 
     makespan_s: float
     p99_turn_s: float
@@ -77,21 +77,21 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The next change of an engine, unless its version is newer."""
+    """Event at the time of an engine's next change; outdated if the engine has a newer version by then."""
 
     engine: Engine
     version: int
 
 
 class Fleet:
-    """Replays a trace through a router; the queue of events is the clock.
+    """Discrete-event simulation of a trace on engines behind a router.
 
     Args:
         trace: the traffic.
-        engines: how many.
-        router: see :mod:`benchmarks.routers`.
+        engines: number of engines.
+        router: router with the interface of :class:`benchmarks.routers.Base`.
         capacity: tokens of each engine's KV cache.
-        incidents: by time.
+        incidents: joining and leaving engines, by time.
     """
 
     def __init__(
@@ -155,12 +155,10 @@ class Fleet:
         self._work(engine)
 
     def _retry(self) -> None:
-        """Ask the router again about turns that had no engine."""
         for _ in range(len(self._pending)):
             self._send(self._pending.popleft())
 
     def _work(self, engine: Engine) -> None:
-        """Bring an engine up to date, collect finished requests, start waiting ones, and schedule its next change."""
         engine.advance(self.now)
         done = [request for request in engine.running if request.is_done]
         if done:
@@ -208,10 +206,10 @@ class Fleet:
 
 
 def best_hit_rate(trace: Trace, engines: int, router: Any) -> float:
-    """Return the hit rate where engines share one boundless cache, so that no router can lose anything.
+    """Return the hit rate of engines that share one unlimited cache, where no routing decision can lose a prefix.
 
-    Not a bound where many prompts that share a lot are read at once: engines with room for all read the shared part
-    once for each, while engines that make requests wait find it cached.
+    The value is not an upper bound if many prompts with a long common prefix arrive at once. Engines with room for all
+    prefill the prefix once per prompt, while a full engine lets requests wait, which then find the prefix cached.
     """
     fleet = Fleet(trace, engines, router, capacity=10**12)
     for engine in fleet.engines[1:]:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Python runs this module first in each Gym server of a benchmark: Gym believes that a Ray cluster runs."""
+"""Startup hook of the Gym servers of benchmarks: lets Gym assume a running Ray cluster, so that none is started."""
 
 import ray
 

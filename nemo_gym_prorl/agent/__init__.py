@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Agent server: runs any Gym environment through INIT, RUN and EVAL."""
+"""Gym agent server: runs the rollouts of any Gym environment through the stages INIT, RUN and EVAL."""

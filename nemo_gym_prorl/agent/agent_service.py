@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout service as a Gym agent: Gym's routes ``/run`` and ``/v1/responses`` over one pipeline.
 
-The status of a failed ``/run`` depends on the caller: :func:`~nemo_gym_prorl.agent.run_rows.run_status`.
+The HTTP status of a failed ``/run`` depends on the caller: :func:`~nemo_gym_prorl.agent.run_rows.run_status`.
 
-``/run`` is idempotent while a rollout runs. Gym's client posts a call again when its connection drops; an identical
-row then attaches to the running job (:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`).
+``/run`` is idempotent while its rollout is in flight. Gym's client repeats a call whose connection dropped; the
+repeated row attaches to the running job (:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`).
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY, TRAJECTORY,
 
 SCOPES = RouteScopes(ROUTES)
 
-_CLEANUP_TIMEOUT_S = 5.0  # on shutdown: enough for requests to servers that answer, short of Gym's kill
+_CLEANUP_TIMEOUT_S = 5.0  # for cleanup requests at shutdown: reachable servers answer sooner, and Gym kills later
 
 
 class AgentService:
-    """Pipeline with its HTTP client and routes.
+    """Rollout service of an agent server: the pipeline, its HTTP client and its routes.
 
     Args:
-        config: settings.
+        config: settings of the agent server.
         gym_config: Gym's merged configuration.
-        model: instance name of the policy's model server.
+        model: instance name of the policy's first model server.
 
     Raises:
-        CallerError: a setting is invalid: a server without an address, several workers, or incomplete TLS settings.
-            The error names the setting.
+        CallerError: a setting is invalid, for example a server without an address, several workers, or incomplete
+            TLS settings. The error names the setting.
     """
 
     def __init__(self, config: ServiceConfig, gym_config: DictConfig, *, model: str) -> None:
@@ -115,10 +115,10 @@ class AgentService:
         self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
 
     def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
-        """Serve the application by TLS too while the context is open; do nothing without ``tls_port``.
+        """Return a context that also serves the application over TLS at ``tls_port``; empty without ``tls_port``.
 
         Raises:
-            CallerError: see :func:`serve_tls`.
+            CallerError: on entering the context: the port is taken.
         """
         config = self._config
         if config.tls_port is None or config.tls_cert is None or config.tls_key is None:
@@ -139,12 +139,12 @@ class AgentService:
         return router
 
     def start(self) -> None:
-        """Start the pipeline, which restarts the accepted rollouts of its journal."""
+        """Start the background loops and the pipeline, which resumes the unfinished rollouts of its journal."""
         self.pipeline.loops.start("session-leases", self._cleanup.renew)
         self.pipeline.start()
 
     async def close(self) -> None:
-        """Cancel every rollout, wait until its sandboxes are released, and close the client."""
+        """Cancel every rollout, release the sandboxes, wait up to 5 s for cleanup requests, and close the client."""
         await self.pipeline.close()
         await self._cleanup.close(_CLEANUP_TIMEOUT_S)
         await self._http.close()
@@ -153,8 +153,9 @@ class AgentService:
         """Handle Gym's ``/run``: 200 with a verified row or a masked failure row.
 
         Raises:
-            ProblemError: the caller is a trainer, and :func:`run_status` gives the failure an error status.
-            CallerError: the body is not a row, or the service refuses the row; names the field.
+            ProblemError: a trainer's rollout failed, and :func:`run_status` returns an error status.
+            CallerError: the body is not JSON, or the service refuses a trainer's row; names the field. Gym's
+                collector gets a masked failure row for a refused row.
             CallerGone: the client disconnected.
         """
         body = await request.body()
@@ -177,7 +178,7 @@ class AgentService:
         """Handle Gym's ``/v1/responses`` of an agent: run the tool loop in a session that the caller has seeded.
 
         Raises:
-            ProblemError: the job failed.
+            ProblemError: the job failed; see :func:`responses_answer` for the status.
             CallerError: the service has no default environment, or the body is not a request; names the field.
             CallerGone: the client disconnected.
         """
@@ -195,10 +196,11 @@ class AgentService:
     async def aggregate_metrics(self, body: dict[str, Any]) -> Any:
         """Handle Gym's ``/aggregate_metrics``: each resources server aggregates the rows of its environment.
 
-        Masked rows without an environment are left out: ``/run`` refused them.
+        Masked rows that belong to no known environment are skipped: ``/run`` refused these rows.
 
         Raises:
-            CallerError: a rollout names an environment without a server, or a server refuses its rollouts.
+            CallerError: an unmasked row belongs to no known environment, an environment has no resources server, or a
+                server refuses its rows.
             InfrastructureError: a server fails or cannot be reached.
         """
         rollouts: dict[str, list[Any]] = {}
@@ -207,7 +209,7 @@ class AgentService:
                 environment = self.pipeline.environments.choose(rollout, environment_of(rollout))
             except CallerError as error:
                 if rollout.get("mask_sample"):
-                    continue  # `/run` refused the row
+                    continue
                 field = ".".join(filter(None, (f"verify_responses.{number}", error.field)))
                 raise CallerError(error.complaint, field=field) from error
             rollouts.setdefault(environment.name, []).append(rollout)
@@ -225,7 +227,9 @@ class AgentService:
 
 
 class ModelBackends:
-    """Backend pools of the policy's model servers. ``prorl_model`` has a pool; Gym's own model servers have none.
+    """Control of the backend pools of the policy's model servers; Gym's own model servers have no pool.
+
+    Both methods raise ``ProblemError`` (501 for a server without a pool, 502 for a failed one) or ``CallerError``.
 
     Args:
         models: the model servers; each change is sent to all of them.
@@ -235,7 +239,7 @@ class ModelBackends:
         self._models = models
 
     async def add(self, address: str) -> None:
-        """Add a backend by its base URL."""
+        """Add the backend with this base URL to every model server."""
         await self._send("POST", {"url": address})
 
     async def clear(self) -> None:
@@ -252,7 +256,7 @@ class ModelBackends:
                 "no-backend-pool",
                 f"model server {model!r} has a fixed list of backends; use prorl_model to change them",
             )
-        if answer.status in (403, 422):  # a wrong key of this service would be 401
+        if answer.status in (403, 422):  # 403: the address is not allowed; a wrong key of this service gets 401
             raise CallerError(
                 f"model server {model!r} refuses the backend: {answer.error_text(2000)}", field="address"
             )
@@ -261,7 +265,8 @@ class ModelBackends:
 
 
 def gym_row(job: Job, *, collector: bool) -> bytes:
-    """Return the body of ``/run``: the verifier's row or the failure row, with a report under ``rollout``."""
+    """Return the body of a 200 answer of ``/run``: the verifier's row or the failure row, with a report in the field
+    ``rollout``; for Gym's collector also with the trajectory that Gym from 0.7 on reads."""
     assert job.outcome is not None, "the job has no outcome yet"
     about = {
         "id": job.id,
@@ -288,7 +293,7 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
     if job.progress.harness:
         about["harness"] = job.progress.harness
     failure, result = job.outcome.failure, job.gym_result()
-    if failure is not None and "response" not in result:  # a plug-in's handler may not return Gym rows
+    if failure is not None and "response" not in result:  # the result of a plug-in's handler may not be a Gym row
         row = job.row
         result = failure_row(row, empty_response(row["responses_create_params"]), failure)
     answer = {**result, ROLLOUT_OPTIONS_KEY: about}
@@ -298,11 +303,8 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
 
 
 def _answer(job: Job, *, collector: bool) -> bytes:
-    """Return the body of a ``/run`` that ends with status 200.
-
-    Raises:
-        ProblemError: the caller is a trainer, and the failure needs an error status (:func:`run_status`).
-    """
+    """Return the body of a 200 answer of ``/run``; raise a ``ProblemError`` if :func:`run_status` returns another
+    status."""
     assert job.outcome is not None, "the job has no outcome yet"
     failure = job.outcome.failure
     if failure is None and job.progress.finish_reason == "context_overflow":
@@ -315,7 +317,6 @@ def _answer(job: Job, *, collector: bool) -> bytes:
 
 
 def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
-    """Return the failure row that Gym's collector gets for a refused row."""
     params = row.get("responses_create_params")
     refused = failure_row(row, empty_response(params if isinstance(params, dict) else {}), failure)
     if gym_reads_trajectories():
@@ -324,7 +325,8 @@ def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
 
 
 def _in_row(error: CallerError) -> CallerError:
-    """Return the error with its field as a path in the body of ``/run``, where the row is the whole body."""
+    """Return the error with its field as a path in the body of ``/run``: for jobs, fields of the row begin with
+    ``row.``, but the body of ``/run`` is the row itself."""
     if isinstance(error, JobConflict):
         return JobConflict(error.complaint, field=f"{ROLLOUT_OPTIONS_KEY}.id")
     if isinstance(error, NotOwner):

@@ -6,8 +6,8 @@ A Gym model server receives the whole history with token ids in each turn, so a 
 ``prorl_model`` stores the tokens of a rollout itself. The server echoes the header ``X-Rollout-Tokens: deferred`` in
 its first answer. Each later turn then carries only the new observations and the id of the previous answer.
 
-The tokens that a trainer needs are fetched once, after the last turn. A rollout that is cut short fetches those of its
-complete turns.
+The tokens that a trainer needs are fetched once, after the last turn. A failed or cancelled rollout fetches the tokens
+of its complete turns.
 """
 
 from __future__ import annotations
@@ -42,24 +42,29 @@ from nemo_gym_prorl.rollout.turn_records import TurnTiming
 
 DEFERRAL = "X-Rollout-Tokens"
 KEEPS_TOKENS = "keeps tokens"
-"""Trait of a model server that has echoed the header at least once."""
+"""Trait of a model server that has echoed the header :data:`DEFERRAL` at least once."""
 
 _FETCH_ATTEMPTS = 3
-_FETCH_PAUSE_S = 0.5  # between attempts: enough for a dropped connection, short against the RUN budget
+_FETCH_PAUSE_S = 0.5  # between attempts, enough to reconnect after a dropped connection
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Turn whose tokens the model server keeps."""
+    """Turn whose tokens the model server keeps.
+
+    Attributes:
+        number: index of the turn in the rollout.
+        last_item: last output item of the turn, on which Gym stores the turn's tokens.
+        incomplete: whether the turn ended early, so that the server may have sampled no tokens.
+    """
 
     number: int
     last_item: dict[str, Any]
     incomplete: bool
-    """Whether the turn ended early, so that the server may have sampled no tokens."""
 
 
 class _Sequence(BaseModel):
-    """One branch of a rollout. Validation is strict because wrong tokens would be trained on."""
+    """Token ids and log-probs of one branch of a rollout; strictly validated, since trainers train on them."""
 
     ids: list[Annotated[StrictInt, Field(ge=0, lt=2**31)]]
     log_probs: list[FiniteFloat]
@@ -72,7 +77,7 @@ class _Sequence(BaseModel):
 
 
 class _AnswerSpan(BaseModel):
-    """Position of an answer's tokens in a sequence."""
+    """Position of an answer's sampled tokens, ``start`` to before ``end``, in the sequence with index ``sequence``."""
 
     sequence: NonNegativeInt
     start: NonNegativeInt
@@ -82,7 +87,7 @@ class _AnswerSpan(BaseModel):
 
 
 class _Tokens(BaseModel):
-    """All tokens of a rollout."""
+    """All tokens of a rollout, as the model server returns them; ``answers`` is keyed by the id of the answer."""
 
     sequences: list[_Sequence]
     answers: dict[str, _AnswerSpan]
@@ -108,9 +113,9 @@ class SavedTurns:
 
     Attributes:
         batches: JSON lists of turns without brackets, one per checkpoint; empty if the server keeps no tokens.
-        began: the server's opaque value ``began``, sent back on :meth:`Conversation.restore`.
-        answers: the ids of the turns.
-        waited_s: seconds for which the turns have waited for a backend.
+        began: the server's opaque value ``began``, sent back by :meth:`Conversation.restore`.
+        answers: ids of the server's answers, one per turn.
+        waited_s: seconds for which turns of this attempt have waited for a backend.
     """
 
     batches: tuple[bytes, ...] = ()
@@ -120,7 +125,7 @@ class SavedTurns:
 
     @property
     def new(self) -> bytes:
-        """The latest batch."""
+        """Last element of :attr:`batches`: the turns since the checkpoint before; empty without batches."""
         return self.batches[-1] if self.batches else b""
 
 
@@ -130,8 +135,8 @@ class Conversation:
     Args:
         model: the model server.
         rollout_id: id of the attempt; each attempt samples its own tokens.
-        group: rollouts of a group share a prompt, so the server prefers one backend for them.
-        run: name of the training whose backends sample the rollout; ``None`` for the server's own backends.
+        group: rollouts of a group share a prompt, so the server prefers one backend for the group.
+        run: training run whose backends sample the rollout; ``None`` for the server's own backends.
 
     Attributes:
         weight_versions: after :meth:`fetch_tokens`, the labels of the weights that sampled the first and last token
@@ -161,10 +166,10 @@ class Conversation:
         self._saved = SavedTurns()
 
     async def save(self) -> SavedTurns:
-        """Fetch the turns since the last call, and return all turns so far.
+        """Fetch the turns that were sampled since the last call, and return all turns so far.
 
         Raises:
-            CallerError: the server cannot export turns.
+            CallerError: the server cannot export turns, or refuses to.
             InfrastructureError: the server fails, or has lost the rollout.
         """
         if self._previous is None:
@@ -191,11 +196,11 @@ class Conversation:
         Args:
             saved: result of :meth:`save`, possibly of another conversation.
             prompt: the row's input.
-            output: output items that the policy knows, those of the trajectory.
-            steps: steps of the saved turns.
+            output: output items of the trajectory that the policy has received.
+            steps: timings of the saved turns, one per turn.
 
         Raises:
-            InfrastructureError: the server fails.
+            InfrastructureError: the server fails or refuses the turns.
         """
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         self._items = [*prompt, *output]
@@ -272,7 +277,7 @@ class Conversation:
             self._turns[answer_id] = _Turn(number, turn["output"][-1], bool(turn.get("incomplete_details")))
 
     async def fetch_tokens(self, trajectory: Trajectory) -> None:
-        """Fetch deferred tokens into the trajectory. The fetch is idempotent and retried a few times.
+        """Fetch deferred tokens into the trajectory; no-op if the server defers none. Idempotent; tried 3 times.
 
         Raises:
             InfrastructureError: the server fails, has lost the rollout, or lacks the tokens of one of its answers.
@@ -284,7 +289,7 @@ class Conversation:
             raise self._runs_unsupported()
         self.weight_versions, self.log_probs = [], tokens.log_probs
         self.token_in_rate = tokens.token_in_rate
-        places = {id(item): place for place, item in enumerate(trajectory.response["output"])}
+        index_of = {id(item): index for index, item in enumerate(trajectory.response["output"])}
         turns, before, end = list[TurnTokens](), list[int](), 0
         for answer_id, turn in self._turns.items():
             if (span := tokens.answers.get(answer_id)) is None:
@@ -306,7 +311,7 @@ class Conversation:
                     kind=FailureKind.AGENT_REQUEST_FAILED,
                 )
             numbers = array("i", ids[kept:start]), array("i", ids[start:stop]), array("d", log_probs[start:stop])
-            turns.append(TurnTokens(places[id(turn.last_item)], kept, *numbers, experts))
+            turns.append(TurnTokens(index_of[id(turn.last_item)], kept, *numbers, experts))
             if stop > start:
                 before, end = ids, stop
             first, last = span.weight_versions or (None, None)
@@ -322,11 +327,11 @@ class Conversation:
     async def forget(self) -> None:
         """Delete the rollout at the server: its token ledger and its slot at a backend.
 
-        A rollout that is cut off in its first turn has not seen the header. The server's trait then decides whether
-        deletion is needed.
+        A rollout that is cancelled in its first turn cannot know whether the server keeps its tokens. The trait of the
+        server (:data:`KEEPS_TOKENS`) then decides whether deletion is needed.
 
         Raises:
-            InfrastructureError: the server cannot be reached.
+            InfrastructureError: the server cannot be reached, or reports a failure.
         """
         if self._requests and (self._previous is not None or KEEPS_TOKENS in self._model.traits):
             await self._model.call("DELETE", self._path, None, self._jar)
@@ -356,12 +361,10 @@ def _tokens(answer: HttpAnswer, what: str) -> _Tokens:
 
 
 async def fetch_waited_s(model: GymServer, rollout_id: str) -> float:
-    """Return the seconds for which turns of a rollout have waited for a backend or through a pause.
-
-    The value is 0.0 if the server does not report any.
+    """Return the seconds for which turns of a rollout have waited for a backend; 0.0 if the server reports none.
 
     Raises:
-        InfrastructureError: the server cannot be reached.
+        InfrastructureError: the server cannot be reached, or reports a failure.
     """
     answer = await model.call("GET", f"{rollout_path(rollout_id)}/waited", None, CookieJar())
     body = None
@@ -375,5 +378,5 @@ async def fetch_waited_s(model: GymServer, rollout_id: str) -> float:
 
 
 def rollout_path(rollout_id: str) -> str:
-    """Return the path of a rollout at a model server that keeps tokens."""
+    """Return the URL path of a rollout at ``prorl_model``."""
     return f"/v1/rollouts/{quote_segment(rollout_id)}"

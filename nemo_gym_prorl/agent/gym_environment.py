@@ -57,7 +57,8 @@ from nemo_gym_prorl.rollout.storage.checkpoints import restart_without_checkpoin
 
 
 LATE_SEED_S = 600.0
-"""Time limit of closing the session of a cancelled ``/seed_session``: the longest start of a sandbox."""
+"""Seconds within which a cancelled ``/seed_session`` must answer and its session be closed: the longest start of a
+sandbox. Servers with leases end such a session themselves."""
 
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
@@ -67,7 +68,7 @@ _PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 @dataclass(frozen=True, slots=True)
 class GymContext:
-    """Servers and settings of one environment, as its handler gets them.
+    """Servers and settings of one environment, passed to its handler.
 
     Attributes:
         resources: the resources server; ``None`` if the environment names none.
@@ -80,9 +81,9 @@ class GymContext:
         scores_groups_of: number of rollouts of a group that the resources server scores together.
         settle_s: seconds that a cancelled rollout may take to fetch its tokens, or to close the session of a cancelled
             INIT; must be less than the pipeline's grace for cancelled stages.
-        cleanup: background cleanup requests.
+        cleanup: sends best-effort cleanup requests in the background.
         tools: the environment's tools, shared by its rollouts.
-        checkpoint_turns: turns between two checkpoints; ``None`` to take none.
+        checkpoint_turns: turns between two checkpoints; ``None`` to take no checkpoints.
     """
 
     resources: GymServer | None
@@ -106,7 +107,7 @@ class GymContext:
         """Return the model server of a rollout.
 
         Rollouts of a group share a prompt, so all of them use one server. Rendezvous hashing of group and server names
-        selects it, so adding a server moves few groups.
+        selects the server, so adding a server moves few groups.
         """
         name = job.group or job.id
         return max(self.models, key=lambda server: sha256(f"{server.name} {name}".encode(errors="replace")).digest())
@@ -118,16 +119,16 @@ class GymSession:
 
     Attributes:
         cookies: cookies that identify the session.
-        release_path: path to POST when the agent is done, or ``None``.
+        release_path: path to POST when the agent is done; ``None`` if the server named none.
         awaits_verdict: whether EVAL still needs the session.
-        has_tokens: whether the trajectory has the tokens of its turns.
-        closed: whether a close request was sent.
+        has_tokens: after a failed or cancelled RUN, whether the tokens of its complete turns were fetched.
+        closed: whether a close request was sent, or must never be sent.
         unscored: final result of a timed-out rollout that EVAL scores only because its group is scored together.
         tool_errors: tool errors of the rollout.
-        checkpoint_path: path to POST to save the session; ``None`` if the server cannot.
-        program_path: path to POST to run a program in the session's sandbox; ``None`` if the server cannot.
+        checkpoint_path: path to POST to save the session; ``None`` if the server cannot save sessions.
+        program_path: path to POST to run a program in the session's sandbox; ``None`` if the server runs none.
         row_fields: fields that the handler adds to the verdict's row.
-        checkpoint: the checkpoint from which the session was resumed.
+        checkpoint: checkpoint from which the session was resumed; ``None`` for a new session.
         lease: id that the service renews; a server with leases ends the session once the lease lapses.
     """
 
@@ -157,7 +158,7 @@ class GymEnvironmentHandler:
 
     name = "gym_environment"
     seed_headers: Mapping[str, str] = MappingProxyType({})
-    """Further headers of ``/seed_session``."""
+    """Extra headers of the request that seeds or resumes a session."""
 
     def __init__(self, context: GymContext) -> None:
         if context.resources is None:
@@ -167,13 +168,13 @@ class GymEnvironmentHandler:
         self._instance_id = uuid.uuid4().hex[:12]
 
     async def init(self, job: Job) -> GymSession:
-        """Seed a session.
+        """Seed a session, or resume it from the job's latest checkpoint.
 
-        When cancelled, wait up to ``settle_s`` until the session is closed; later a background task closes it.
+        When cancelled, wait up to ``settle_s`` until the session is closed; after that, a background task closes it.
 
         Raises:
-            CallerError: the server refuses the row; the error has the server's message.
-            InfrastructureError: the server fails, cannot be reached, or names an invalid path.
+            CallerError: the server refuses the row (with the server's message), or a fork has no checkpoint left.
+            InfrastructureError: the server fails, cannot be reached, or returns an invalid path or time limit.
         """
         seeding = start_eager_task(self._seed_or_resume(job))
         try:
@@ -239,16 +240,14 @@ class GymEnvironmentHandler:
         return result
 
     async def waited(self, job: Job) -> float:
-        """Return the seconds of this RUN attempt in which the agent waited for a backend or for an overloaded tool.
-
-        Raises:
-            InfrastructureError: the model server cannot be reached.
-        """
+        """Return the seconds of this RUN attempt in which the agent waited for a backend or for an overloaded tool;
+        raise an ``InfrastructureError`` if the model server cannot be reached."""
         refused_s: float = job.session.tool_errors.refused_s
         return refused_s + await fetch_waited_s(self.context.model_of(job), self._attempt_id(job))
 
     async def release(self, job: Job, session: GymSession) -> None:
-        """Post to the server's ``release_path``, if any, and close the session unless EVAL needs it."""
+        """Post to the server's ``release_path``, if any, and close the session unless EVAL needs it. Raise an
+        ``InfrastructureError`` if either fails; EVAL does not run then."""
         try:
             if session.release_path is not None:
                 answer = await self._server.post(session.release_path, {}, session.cookies)
@@ -277,7 +276,7 @@ class GymEnvironmentHandler:
             require_ok(answer, what, FailureKind.VERIFIER_ERROR, TaskError)
         except InfrastructureError as error:
             if error.kind in (FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED):
-                # The next attempt seeds its own session; the server may still hold a sandbox of this one.
+                # The next attempt seeds its own session; the server may still hold a sandbox of this session.
                 self._close_in_background(job, session)
             raise
         result = require_json(answer, what, FailureKind.VERIFIER_ERROR)
@@ -303,7 +302,6 @@ class GymEnvironmentHandler:
             await self._close(job.trajectory.evidence)
 
     async def unreachable(self) -> dict[str, Collection[Stage]]:
-        """Return the servers that do not answer now, each with the stages that need it."""
         needed: list[tuple[GymServer, Collection[Stage]]] = [
             (self._server, [*Stage]),
             *((model, [Stage.RUN]) for model in self.context.models),
@@ -312,7 +310,7 @@ class GymEnvironmentHandler:
         return {server.name: stages for (server, stages), ok in zip(needed, reachable, strict=True) if not ok}
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
-        """Return a masked row with the turns that were sampled."""
+        """Return a masked row with the turns sampled so far, and close the session in the background."""
         if job.trajectory is not None:
             response = job.trajectory.response
             self._close_in_background(job, job.trajectory.evidence)
@@ -321,11 +319,9 @@ class GymEnvironmentHandler:
         return Outcome(failure_state(failure), failure_row(job.row, response, failure), failure=failure)
 
     async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Delete the snapshots of checkpoints at the resources server."""
         await self._post_snapshots(checkpoints, "forget")
 
     async def renew(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Reset the age of the checkpoints' snapshots, so that the resources server keeps them."""
         await self._post_snapshots(checkpoints, "renew")
 
     async def _post_snapshots(self, checkpoints: Sequence[Checkpoint], action: str) -> None:
@@ -338,15 +334,11 @@ class GymEnvironmentHandler:
             require_ok(answer, f"{self._server.name} {path}/{action}", FailureKind.PROVIDER_UNAVAILABLE)
 
     def unpack(self, packed: bytes) -> GymCheckpoint:
-        """Deserialize the state of a checkpoint that another service has taken."""
         return GymCheckpoint.unpack(packed)
 
     async def _seed_or_resume(self, job: Job) -> GymSession:
-        """Resume the session from the latest checkpoint that still exists, else seed a new session.
-
-        Raises:
-            CallerError: a forked job has no checkpoint left, or the server refuses the row.
-        """
+        """Resume the session from the latest checkpoint that the server accepts, else seed a new session; raise a
+        ``CallerError`` for a fork without a checkpoint or a refused row."""
         refusal = ""
         while (checkpoint := job.latest_checkpoint) is not None:
             path = f"{checkpoint.state.path}/resume"
@@ -412,17 +404,14 @@ class GymEnvironmentHandler:
         )
 
     def _attempt_id(self, job: Job) -> str:
-        """Return the id of the current RUN attempt at the model server.
-
-        The id is unique over attempts, agents and restarts, so tokens of two attempts never mix.
-        """
+        """Return the id of the current RUN attempt at the model server. The id is unique over attempts, agents and
+        restarts, so tokens of two attempts never mix."""
         return f"{job.id}.{self._instance_id}.{job.number}.{job.times[Stage.RUN].attempts}"
 
     def _group_fields(self, job: Job) -> dict[str, Any]:
-        """Return the fields by which a verifier groups rollouts, under their names in Gym 0.7 and in Gym 0.4.
-
-        A cohort that is scored again after a failure has a new id, so the verifier never mixes both.
-        """
+        """Return the fields by which a verifier groups rollouts, named as in Gym 0.7 and in Gym 0.4; empty for a job
+        that is scored alone. A cohort that is scored again has a new id, so a verifier never mixes rollouts of both
+        tries."""
         if job.member is None:
             return {}
         cohort = f"{job.group}.{self._instance_id}.{job.member.cohort}"
@@ -433,7 +422,6 @@ class GymEnvironmentHandler:
         await self.release(job, await seeding)
 
     async def _fetch_tokens_in_time(self, job: Job, fetch_tokens: Callable[[], Awaitable[None]]) -> bool:
-        """Fetch the tokens within ``settle_s``; return whether all arrived."""
         fetched = False
 
         async def fetch() -> None:
@@ -447,10 +435,8 @@ class GymEnvironmentHandler:
         return fetched
 
     async def _close(self, session: GymSession) -> None:
-        """Post to ``/close_session`` once, if the server has the route.
-
-        A 422 for the empty body means that the route is not Gym's, so the server keeps no session by cookie.
-        """
+        """Post to ``/close_session`` once, if the server has the route. Gym's route accepts an empty body, so a 422
+        comes from another route of that name, and there is nothing to close."""
         server = self._server
         if session.closed or _NO_CLOSE in server.traits:
             return

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the agent server, and the environments that they describe.
+"""Settings of the agent server, and construction of the environments that the settings describe.
 
 Gym's command line can override every setting. Defaults of pipeline settings are those of
 :class:`~nemo_gym_prorl.rollout.settings.PipelineSettings`.
 
-A service has three kinds of environments: the default environment, described by the top-level settings; those in
-``environments``; and one for each installed plug-in that the configuration does not mention, named like the plug-in.
+A service has a default environment, described by the top-level settings, and the further environments in
+``environments``. Each installed plug-in that the configuration does not mention adds one, named like the plug-in.
 
-Gym checks only server references at the top level of an agent's configuration. The references in ``environments`` are
-checked here, at start.
+Gym checks server references only at the top level of an agent's configuration. This module checks the references in
+``environments`` when the server starts.
 
 :class:`SeededSessionHandler` serves the agent's ``/v1/responses``: the tool loop in a session that the caller seeds
 and scores. Such a call is a job with a RUN slot, a budget and an entry in the job API. The job ends when its caller
@@ -88,9 +88,9 @@ class EnvironmentSettings(BaseModel):
 
 
 class EnvironmentConfig(EnvironmentSettings):
-    """Settings of a further environment; a setting that is left out has the service's value.
+    """Settings of a further environment; an unset setting has the service's value.
 
-    A ``handler`` of the environment's own does not inherit the service's ``handler_config``.
+    An environment that sets ``handler`` does not inherit the service's ``handler_config``.
     """
 
     data_sources: list[str] = Field(default_factory=list)
@@ -130,30 +130,30 @@ class ServiceConfig(PipelineSettings, EnvironmentSettings):
     """Private key file for ``tls_port``."""
 
     def of_environment(self, name: str) -> EnvironmentSettings:
-        """Return the settings of a further environment; settings that are left out have the service's values."""
+        """Return the settings of a further environment, with the service's values for unset settings."""
         own = self.environments[name]
-        said = {key: getattr(own, key) for key in EnvironmentSettings.model_fields if key in own.model_fields_set}
-        above = {key: getattr(self, key) for key in EnvironmentSettings.model_fields}
-        if "handler" in said:
-            del above["handler_config"]
-        return EnvironmentSettings.model_validate({**above, **said})
+        explicit = {key: getattr(own, key) for key in EnvironmentSettings.model_fields if key in own.model_fields_set}
+        inherited = {key: getattr(self, key) for key in EnvironmentSettings.model_fields}
+        if "handler" in explicit:
+            del inherited["handler_config"]
+        return EnvironmentSettings.model_validate({**inherited, **explicit})
 
     def budgets_of(self, name: str) -> Budgets:
-        """Return the budgets of a further environment."""
-        return _within(self.environments[name].budgets, self.budgets)
+        """Return the budgets of a further environment, with the service's budgets for stages without their own."""
+        return _override(self.budgets, self.environments[name].budgets)
 
 
-def _within(budgets: BudgetsModel, defaults: Budgets) -> Budgets:
-    """Return the defaults, overridden by the budgets that are set."""
+def _override(defaults: Budgets, budgets: BudgetsModel) -> Budgets:
     return defaults.model_copy(update={stage.value: seconds for stage, seconds in budgets.given().items()})
 
 
 _SETTLE_SHARE = 0.6
-"""Fraction of ``cancel_grace_s`` for fetching tokens or closing a session; the rest is for releasing the sandbox."""
+"""Fraction of ``cancel_grace_s`` for fetching tokens or closing a session; a margin, so that the stage then ends in
+time and does not count as abandoned."""
 
 
 class GymServers:
-    """Servers of a deployment that rollouts use; one :class:`GymServer` per instance.
+    """Clients of the deployment's servers; one :class:`GymServer` per instance, created at first use.
 
     Args:
         config: Gym's merged configuration.
@@ -167,7 +167,8 @@ class GymServers:
         self._servers: dict[str, GymServer] = {}
 
     def scores_groups_of(self, name: str) -> int:
-        """Return a resources server's ``num_rollouts_per_prompt``: the group size that it scores together, else 1."""
+        """Return the setting ``num_rollouts_per_prompt`` of a resources server, the group size that it scores
+        together; 1 if unset."""
         [server] = self._config[name]["resources_servers"].values()
         size = server.get("num_rollouts_per_prompt")
         return size if isinstance(size, int) else 1
@@ -192,12 +193,15 @@ class GymServers:
 
 
 def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContext) -> Environments:
-    """Return the environments of a configuration. Handlers are built at once, except those of unused plug-ins.
+    """Return the environments of a configuration.
+
+    Handlers of configured environments are built at once; those of other plug-ins and of ``/v1/responses`` at first
+    use.
 
     Args:
         config: settings of the service.
         servers: servers of the deployment.
-        base: context that all handlers share: the policy, the cleanup.
+        base: context with the model servers and the background cleanup, which all handlers share.
 
     Raises:
         CallerError: a setting is invalid; names the setting.
@@ -279,7 +283,7 @@ def _context(
 def _builder(
     registry: HandlerRegistry, settings: EnvironmentSettings, context: GymContext, field: str
 ) -> Callable[[], AgentHandler]:
-    """Return the factory of an environment's handler; ``field`` prefixes the settings named in errors."""
+    """Return the factory of an environment's handler; ``field`` prefixes the names of settings in errors."""
     name = settings.handler
     registry.require(name, f"{field}handler")
 
@@ -302,12 +306,13 @@ _PARAMS = "responses_create_params"
 
 
 class SeededSessionHandler(GymEnvironmentHandler):
-    """Tool loop in a session that the caller seeds and closes."""
+    """Handler of ``/v1/responses``: the tool loop in a session that the caller seeds, scores and closes."""
 
     name = "seeded_session"
 
     async def init(self, job: Job) -> GymSession:
-        """Return the caller's session."""
+        """Return the session that the caller's cookies identify; refuse a job that did not come by
+        ``/v1/responses``."""
         cookies = job.row.get(_COOKIES)
         if not isinstance(cookies, dict):
             raise CallerError("seeded_session is only available through POST /v1/responses", field="environment")
@@ -338,11 +343,8 @@ class SeededSessionHandler(GymEnvironmentHandler):
 
 
 def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
-    """Return the job for a call of ``/v1/responses``.
-
-    Raises:
-        CallerError: the body is not a Responses API request; names the field.
-    """
+    """Return the job for a call of ``/v1/responses``; raise a ``CallerError`` with the field for an invalid
+    request."""
     try:
         check_row({_PARAMS: params})
     except CallerError as error:

@@ -9,8 +9,8 @@ token arrays are the bulk of the traffic.
 
 Gym's servers identify a session by a signed cookie, so each rollout has a cookie jar per server.
 
-Addresses come only from the deployment. Redirects are not followed, proxies of the environment are not used, and a
-server may report only the failure kinds in :data:`REPORTABLE_KINDS`.
+Addresses come only from the deployment's configuration. The client follows no redirects and ignores the environment
+variables for proxies. A server may report only the failure kinds in :data:`REPORTABLE_KINDS`.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class CookieJar:
         return {"Cookie": "; ".join(f"{name}={value}" for name, value in self.values.items())}
 
     def update(self, headers: Headers) -> None:
-        """Store the cookies that an answer sets."""
+        """Store the cookies that a response sets."""
         for cookie in (value.decode("latin-1") for name, value in headers.raw if name == b"set-cookie"):
-            if '"' in cookie:  # a quoted value may contain separators
+            if '"' in cookie:  # a quoted value may contain ";"
                 self.values.update((name, morsel.value) for name, morsel in SimpleCookie(cookie).items())
                 continue
             name, equals, value = cookie.partition(";")[0].partition("=")
@@ -110,7 +110,7 @@ class GymServer:
         http: shared client, without a limit on connections: the pipeline's pools bound the calls in flight.
 
     Attributes:
-        traits: capabilities that the server's answers have shown, remembered over rollouts.
+        traits: capabilities that earlier answers of the server have shown, for all rollouts.
     """
 
     def __init__(self, name: str, address: Address, http: HttpClient) -> None:
@@ -125,7 +125,8 @@ class GymServer:
         return await self.call("POST", path, body, jar)
 
     async def is_reachable(self) -> bool:
-        """Probe the server. Any status counts as reachable, and so does a lack of file descriptors on this side."""
+        """Return whether the server answers a probe within 3 s, with any status. A probe that fails for lack of a file
+        descriptor in this process proves nothing, so the result is ``True``."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 await self._http.request("GET", self.url + "/", {})
@@ -147,8 +148,8 @@ class GymServer:
 
         Raises:
             InfrastructureError: the server cannot be reached, dropped the connection, or reports a failure (header
-                ``X-ProRL-Failure-Kind``).
-            TaskError: the server reports a failure with a status that blames the row.
+                ``X-ProRL-Failure-Kind``); or this process lacks file descriptors for 30 s.
+            TaskError: the server reports a failure with a status in :data:`BAD_ROW_STATUSES`.
         """
         data = [] if body is None else [body if isinstance(body, bytes) else orjson.dumps(body)]
         headers = {"Content-Type": "application/json", **self._authorization, **jar.header(), **extra_headers}
@@ -170,14 +171,14 @@ class GymServer:
             ) from error
         jar.update(answer.headers)
         if (kind := answer.headers.get(FAILURE_KIND_HEADER)) is not None:
-            reason, told = f"{self.name} {path}: {answer.error_text(2000)}", _reported_kind(kind.removesuffix(FINAL))
+            reason, known = f"{self.name} {path}: {answer.error_text(2000)}", _reported_kind(kind.removesuffix(FINAL))
             if answer.status in BAD_ROW_STATUSES:
-                raise TaskError(reason, kind=told)
-            raise InfrastructureError(reason, kind=told, final=kind.endswith(FINAL))
+                raise TaskError(reason, kind=known)
+            raise InfrastructureError(reason, kind=known, final=kind.endswith(FINAL))
         return answer
 
     async def _request(self, method: str, url: str, headers: Mapping[str, str], data: Sequence[bytes]) -> HttpAnswer:
-        """Send the request. A request that failed for lack of a file descriptor was not sent, so it is retried."""
+        """Send the request; retry for up to 30 s while this process lacks a file descriptor to connect with."""
         deadline = time.monotonic() + _DESCRIPTOR_WAIT_S
         while True:
             try:
@@ -191,7 +192,7 @@ class GymServer:
 def addresses(config: Mapping[str, Any]) -> dict[str, Address]:
     """Return the address of every server in a merged Gym configuration, by instance name.
 
-    A server's key is its setting ``control_token``, which ``prorl_model`` has under ``policy``.
+    A server's key is its setting ``control_token``; ``prorl_model`` has this setting under ``policy``.
     """
     found: dict[str, Address] = {}
     for name, block in config.items():
@@ -231,9 +232,9 @@ def require_ok(answer: HttpAnswer, what: str, kind: FailureKind, refusal: type[R
         refusal: error class for the statuses in :data:`BAD_ROW_STATUSES`.
 
     Raises:
-        RolloutError: the server refuses the request; the error has the server's message.
-        InfrastructureError: any other status. 410 gives ``session_lost``: the server has lost the session or rollout,
-            for example in a restart, so another attempt may succeed.
+        RolloutError: the server refuses the request; the error contains the server's message.
+        InfrastructureError: any other status. For 410 the kind is ``session_lost``: the server has lost the session or
+            the rollout, for example by a restart, so another attempt may succeed.
     """
     if answer.ok:
         return
@@ -264,14 +265,14 @@ LOGGER = logging.getLogger(__name__)
 
 LEASE_HEADER = "X-ProRL-Lease"
 HARNESS_HEADER = "X-ProRL-Harness"
-RENEW_S = 5.0  # a server ends a session after six without a renewal
+RENEW_S = 5.0  # between two renewals of a lease; a server ends a session after six missed renewals
 
 
 class BackgroundCleanup:
     """Best-effort cleanup requests of one service, sent in the background, and the leases of its sessions.
 
-    A cleanup request is lost if the agent crashes. So the agent names a lease when it seeds a session, and renews the
-    lease. The server ends a session whose lease lapses.
+    A cleanup request is lost if the agent server crashes. So the agent server names a lease when it seeds a session,
+    and renews the lease. The resources server ends a session whose lease lapses.
 
     Args:
         bound_s: default time limit of a cleanup request in seconds.
@@ -281,12 +282,12 @@ class BackgroundCleanup:
         self._bound_s = bound_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._not_renewed: set[str] = set()
-        """Renewals that failed the last time, by name; each outage is logged once."""
+        """Names of the servers whose last renewal failed; each outage is logged once."""
         self.leases: dict[str, tuple[Job, GymServer, str]] = {}
-        """By lease: the rollout that owns it, and the server and path at which to renew it."""
+        """Per lease, the rollout that owns the lease, and the server and path at which the lease is renewed."""
 
     async def renew(self) -> float:
-        """Renew the leases of live rollouts, and return the seconds until the next renewal."""
+        """Renew the leases of live rollouts, drop all other leases, and return the seconds until the next renewal."""
         self.leases = {lease: held for lease, held in self.leases.items() if not held[0].state.terminal}
         by_route: dict[tuple[GymServer, str], list[str]] = defaultdict(list)
         for lease, (_, server, path) in self.leases.items():
@@ -311,14 +312,15 @@ class BackgroundCleanup:
             self._not_renewed.discard(server.name)
 
     def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
-        """Run ``work`` in the background. The task never raises; errors are logged under the name ``what``."""
+        """Run ``work`` in the background for at most ``bound_s`` seconds (default: that of the constructor). The
+        returned task never raises: errors and time-outs are logged under the name ``what``."""
         task = start_eager_task(self._bounded(what, work, bound_s or self._bound_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for all requests, then cancel the rest."""
+        """Wait up to ``timeout`` seconds for all requests; cancel the rest, and wait up to 1 s for them to end."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=timeout)
         left = set(self._tasks)
@@ -331,6 +333,6 @@ class BackgroundCleanup:
         try:
             async with asyncio.timeout(bound_s):
                 await work
-        except Exception as error:  # the rollout's result is final
+        except Exception as error:  # only logged: the rollout's result is final and does not depend on the cleanup
             why = str(error) or f"not done within {bound_s:g} s"
             LOGGER.warning("%s failed: %s: %s", what, type(error).__name__, why)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Handler ``harness``: a finished agent program runs in the row's sandbox, instead of the tool loop.
+"""Handler ``harness``: an existing agent program (a harness) runs in the row's sandbox, instead of the tool loop.
 
     INIT   POST /seed_session              with the harness's name, so that its bundle is mounted
     RUN    POST …/key                      on the model server: a key for this rollout's turns only
@@ -9,17 +9,17 @@
            DELETE …/key, GET …/traces      on the model server: the conversation with its tokens
     EVAL   as every Gym environment
 
-No log of the program is parsed, because the model server records every call. A program ends
+No log of the program is parsed, because the model server records every call. How a program ends decides what follows:
 
-- with an exit code, which the harness maps to a finish reason: the rollout is scored as it stands;
-- at a limit of turns or tokens, where the model server refuses further calls;
-- at the end of the RUN budget, with the environment's policy ``on_timeout``;
-- after a call whose prompt is longer than the context (``context_overflow``): scored as it stands, too;
-- without a turn, or with a request that got no answer (failed, cut, or in flight at the end): an infrastructure
-  failure, since the service may have caused it. A later answer to the same request makes up for it.
+- An exit code: the harness maps it to a finish reason, and the rollout is scored as it stands.
+- A limit of turns or tokens: the model server refuses further calls, and the rollout is scored as it stands.
+- The end of the RUN budget: the environment's policy ``on_timeout`` applies.
+- A call whose prompt is longer than the context (``context_overflow``): the rollout is scored as it stands.
+- No turn, or an unanswered request (failed, dropped, or in flight at the end): an infrastructure failure, since the
+  service may have caused it. An unanswered request does not count once its retry was answered.
 
-Afterwards the key is dead. Processes that the program left behind end with the sandbox, before EVAL, and their calls
-in flight at the key's death do not count.
+Then the key is revoked. Processes that the program left behind end with the sandbox, before EVAL. Their calls in
+flight at the revocation do not count.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ from nemo_gym_prorl.rollout.turn_records import text_of
 
 
 POLL_S = 1.0
-"""Interval of reading a program's calls: a limit is seen within about one turn."""
+"""Seconds between two requests for a program's calls: a limit is detected within about one turn."""
 
 OPEN_CONNECTION_S = 24 * 3600.0
-"""Time limit of a program beyond its RUN budget, which waits for a backend extend, should its agent vanish unseen."""
+"""Seconds beyond the RUN budget after which the resources server ends a program whose agent server has vanished. The
+limit is long, because waiting for a backend extends the budget."""
 
 CONTEXT = 128 * 1024
 """Context window of a program's model, in tokens, if neither the engine nor the environment limits it."""
@@ -64,10 +65,10 @@ CONTEXT = 128 * 1024
 _OUTPUT_CHARS = 1_000
 _FINISH_REASONS = {"max_turns": "max_steps"}
 _WITHOUT_SUBMIT = "There is no tool `submit` here: when the work is done, end with an answer."
-"""Ends a prompt whose row offers ``submit``, which programs lack."""
+"""Appended to the prompt of a row that offers the tool ``submit``, which programs do not have."""
 _PROMPT_ROLES = ("system", "developer", "user")
-_OF_THE_PROGRAM = frozenset({"input", "instructions", "tools", "tool_choice", "parallel_tool_calls"})
-"""Fields of a row that a program decides for its calls; the row decides the others, such as the temperature."""
+_PROGRAM_FIELDS = frozenset({"input", "instructions", "tools", "tool_choice", "parallel_tool_calls"})
+"""Request fields that the program sets for its calls; the row sets all others, such as the temperature."""
 
 
 class HarnessConfig(BaseModel):
@@ -79,10 +80,11 @@ class HarnessConfig(BaseModel):
 
 
 class HarnessHandler(GymEnvironmentHandler):
-    """Handler of an environment whose rows a program solves.
+    """Handler of an environment whose rows an agent program (a harness) solves.
 
     Raises:
-        CallerError: the environment has no resources server, or the harness does not exist or is not built.
+        CallerError: the environment has no resources server, or the harness does not exist. For a resources server on
+            this machine also: the bundle of the harness is not built.
     """
 
     name = "harness"
@@ -91,18 +93,19 @@ class HarnessHandler(GymEnvironmentHandler):
     def __init__(self, context: GymContext) -> None:
         super().__init__(context)
         named = context.config.harness
-        # Servers have different working folders.
-        place = str(Path(named).resolve()) if named.endswith((".yaml", ".yml")) else named
+        # Absolute, because the resources server resolves relative paths in a working folder of its own.
+        source = str(Path(named).resolve()) if named.endswith((".yaml", ".yml")) else named
         try:
             self._harness = load_harness(named)
             if is_loopback(urlsplit(self._server.url).hostname):  # its sandboxes use the bundles of this machine
-                find_bundles(self._harness, place)
+                find_bundles(self._harness, source)
         except (CallerError, InfrastructureError) as error:
             raise CallerError(error.reason, field="handler_config.harness") from error
-        self.seed_headers = {HARNESS_HEADER: quote_header(place) if self._harness.bundle is not None else ""}
+        self.seed_headers = {HARNESS_HEADER: quote_header(source) if self._harness.bundle is not None else ""}
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
-        """Run the program until it ends; ``job.trajectory`` is filled afterwards, also when cancelled."""
+        """Run the program until it ends or reaches a limit, then fill ``job.trajectory``; when cancelled, fill it if
+        the model server returns the turns within ``settle_s``."""
         job.trajectory = trajectory = Trajectory(empty_response(job.row["responses_create_params"]), evidence=session)
         job.progress.harness = {"name": self._harness.name, "version": self._harness.version}
         record = _RolloutRecord(self, job, session)
@@ -119,7 +122,7 @@ class HarnessHandler(GymEnvironmentHandler):
         return trajectory
 
     def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
-        """Apply the environment's policy; a verdict has the handler's fields, too."""
+        """Apply the environment's policy ``on_timeout``; add ``session.row_fields`` to the row of a verdict."""
         result = super().timed_out(job, session)
         if isinstance(result, Verdict):
             result.result.update(session.row_fields)
@@ -127,9 +130,9 @@ class HarnessHandler(GymEnvironmentHandler):
 
     async def _seed(self, job: Job, path: str, body: dict[str, Any]) -> GymSession:
         params = job.row["responses_create_params"]
-        told = {"prompt": prompt_of(params), "model": str(params.get("model"))}
+        task = {"prompt": prompt_of(params), "model": str(params.get("model"))}
         try:  # refuses the row before its sandbox starts
-            self._harness.launch(**told, origin="", home="", context=CONTEXT, libc="glibc")
+            self._harness.launch(**task, origin="", home="", context=CONTEXT, libc="glibc")
         except CallerError as error:
             field = "model" if error.field == "model" else "input"
             raise CallerError(error.complaint, field=f"responses_create_params.{field}") from error
@@ -144,7 +147,8 @@ class HarnessHandler(GymEnvironmentHandler):
         return session
 
     async def _run_program(self, job: Job, session: GymSession, record: _RolloutRecord) -> dict[str, Any] | None:
-        """Return the program's end, ``None`` at a limit. Cancelling the request ends the program."""
+        """Run the program and return the resources server's report of its end; ``None`` if a limit was reached.
+        Cancelling the request, here in ``finally``, ends the program."""
         params, path = job.row["responses_create_params"], session.program_path
         assert path is not None
         grant = await record.open()
@@ -176,11 +180,8 @@ class HarnessHandler(GymEnvironmentHandler):
             running.cancel()
 
     def _conclude(self, job: Job, end: dict[str, Any] | None, calls: dict[str, Any]) -> None:
-        """Set the finish reason.
-
-        Raises:
-            InfrastructureError: the program made no call, or one that the service did not answer.
-        """
+        """Set the finish reason and the report of the program. Raise an ``InfrastructureError`` if the program ended
+        without a turn, or the model server left a call unanswered."""
         name, report = self._harness.name, job.progress.harness
         report |= {part: calls[part] for part in ("dropped", "refused")}
         report |= {part: end[part] for part in ("exit_code", "seconds", "killed") if part in end} if end else {}
@@ -204,24 +205,20 @@ class HarnessHandler(GymEnvironmentHandler):
 
 
 class _RolloutRecord:
-    """Record of one attempt of a rollout at its model server."""
+    """Client of the model server's record of one attempt: its key, its calls and its turns."""
 
     def __init__(self, handler: HarnessHandler, job: Job, session: GymSession) -> None:
         self._model, self._limits = handler.context.model_of(job), handler.context.limits
         self._path = rollout_path(handler._attempt_id(job))
         self._job, self._session, self._opened = job, session, False
         self.calls: dict[str, Any] = {}
-        """Calls up to the death of the key."""
+        """Counts of the program's calls until the key was revoked; empty before the revocation."""
 
     async def open(self) -> dict[str, Any]:
-        """Return a key for a program, and the context length of the engines.
-
-        Raises:
-            CallerError: the model server issues no keys, or refuses a parameter of the row.
-        """
+        """Create a key for the program; return the key, and the context length of the engines in tokens."""
         params = self._job.row["responses_create_params"]
         body = {
-            "params": {name: value for name, value in params.items() if name not in _OF_THE_PROGRAM},
+            "params": {name: value for name, value in params.items() if name not in _PROGRAM_FIELDS},
             "group": self._job.group,
             "run": self._job.run,
             "max_turns": self._limits.max_steps,
@@ -232,7 +229,8 @@ class _RolloutRecord:
         return grant
 
     async def fetch_tokens(self) -> None:
-        """Revoke the key, so that no turn can follow, and fill trajectory, progress and row with the turns."""
+        """Revoke the key, so that no turn can follow, and copy the turns into the trajectory, the progress and the
+        row's fields. No-op if no key was requested."""
         if not self._opened:
             return
         self.calls = await self.ask("DELETE", "/key")
@@ -254,12 +252,8 @@ class _RolloutRecord:
     async def ask(
         self, method: str, part: str, body: Any = None, refusal: type[RolloutError] = InfrastructureError
     ) -> Any:
-        """Return the model server's answer about the rollout.
-
-        Raises:
-            CallerError: the model server keeps no record of programs.
-            InfrastructureError: the model server fails, or has lost the rollout.
-        """
+        """Send a request to ``part``, a path below the rollout's path at the model server, and return the JSON of the
+        answer. Raise the errors of :func:`.require_ok`, and a ``CallerError`` if the server serves no programs."""
         answer = await self._model.call(method, f"{self._path}{part}", body, CookieJar())
         what = f"{self._model.name} {method} {part or 'rollout'}"
         if answer.status in (404, 405):
@@ -272,10 +266,11 @@ class _RolloutRecord:
 
 
 def prompt_of(params: Mapping[str, Any]) -> str:
-    """Return a program's task: the instructions and the texts of a row's input.
+    """Return a program's prompt: instructions and texts of a row's input, and a hint if the row offers ``submit``.
 
     Raises:
-        CallerError: the input has an item that is not text of system, developer or user, or an instruction is no text.
+        CallerError: an input item is not a text message of system, developer or user, or the instructions are not a
+            string.
     """
     given: str | Sequence[Mapping[str, Any]] = params["input"]
     texts = [params.get("instructions") or ""]

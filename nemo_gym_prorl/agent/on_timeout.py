@@ -10,7 +10,8 @@ from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
 class OnTimeout(StrEnum):
     """Policy for rollouts that exceed the RUN time budget.
 
-    A rollout without a complete turn fails under every policy, because it has nothing to train on.
+    A rollout without a complete turn, or whose tokens cannot be fetched, fails under every policy: there is nothing to
+    train on.
     """
 
     MASK = "mask"
@@ -18,7 +19,7 @@ class OnTimeout(StrEnum):
     SCORE = "score"
     """Score the rollout in its current state."""
     ZERO = "zero"
-    """Give the rollout a reward of 0."""
+    """Reward the rollout with 0, without EVAL."""
 
 
 def after_timeout(policy: OnTimeout, job: Job, *, has_tokens: bool) -> Trajectory | Verdict | None:
@@ -27,10 +28,10 @@ def after_timeout(policy: OnTimeout, job: Job, *, has_tokens: bool) -> Trajector
     Args:
         policy: the environment's policy.
         job: the rollout.
-        has_tokens: whether the tokens of its turns have been fetched.
+        has_tokens: whether the tokens of the rollout's turns have been fetched.
 
     Returns:
-        A trajectory for EVAL to score, a verdict without EVAL, or ``None`` for a failure.
+        A trajectory for EVAL to score, a verdict that needs no EVAL, or ``None`` if the rollout fails.
     """
     if policy is OnTimeout.MASK or job.trajectory is None or not (has_tokens and job.progress.turns):
         return None

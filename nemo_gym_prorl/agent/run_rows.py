@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of Gym's ``/run``: a row as a job, and a failed rollout as a row and an HTTP status.
+"""Conversion between rows of Gym's ``/run`` and rollout jobs, and the HTTP status of a failed rollout.
 
 Gym's client can send only the row, so rollout options are in the row's optional field ``rollout``:
 ``{"rollout": {"id": "step-7:12:3", "group": "step-7:12"}, "responses_create_params": …}``. The service removes the
-field before the environment gets the row. In the answer the field holds a report of the rollout.
+field before the environment receives the row. In the answer the field holds a report of the rollout.
 
 The two kinds of callers need different answers to a failure:
 
 - *Gym's collector.* In Gym 0.4 an HTTP error aborts the whole collection, so the collector always gets 200 with a
-  masked row. Rows of the collector carry two indices (:data:`COLLECTOR_FIELDS`).
-- *A trainer.* NeMo RL takes a row without tokens for bad data, and ends its stream. The trainer distinguishes
-  failures of infrastructure from those of the row only by the HTTP status.
+  masked row. Rows of the collector have two indices (:data:`COLLECTOR_FIELDS`).
+- *A trainer.* NeMo RL treats a row without tokens as bad data: two attempts, then the training run ends. Only the HTTP
+  status tells NeMo RL an infrastructure failure from a bad row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLLECTOR_FIELDS = ("_ng_task_index", "_ng_rollout_index")
 """Fields that Gym's own collector sets on each row; NeMo RL sets at most the first."""
 
 _CANCELLED_KINDS = frozenset({FailureKind.CANCELLED, FailureKind.KILL_SHAPED, FailureKind.SHUTDOWN})
-_RETRY_AFTER_S = 5  # sent with a 503: an agent restarts in a few seconds
+_RETRY_AFTER_S = 5  # header of a 503: an agent server restarts in a few seconds
 
 
 NOTHING_SAMPLED = Failure(
@@ -75,10 +75,10 @@ def failure_row(row: Mapping[str, Any], response: dict[str, Any], failure: Failu
 
 
 def run_status(row: Mapping[str, Any], failure: Failure | None, response: Any) -> int:
-    """Return the HTTP status with which ``/run`` answers.
+    """Return the HTTP status of the answer of ``/run``; always 200 for Gym's collector.
 
-    NeMo RL has two classes of errors. NeMo RL dispatches a row again after a 5xx (INFRA: three times per row,
-    five times per prompt). Any other error, and a 200 without tokens, is DATA: two attempts, then the training run
+    NeMo RL has two classes of errors. A 5xx is INFRA: NeMo RL dispatches the row again, up to three times per row and
+    five times per prompt. Any other error, and a 200 without tokens, is DATA: two attempts, then the training run
     ends.
 
     ============== ================= ======================================================================
@@ -92,7 +92,12 @@ def run_status(row: Mapping[str, Any], failure: Failure | None, response: Any) -
     cancelled      any               503: a caller that still waits wants the row dispatched again
     ============== ================= ======================================================================
 
-    A scored row gets 200, except a row without tokens (:data:`NOTHING_SAMPLED`).
+    A scored row gets 200. The caller passes :data:`NOTHING_SAMPLED` for a scored row whose prompt fills the context.
+
+    Args:
+        row: the job's row.
+        failure: failure of the rollout; ``None`` for a scored rollout.
+        response: the Responses API response so far, of any type.
     """
     if failure is None or from_collector(row) or (failure.origin is Origin.AGENT and has_tokens(response)):
         return 200
@@ -106,7 +111,8 @@ def failure_status(failure: Failure) -> int:
 
 
 def failure_problem(status: int, failure: Failure, job_id: str | None = None) -> ProblemError:
-    """Return a failed rollout as a problem document; a header holds the failure kind for calling agents."""
+    """Return a failed rollout as a problem document. A header holds the failure kind, which agent servers that called
+    this service read. With 503 the header ``Retry-After`` is set."""
     headers = {FAILURE_KIND_HEADER: failure.kind.value}
     if status == 503:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
@@ -122,7 +128,7 @@ def from_collector(row: Mapping[str, Any]) -> bool:
 
 
 def has_tokens(response: Any) -> bool:
-    """Return whether a response has generated tokens to train on."""
+    """Return whether an output item of a response has generated token ids, so that there is something to train on."""
     output = response.get("output") if isinstance(response, dict) else None
     return isinstance(output, list) and any(
         isinstance(item, dict) and bool(item.get("generation_token_ids")) for item in output
@@ -130,7 +136,8 @@ def has_tokens(response: Any) -> bool:
 
 
 def has_items(response: Any, trajectory: Trajectory) -> bool:
-    """Return whether a response still has the items that carry the tokens of a trajectory."""
+    """Return whether a verifier's response is a dict that still has the trajectory's items with tokens, at their
+    indices."""
     if not isinstance(response, dict) or not trajectory.tokens:
         return isinstance(response, dict)
     sent, output = trajectory.response["output"], response.get("output")
@@ -210,7 +217,7 @@ def group_of(row: dict[str, Any]) -> str:
 
 
 def environment_of(rollout: Mapping[str, Any]) -> str | None:
-    """Return the environment that a row of ``/run`` names, or ``None``."""
+    """Return the environment that a row of ``/run`` names in its options; ``None`` if the row names none."""
     about = rollout.get(ROLLOUT_OPTIONS_KEY)
     name = about.get("environment") if isinstance(about, Mapping) else None
     return name if isinstance(name, str) else None

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a rollout: the state of its session, its conversation and its tokens.
 
-A resources server names a ``checkpoint_path`` in its answer to ``/seed_session``. A POST there saves the session, and
-a POST to ``/resume`` below it starts a session from the saved one. The model server returns the turns that it has
-sampled since the last checkpoint (:meth:`~.conversation.Conversation.save`). The output items are stored unchanged.
+A resources server names a ``checkpoint_path`` in its answer to ``/seed_session``. A POST to this path saves the
+session, and a POST to its subpath ``/resume`` starts a new session from the saved state. The model server returns the
+turns sampled since the last checkpoint (:meth:`~.conversation.Conversation.save`). Output items are stored unchanged.
 
 Checkpoints are incremental, so a rollout of n turns stores O(n) bytes.
 
 A checkpoint is taken after a turn's tools have answered and before the next turn, when neither policy nor tools act.
-A session that the server cannot save (too large, say) does not fail the rollout; the rollout takes no further
-checkpoints.
+If the server refuses to save a session, for example because of its size, the rollout continues without checkpoints.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GymCheckpoint:
-    """State of a checkpoint.
+    """State from which a rollout of a Gym environment resumes.
 
     Attributes:
         path: the resources server's ``checkpoint_path``.
-        session: the server's answer when it saved the session.
-        turns: the turns that the model server has sampled.
+        session: the resources server's answer to the request that saved the session.
+        turns: turns that the model server has sampled.
         items: output items as JSON lists, one list per checkpoint.
         envelope: the response without ``output``, as JSON.
         pending: number of items at the end of ``items`` that the policy has not received.
-        progress: turns, tool calls and steps, as JSON.
+        progress: JSON object with the fields ``turns``, ``tool_calls`` and ``steps`` of :class:`.Progress`.
     """
 
     path: str
@@ -55,11 +54,11 @@ class GymCheckpoint:
     progress: bytes
 
     def output(self) -> list[dict[str, Any]]:
-        """Return a new copy of the output items."""
+        """Return the output items of all checkpoints; a new list on each call."""
         return [item for items in self.items for item in orjson.loads(items)]
 
     def pack(self) -> bytes:
-        """Serialize the checkpoint for other services."""
+        """Serialize the state as JSON, for other services."""
         parts = {
             "path": self.path,
             "session": self.session,
@@ -76,7 +75,8 @@ class GymCheckpoint:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
-        """Deserialize a checkpoint from :meth:`pack`."""
+        """Deserialize a state from :meth:`pack`; raise ``ValueError``, ``KeyError`` or ``TypeError`` for damaged
+        bytes."""
         parts = orjson.loads(packed)
         batches = tuple(orjson.dumps(turns)[1:-1] for turns in parts["told"])
         turns = SavedTurns(batches, parts["began"], tuple(parts["answers"]), parts["waited_s"])
@@ -86,7 +86,7 @@ class GymCheckpoint:
 
 
 class CheckpointRecorder:
-    """Recorder of the checkpoints of one attempt, from which it can be restored.
+    """Recorder of one attempt's checkpoints; first restores the checkpoint that the attempt resumes from.
 
     Args:
         server: the resources server.
@@ -94,10 +94,10 @@ class CheckpointRecorder:
         cookies: cookies of the session.
         conversation: conversation with the policy.
         progress: progress of the rollout.
-        every: turns between two checkpoints; ``None`` to take none.
-        keep: stores a checkpoint; the rollout waits for it.
-        refused_s: returns the seconds so far in which tools refused to work.
-        resumed_from: the checkpoint from which the session was resumed.
+        every: turns between two checkpoints; ``None`` to take no checkpoints.
+        keep: stores a checkpoint; the rollout waits until the checkpoint is stored.
+        refused_s: returns the attempt's seconds of pauses so far after tools refused a call.
+        resumed_from: checkpoint from which the session was resumed; ``None`` for a new session.
     """
 
     def __init__(
@@ -147,7 +147,11 @@ class CheckpointRecorder:
         return output[seen:]
 
     async def after_turn(self, response: dict[str, Any], pending: int) -> None:
-        """Take a checkpoint if one is due.
+        """Take a checkpoint if one is due; take none after a server has refused one.
+
+        Args:
+            response: the response so far.
+            pending: number of items at the end of its ``output`` that the policy has not received.
 
         Raises:
             InfrastructureError: the session or the rollout is lost, or a server cannot be reached.

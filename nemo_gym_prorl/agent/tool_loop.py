@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-turn tool loop: the policy's turn, its tool calls, their observations, and the next turn.
 
-Tools are routes of the environment. Replies are treated as in Gym's ``simple_agent``, except for errors. Gym's agent
-turns every error into an observation, so an overloaded gateway or a broken tool fails the policy's task with reward 0.
-Here
+Tools are routes of the environment's server. Replies are treated as in Gym's ``simple_agent``, except for errors.
+Gym's agent turns every error into an observation, so an overloaded gateway or a broken tool causes reward 0. Here:
 
-- a refusal (429, 503) precedes any work, so the loop retries the call a few times;
-- an error of a gateway (502, 504, 520 to 530) may follow the work. Tool calls are not idempotent, so the attempt
-  fails, and its sandbox is discarded;
-- a single 500 may be due to the arguments and is an observation. A tool that answers several calls in a row with 500,
-  from one rollout or from several, is broken, and the attempt fails.
+- *429, 503*: the server refused the call before any work, so the loop retries the call a few times.
+- *502, 504, 520 to 530*: a gateway failed, possibly after the tool's work. Tool calls are not idempotent, so the
+  attempt fails, and its sandbox is discarded.
+- *500*: a single one may be due to the arguments and is an observation. A tool that answers several calls in a row
+  with 500, from one rollout or from several, is broken, and the attempt fails.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ RESERVED_ROUTES = frozenset(
     {"seed_session", "release_session", "close_session", "checkpoint_session", "renew_leases", "run_program", "verify"}
     | {"aggregate_metrics", "mcp", "openapi.json", "docs"}
 )
-"""Routes of a resources server that are not tools: a policy that calls them gets "Not Found"."""
+"""Routes of a resources server that are not tools: a call of the policy to such a route gets "Not Found"."""
 
 AfterTurn = Callable[[dict[str, Any], int], Awaitable[None]]
 
@@ -104,14 +103,14 @@ class ToolLoop:
         pending: list[dict[str, Any]] | None = None,
         after_turn: AfterTurn | None = None,
     ) -> None:
-        """Run until the policy is done or a limit is reached.
+        """Run until the policy is done or a limit is reached, and set the finish reason.
 
-        ``response`` is filled in place: its ``output`` gets the items of all turns, with token fields unchanged.
+        ``response`` is filled in place: the items of all turns are added to its ``output``, with their token fields.
 
         Args:
             params: the row's request.
             response: an empty response, or the response of a checkpoint.
-            pending: items that the policy has not received, if resumed from a checkpoint.
+            pending: items of a checkpoint that the policy has not received; ``None`` for a new rollout.
             after_turn: called after the tools of a turn have answered, unless the turn was the last. The arguments are
                 the response and the number of items at the end of ``output`` that the policy has not received.
         """
@@ -165,7 +164,8 @@ class ToolLoop:
         return None
 
     async def _call_tools(self, calls: list[dict[str, Any]], output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the observations in the order of the calls. ``output`` also gets those before a cancellation."""
+        """Execute the calls, and return the observations in the order of the calls. The observations are also appended
+        to ``output``; after an error or a cancellation, only those of finished calls."""
         observations: list[dict[str, Any]] = []
         tasks: list[asyncio.Task[dict[str, Any]]] = []
         try:
@@ -182,7 +182,7 @@ class ToolLoop:
         return observations
 
     async def _call_tool(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the observation of one call, which may be the tool's error (:class:`EnvironmentTools`)."""
+        """Execute one call and return its observation, which may be an error of the tool or of the call itself."""
         try:
             json.loads(call["arguments"])
             # Arguments are sent unchanged: `json` accepts values (NaN, lone surrogates) that `orjson` cannot write.
@@ -205,7 +205,7 @@ class ToolLoop:
 
 
 def _fill_missing_fields(call: dict[str, Any], call_id: str) -> None:
-    """Fill the required fields of a malformed call, so that it gets an observation like any other call."""
+    """Fill the required fields of a malformed call, so that the call gets an observation like any other."""
     for name, default in (("call_id", call_id), ("name", ""), ("arguments", "")):
         if not isinstance(value := call.get(name), str):
             call[name] = default if value is None else json.dumps(value)
@@ -224,7 +224,7 @@ def _step(turn: dict[str, Any], started_at: float, seconds: float) -> TurnTiming
 
 
 def _token_counts(turn: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return the numbers of input and output tokens, ``None`` where ``usage`` has no valid one."""
+    """Return the numbers of input and output tokens; ``None`` for a number that ``usage`` lacks or that is invalid."""
     input_tokens, output_tokens = (
         count if isinstance(count := (turn.get("usage") or {}).get(name), int) and count >= 0 else None
         for name in ("input_tokens", "output_tokens")
@@ -237,7 +237,7 @@ def _observation(call: dict[str, Any], output: str) -> dict[str, Any]:
 
 
 def _sequence_length(turn: dict[str, Any]) -> int:
-    """Return the prompt plus generated tokens of one turn; 0 if it has neither usage nor token ids."""
+    """Return the prompt plus generated tokens of one turn; 0 if the turn has neither usage nor token ids."""
     usage = turn.get("usage") or {}
     if usage.get("total_tokens"):
         return int(usage["total_tokens"])
@@ -251,7 +251,6 @@ def _sequence_length(turn: dict[str, Any]) -> int:
 
 
 def _add_usage(total: dict[str, Any] | None, turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Sum token counts over turns, as ``simple_agent`` does."""
     if not total or not turn:
         return total or turn
     sums = {key: total.get(key, 0) + turn.get(key, 0) for key in ("input_tokens", "output_tokens", "total_tokens")}
@@ -275,7 +274,7 @@ class ToolErrorState:
 
     Attributes:
         consecutive: consecutive 500 answers by tool.
-        refused_s: seconds of pauses after refusals, which are not charged to the RUN budget.
+        refused_s: seconds of pauses after tools refused a call; not charged to the RUN budget.
     """
 
     consecutive: Counter[str] = field(default_factory=Counter)
@@ -283,7 +282,7 @@ class ToolErrorState:
     _until: float = 0.0
 
     async def pause(self, seconds: float) -> None:
-        """Wait after a refusal. Overlapping waits of concurrent calls count once."""
+        """Wait after a refused call, and add the wait to ``refused_s``. Overlapping waits count once."""
         now = time.monotonic()
         self.refused_s += max(0.0, now + seconds - max(now, self._until))
         self._until = max(self._until, now + seconds)
@@ -304,7 +303,7 @@ class EnvironmentTools:
     async def call(
         self, server: GymServer, tool: str, arguments: bytes, cookies: CookieJar, rollout_errors: ToolErrorState
     ) -> HttpAnswer:
-        """Call a tool, with retries after refusals, and return the answer that becomes the observation.
+        """Call a tool, with retries after a refusal, and return the answer that becomes the observation.
 
         Args:
             server: the resources server.
@@ -314,7 +313,8 @@ class EnvironmentTools:
             rollout_errors: tool errors of the rollout, updated by the call.
 
         Raises:
-            InfrastructureError: the tool is overloaded, broken or unreachable.
+            InfrastructureError: the server is overloaded or unreachable, its gateway failed, or the tool is broken
+                (:data:`BROKEN_AFTER`, :data:`BROKEN_FOR_ALL_AFTER`).
         """
         for pause in (*_PAUSES_S, None):
             answer = await server.post(f"/{tool}", arguments, cookies)

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Many rollout services behind one address: nodes, placement, forwarding, gateway."""
+"""Fleet: many rollout services (nodes) behind one address. Placement, forwarding, and the gateway."""

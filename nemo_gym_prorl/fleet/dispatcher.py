@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Distribute rollouts over many services: for a trainer, ``prorl submit``, or a fleet gateway.
+"""Dispatcher of rollouts to many services (nodes): for a trainer, ``prorl submit``, or a fleet gateway.
 
 The dispatcher reports exactly one result per rollout, as a :class:`~.forwarder.JobForwarder` does for one service.
-:class:`~.placement.Placement` chooses nodes; rollouts without a node wait here, in a fair order. A rollout whose node
-is lost is reported as lost. The owner submits it again under another id, so that late results of the first try are
-ignored.
+:class:`~.placement.Placement` chooses nodes. Rollouts without a node wait in the dispatcher, in fair order. A rollout
+whose node is lost is reported as lost. The dispatcher's owner submits such a rollout again under another id, so that
+late results of the first try are ignored.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _ANSWER_S = 10.0
 """Time limit of a status request in seconds."""
 
 _FIRST_S = 1.0
-"""Seconds that a start waits for the nodes' sizes: the first known node would otherwise get all rollouts."""
+"""Seconds that :meth:`FleetDispatcher.start` waits for the nodes' sizes: the first node with a known size would
+otherwise get all rollouts."""
 
 _HELD = frozenset({JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING})
 
 
 @dataclass(frozen=True, slots=True)
 class _WaitingJob:
-    """A rollout without a node."""
+    """Rollout that waits for a node, or that may wait again if its node accepts no new rollouts."""
 
     body: Mapping[str, Any]
     client: str
@@ -58,7 +59,7 @@ class _WaitingJob:
 
     @property
     def image(self) -> str | None:
-        """Sandbox image that the row names."""
+        """Sandbox image that the row names; ``None`` if it names none."""
         row = self.body.get("row")
         image = row.get("image") if isinstance(row, Mapping) else None
         return image if isinstance(image, str) else None
@@ -72,9 +73,9 @@ class NodeView:
         node: the node's id.
         url: address of the node's service.
         usable: whether the node's size is known, the node answers, and accepts new rollouts.
-        draining: whether the node drains, by request or by itself.
-        rollouts: rollouts of this fleet without an outcome.
-        run_slots: ``None`` while unknown.
+        draining: whether the node gets no new rollouts, by a request to the fleet or to the node.
+        rollouts: number of the fleet's rollouts at the node without an outcome.
+        run_slots: slots of RUN; ``None`` while unknown.
     """
 
     node: str
@@ -86,16 +87,16 @@ class NodeView:
 
 
 class FleetDispatcher:
-    """Distribution of rollouts over nodes. :meth:`start` opens the nodes' clients, and :meth:`close` closes them.
+    """Dispatcher of rollouts to nodes. :meth:`start` opens the nodes' clients, and :meth:`close` closes them.
 
     Args:
         nodes: source of the nodes.
         tokens, on_ended, on_lost, report, is_wanted: as for :class:`~.forwarder.JobForwarder`.
-        on_error: called with a node and a permanent error.
+        on_error: called with a node and an error that stopped its forwarder; with an empty node for other errors.
         on_state: called with every observed state of a rollout without an outcome.
         on_placed: called with a rollout and its node before the submission.
-        on_survey: called with a node after each of its answers to a status request.
-        bounded: keep rollouts here until a node has room; otherwise each goes to a node at once and waits there.
+        on_survey: called with a node after each of the node's answers to a status request.
+        bounded: keep rollouts in the dispatcher until a node has room; otherwise send each rollout to a node at once.
         patient, loops: as for a forwarder.
     """
 
@@ -132,7 +133,7 @@ class FleetDispatcher:
         self._sent: dict[str, _WaitingJob] = {}
         """Rollouts at nodes, with their bodies."""
         self._holding: set[str] = set()
-        """Rollouts that count for their clients' fair share, since they use a node's window."""
+        """Rollouts in a node's window, which count as load of their clients."""
         self._drained: set[str] = set()
         self._rejected: dict[str, str] = {}
         """Nodes that cannot join this fleet, with the reason."""
@@ -140,17 +141,17 @@ class FleetDispatcher:
         self._sized: dict[str, asyncio.Event] = {}
         """Per node, set once its size is known."""
         self._change: NodeJoined | NodeLeft | None = None
-        """Change of the node source in progress; repeated if its pass fails."""
+        """Change of the node source that is being applied; applied again if that raises."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def load(self) -> int:
-        """Number of rollouts in flight."""
+        """Number of rollouts without a result, waiting or at nodes."""
         return len(self._waiting) + sum(forwarder.load for forwarder in self._forwarders.values())
 
     @property
     def waiting(self) -> int:
-        """Number of rollouts without a node."""
+        """Number of rollouts that wait for a node."""
         return len(self._waiting)
 
     @property
@@ -159,7 +160,7 @@ class FleetDispatcher:
         return {node: not forwarder.away for node, forwarder in self._forwarders.items()}
 
     def may_wait(self, client: str, bound: int) -> bool:
-        """Return whether a client may have one more rollout wait: fewer than ``bound`` wait, or the client is under
+        """Return whether a client may add one more waiting rollout: fewer than ``bound`` wait, or the client is under
         its fair share."""
         return len(self._waiting) < bound or is_under_fair_share(client, bound, self._waiting_of, self._shares)
 
@@ -184,11 +185,11 @@ class FleetDispatcher:
 
     @property
     def away(self) -> bool:
-        """Return whether no node answers and accepts new rollouts."""
+        """Whether no node answers and accepts new rollouts."""
         return all(forwarder.away for forwarder in self._forwarders.values())
 
     def unusable_nodes(self) -> dict[str, str]:
-        """Return the nodes that get no rollouts, each with the reason."""
+        """Return the nodes that get no new rollouts, each with the reason."""
         reasons = {
             view.node: self._forwarders[view.node].last_error
             or ("it drains" if view.draining else "its size is not known yet" if not view.usable else "")
@@ -198,7 +199,7 @@ class FleetDispatcher:
         return {node: why for node, why in reasons.items() if why}
 
     async def start(self) -> None:
-        """Open the present nodes, and watch for others."""
+        """Open the present nodes, wait up to 1 s for their sizes, and follow the node source's changes."""
         for joined in self._nodes.present:
             await self._join(joined)
         with suppress(TimeoutError):
@@ -207,7 +208,7 @@ class FleetDispatcher:
         self._track(self._loops.start("fleet-nodes", self._watch))
 
     async def close(self) -> None:
-        """Stop all tasks; nodes are not notified."""
+        """Stop all tasks and close the nodes' clients; rollouts at nodes continue there."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -216,12 +217,12 @@ class FleetDispatcher:
             await _close_forwarder(forwarder)
 
     def submit(self, rollout: str, body: Mapping[str, Any], *, node: str | None = None) -> None:
-        """Forward a rollout to a node with room.
+        """Forward a rollout to a node with room, or let the rollout wait for one.
 
         Args:
             rollout: the rollout's id.
             body: ``row`` and the options of the submission.
-            node: forced node, regardless of room, since the rollout may be there already.
+            node: node to use regardless of room, because the rollout may be there already; ignored if it has left.
         """
         waiting = _WaitingJob(body, str(body.get("client", "")), int(body.get("priority") or 0))
         if node in self._forwarders:
@@ -231,7 +232,7 @@ class FleetDispatcher:
             self._wait(rollout, waiting)
 
     def cancel(self, rollout: str) -> None:
-        """Cancel a rollout; its result is reported once its sandbox is released."""
+        """Cancel a rollout. Its result is reported once its sandbox is released."""
         if rollout in self._waiting:
             waiting = self._no_longer_waits(rollout)
             self._queue.remove(rollout, waiting.client, waiting.priority, "")
@@ -259,8 +260,8 @@ class FleetDispatcher:
         return await self._forwarders[node].result(rollout)
 
     async def kept_turns(self, rollouts: Sequence[str]) -> list[int] | None:
-        """Return the turns after which a rollout can be forked, for the first of its ids with any; ``None`` if no
-        node answers."""
+        """Return the turns after which a rollout can be forked, for the first of the rollout's ids that has any;
+        empty without any, ``None`` if no node answers."""
         for rollout in rollouts:
             turns = await self._kept_turns(rollout)
             if turns is None or turns:
@@ -279,7 +280,7 @@ class FleetDispatcher:
         return None
 
     def drain(self, node: str, drained: bool = True) -> None:
-        """Exclude a node from new rollouts, or include it again. The node's current rollouts continue.
+        """Exclude a node from new rollouts, or include the node again. The node's current rollouts continue.
 
         Raises:
             CallerError: the node does not exist.
@@ -345,14 +346,15 @@ class FleetDispatcher:
         self._spawn(_close_forwarder(forwarder))
 
     async def _survey(self, node: str, forwarder: JobForwarder) -> float:
-        """Request a node's status; return the pause. A node gets no rollouts before its first answer."""
+        """Request a node's status, and return the seconds until the next request. A node gets no rollouts before its
+        first answer."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 status = await forwarder.client.status()
         except TimeoutError:
             forwarder.record_probe(InfrastructureError(f"no answer in {_ANSWER_S:g} s"))
         except (ApiError, InfrastructureError):
-            pass  # its forwarder handles the error
+            pass  # the node's forwarder meets the same error and handles it
         else:
             mismatch = status.version_mismatch() or self._folder_mismatch(node, status)
             if mismatch and mismatch != self._rejected.get(node):
@@ -373,8 +375,8 @@ class FleetDispatcher:
         return pause * random.uniform(0.8, 1.2) if self._sized[node].is_set() else 0.2
 
     def _folder_mismatch(self, node: str, status: StatusView) -> str | None:
-        """Return why a node could not resume others' rollouts: all nodes must have the checkpoint folder of the
-        first one."""
+        """Return why a node could not resume rollouts of other nodes, or ``None``: all nodes must have the same
+        checkpoint folder as the first node."""
         others = (other for name, other in self.statuses.items() if name != node and name not in self._rejected)
         if status.checkpoint_folder == next(others, status).checkpoint_folder:
             return None
@@ -402,7 +404,6 @@ class FleetDispatcher:
         return waiting
 
     def _go_on(self) -> None:
-        """Forward waiting rollouts while a node has room."""
         while self._queue and self._room():
             rollout = self._queue.pop()
             waiting = self._no_longer_waits(rollout)
@@ -425,7 +426,7 @@ class FleetDispatcher:
         return self.placement.choose(waiting.group, waiting.image, together=together)
 
     def _put(self, rollout: str, waiting: _WaitingJob, node: str) -> None:
-        """Forward a rollout whose client already holds a slot for it."""
+        """Forward a rollout that is already counted as load of its client."""
         self._sent[rollout] = waiting
         self._holding.add(rollout)
         self.placement.put(rollout, node, waiting.group, waiting.image)
@@ -463,7 +464,7 @@ class FleetDispatcher:
         node = self.placement.node_of(rollout)
         sent = self._gone(rollout)
         if loss is LossReason.AWAY and node is not None:
-            # A service may have been replaced at its address, so its status is requested again.
+            # Another service may run at the node's address by now, so the node is unusable until its next status.
             self.statuses.pop(node, None)
             self._usable(node)
         if loss is LossReason.UNTAKEN and sent is not None:

@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Forward rollouts to one service, and report exactly one result for each: an outcome, or a :class:`LossReason`.
+"""Forwarder of rollouts to one service, with exactly one result for each: an outcome, or a :class:`LossReason`.
 
 A service may be unreachable for a while, drop connections, or restart without its memory. So each rollout has a task
-that runs until the result is known: submit (idempotent by id), wait for news, fetch, and submit again a rollout that
-the service does not know. News comes from the service's log of outcomes. Whenever the log restarts, all tasks fetch,
-since outcomes may have been missed.
+that runs until the result is known: submit (idempotent by id), wait for a notification, fetch, and resubmit a rollout
+that the service does not know. Notifications come from the service's log of outcomes. Whenever the log restarts, all
+tasks fetch, since outcomes may have been missed.
 
-The service's event stream reports progress in between, for placement; events may be missed.
+The service's event stream reports the progress of rollouts, for placement; events may be missed.
 
 A cancelled rollout ends only when the service confirms the cancellation, or does not know the rollout while no
-submission is in flight. A submission that was sent is never abandoned midway.
+submission is in flight. A submission that was sent is never abandoned before its answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nemo_gym_prorl.rollout.request import Draining
 
 
 RETRY_S = 1.0
-"""Pause in seconds before a failed call is repeated, so that an outage causes no busy loop."""
+"""Seconds before a failed call is retried, so that an outage causes no busy loop."""
 GIVE_UP_S = 120.0
 """Seconds that a service may be unreachable before its rollouts move to another service, if there is one."""
 RESULT_S = 30.0
@@ -40,9 +40,9 @@ RESULT_S = 30.0
 _FOLLOW_S = 30.0
 """Long-poll of the log of outcomes, in seconds."""
 ASK_S = 300.0
-"""Seconds without news after which a rollout is fetched, in case the log cannot be read."""
-_AT_ONCE = 64
-"""Concurrent calls of one kind."""
+"""Seconds without a notification after which a rollout is fetched, in case the log cannot be read."""
+_MAX_CONCURRENT_CALLS = 64
+"""Concurrent submissions, and concurrent fetches, to bound the connections to one service."""
 _DRAINING = TYPE_PREFIX + Draining.problem
 _LATER = (408, 425, 429)
 """Statuses besides 5xx after which a repeated call can succeed."""
@@ -74,7 +74,7 @@ class LossReason(StrEnum):
 FORK = "fork"
 """Field of a rollout's body with the parent of a fork: ``rollout_id`` and ``turn``."""
 
-# The statuses that blame the row are those of an environment, see ``agent/gym_http.py``.
+# The statuses that blame the row are the same as those of an environment server (`BAD_ROW_STATUSES`).
 _LOSS_BY_STATUS = dict.fromkeys((400, 413, 415, 422), LossReason.REFUSED) | {
     409: LossReason.TAKEN,
     410: LossReason.FORGOTTEN,
@@ -84,13 +84,13 @@ _FORK_LOSS_BY_STATUS = dict.fromkeys((404, 409, 410, 422), LossReason.UNFORKABLE
 
 @dataclass(eq=False, slots=True)
 class _ForwardedJob:
-    """A rollout in flight.
+    """Rollout in flight at the service.
 
     Attributes:
         sent: whether the service may know the rollout.
-        cancelling: whether the rollout's outcome is no longer wanted.
-        failing_since: time of the first failed call since the last success.
-        news: set when the rollout may have changed.
+        cancelling: whether the rollout is to be cancelled.
+        failing_since: monotonic time of the first failed call since the last successful one; ``None`` if none failed.
+        news: set when the rollout may have ended or is to be cancelled.
     """
 
     id: str
@@ -109,19 +109,21 @@ class JobForwarder:
     """Forwarder of rollouts to one service; see the module.
 
     Args:
-        client: client of the service; open before :meth:`start`.
+        client: client of the service; must be open before :meth:`start`.
         tokens: form of the results' tokens.
         on_ended: called with every rollout that has an outcome.
-        on_lost: called with every rollout without an outcome, and the reason.
-        on_error: called with an error that stops the forwarder: a defect, or a service that refuses all requests.
-        report: called with a message when the service becomes unreachable, and when it is back.
-        is_wanted: called with each accepted rollout; returns whether its outcome is wanted. Unwanted outcomes are
-            dropped.
+        on_lost: called with the id of every rollout that will have no outcome, the reason and a message.
+        on_error: called with an error that stops a task: a bug, or a service that refuses all requests.
+        report: called with a message when the service becomes unavailable, and when it is available again.
+        is_wanted: called with each accepted rollout; returns whether its outcome is wanted. Unwanted rollouts are not
+            followed.
         replaceable: returns whether another service could run the rollouts now.
         on_state: called with every observed state of a rollout without an outcome.
-        on_availability: called with True when the service becomes unavailable, with False when it is back.
-        patient: keep asking a service that refuses all requests, while others do its work.
-        loops: supervises the background loops.
+        on_availability: called with ``True`` when the service becomes unavailable, with ``False`` when it is available
+            again.
+        patient: for a fleet. Retry a service that refuses all requests instead of raising the error, and report
+            rollouts that a restarted service does not know as lost instead of resubmitting them.
+        loops: supervises the background loops; created by default.
     """
 
     def __init__(
@@ -148,21 +150,21 @@ class JobForwarder:
         self._is_wanted, self._replaceable = is_wanted, replaceable
         self._jobs: dict[str, _ForwardedJob] = {}
         self._orphaned_ids: set[str] = set()
-        """Rollouts that were given up here, to be cancelled when the service is back."""
+        """Rollouts that were given up while the service was away, to be cancelled when the service is back."""
         self.last_error = ""
         """Why the service is unavailable; empty if it is available."""
         self._silent = False
         """Whether the last call got no answer."""
         self._refuses = False
         """Whether the last submission was refused, for example by a draining service."""
-        self._posts, self._gets = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
+        self._posts, self._gets = asyncio.Semaphore(_MAX_CONCURRENT_CALLS), asyncio.Semaphore(_MAX_CONCURRENT_CALLS)
         self._to_cancel: dict[str, asyncio.Future[JobView | None]] = {}
         self._canceller: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def away(self) -> bool:
-        """Return whether the service does not answer or accepts no new rollouts."""
+        """Whether the service does not answer or accepts no new rollouts."""
         return self._silent or self._refuses
 
     @property
@@ -171,25 +173,26 @@ class JobForwarder:
         return len(self._jobs)
 
     def start(self) -> None:
-        """Start to follow the service's log and events."""
+        """Start to follow the service's log of outcomes and its event stream."""
         self._track(self._loops.start("node-outcomes", self._follow))
         self._track(self._loops.start("node-events", self._watch))
 
     async def close(self) -> None:
-        """Stop all tasks; the service is not notified."""
+        """Stop all tasks; rollouts at the service continue there."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def give_up(self, why: str) -> None:
-        """Report all rollouts as lost: the service never returns."""
+        """Report all rollouts as lost, because the service has left for good."""
         for it in [*self._jobs.values()]:
             self._settle(it, LossReason.AWAY, why)
 
     def record_probe(self, error: BaseException | None) -> None:
-        """Record the result of a probe by another component. A hanging or cut-off machine breaks no connection, so
-        calls to it would not end by themselves."""
+        """Record the result of a health probe made by another component; ``None`` for a success. A failed probe
+        reports the rollouts as lost whose calls have failed for more than :data:`GIVE_UP_S`, if another service can
+        run them. Calls to a hung or partitioned machine would wait for ever, since their TCP connections stay open."""
         if error is None:
             self._is_back()
             return
@@ -197,14 +200,15 @@ class JobForwarder:
         for it in [*self._jobs.values()]:
             if self._is_hopeless(it):
                 self._give_up(it)
-                self._cancel(it)  # in case its call still ends
+                self._cancel(it)  # in case a pending submission succeeds later
 
     def submit(self, rollout: str, body: Mapping[str, Any]) -> None:
+        """Start to forward a rollout. ``body``: its ``row``, options, and for a fork the field :data:`FORK`."""
         self._jobs[rollout] = forwarded = _ForwardedJob(rollout, body)
         self._spawn(self._forward(forwarded))
 
     def cancel(self, rollout: str) -> None:
-        """Cancel a rollout; its result is reported once its sandbox is released."""
+        """Cancel a rollout. Its result is reported once its sandbox is released."""
         if forwarded := self._jobs.get(rollout):
             self._cancel(forwarded)
 
@@ -213,7 +217,7 @@ class JobForwarder:
         it.news.set()
 
     def cancel_unknown(self, rollout: str) -> None:
-        """Cancel a rollout that an earlier process submitted."""
+        """Cancel a rollout that an earlier process submitted, and report its result."""
         self._jobs[rollout] = forwarded = _ForwardedJob(rollout, {}, sent=True, cancelling=True)
         self._spawn(self._forward(forwarded))
 
@@ -221,7 +225,7 @@ class JobForwarder:
         """Return the result of a rollout that ended under an earlier process.
 
         Raises:
-            InfrastructureError: the service has no result of the rollout.
+            InfrastructureError: the service has no result of the rollout, or does not answer within 30 s.
         """
         now = asyncio.get_running_loop().time
         deadline = now() + RESULT_S
@@ -250,7 +254,8 @@ class JobForwarder:
             pass
 
     async def _accepted(self, it: _ForwardedJob) -> bool:
-        """Submit until the service has the rollout; return false if the rollout is settled."""
+        """Submit the rollout until the service accepts it. Return ``False`` if the rollout needs no further work: its
+        result was reported, or its outcome is not wanted."""
         options = {name: value for name, value in it.body.items() if name not in ("row", FORK)}
         fork = it.body.get(FORK)
         losses = _LOSS_BY_STATUS | _FORK_LOSS_BY_STATUS if fork else _LOSS_BY_STATUS
@@ -269,7 +274,7 @@ class JobForwarder:
                 if not self._is_wanted(job):
                     self._jobs.pop(it.id, None)
                     return False
-                if job.state.terminal:  # ended under an earlier process; the log may not report it again
+                if job.state.terminal:  # ended under an earlier process; the log may not contain the outcome again
                     it.news.set()
                 return True
             except ApiError as error:
@@ -279,7 +284,7 @@ class JobForwarder:
                 if not (_is_passing(error) or self._patient):
                     raise
                 later, hopeless = error.problem.status in _LATER, self._is_hopeless(it)
-                if hopeless or not later:  # a full queue is given time before another service is tried
+                if hopeless or not later:  # a full queue (429) is retried before another service is tried
                     self._is_away(error, refuses=True)
                     untaken = later or error.problem.type == _DRAINING
                     if untaken and not before and self._replaceable():
@@ -299,7 +304,8 @@ class JobForwarder:
         return it.sent or self._settle(it, LossReason.CANCELLED, "cancelled before it was submitted")
 
     async def _settled(self, it: _ForwardedJob) -> bool:
-        """Wait until the outcome is known; return false if the service does not know the rollout."""
+        """Wait until the result is reported; return ``False`` if the rollout must be submitted again, because the
+        service does not know it."""
         while True:
             try:
                 if it.is_unwanted():
@@ -314,7 +320,7 @@ class JobForwarder:
                     if it.is_unwanted():
                         continue
                     job = None
-                if job is None or job.state is JobState.SUCCEEDED:  # a cancellation's answer has no result
+                if job is None or job.state is JobState.SUCCEEDED:  # the answer to a cancellation has no result
                     async with self._gets:
                         job = await self.client.get(it.id, tokens=self._tokens)
                 self._is_back(it)
@@ -346,7 +352,6 @@ class JobForwarder:
                 await asyncio.sleep(RETRY_S)
 
     async def _pause(self, it: _ForwardedJob, seconds: float) -> None:
-        """Wait, unless the rollout is cancelled meanwhile."""
         it.news.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -354,7 +359,7 @@ class JobForwarder:
         it.news.set()
 
     def _settle(self, it: _ForwardedJob, loss: LossReason, why: str) -> bool:
-        """Report that the rollout has no outcome. Always returns false."""
+        """Report that the rollout will have no outcome, once. Always return ``False``."""
         if self._jobs.pop(it.id, None) is not None:
             self._on_lost(it.id, loss, why)
         return False
@@ -367,7 +372,8 @@ class JobForwarder:
     # -- all rollouts --------------------------------------------------------------------------------------------
 
     async def _cancelled(self, rollout: str) -> JobView | None:
-        """Cancel a rollout, in one call with others; return ``None`` if the service does not know the rollout."""
+        """Cancel a rollout, in one request with others; return the rollout without its result, or ``None`` if the
+        service does not know the rollout."""
         future: asyncio.Future[JobView | None] = asyncio.get_running_loop().create_future()
         self._to_cancel[rollout] = future
         if self._canceller is None or self._canceller.done():
@@ -411,7 +417,7 @@ class JobForwarder:
                 if error.problem.status != 410 and not (_is_passing(error) or self._patient):
                     raise
                 cursor = None
-                if error.problem.status not in (410, *_LATER):  # may come from a proxy of a dead service
+                if error.problem.status not in (410, *_LATER):  # for example a proxy's answer for a dead service
                     self._is_away(error)
                     self._ask_all()
                 await asyncio.sleep(0 if error.problem.status == 410 else error.retry_after_s or RETRY_S)
@@ -443,7 +449,7 @@ class JobForwarder:
             self._orphaned_ids.difference_update(orphans)
 
     def _is_away(self, error: BaseException, *, refuses: bool = False) -> None:
-        """Record that the service does not answer, or accepts no new rollouts."""
+        """Record that the service does not answer, or, with ``refuses``, that it accepts no new rollouts."""
         if not self.away:
             self._report(f"waiting for the service at {self.client.url}: {error}")
         was_away = self.away
@@ -454,14 +460,15 @@ class JobForwarder:
             self._on_availability(True)
 
     def _is_hopeless(self, it: _ForwardedJob) -> bool:
-        """Record a failed call for the rollout; return whether its calls have failed for too long."""
+        """Record a failed call for a rollout; return whether its calls have failed for more than :data:`GIVE_UP_S` and
+        another service could run the rollout."""
         now = asyncio.get_running_loop().time()
         if it.failing_since is None:
             it.failing_since = now
         return now - it.failing_since > GIVE_UP_S and self._replaceable()
 
     def _is_back(self, it: _ForwardedJob | None = None, *, takes: bool = False) -> None:
-        """Record that the service answers, or also accepts new rollouts."""
+        """Record that the service answers, and, with ``takes``, that it accepts new rollouts."""
         if it is not None:
             it.failing_since = None
         was_away = self.away

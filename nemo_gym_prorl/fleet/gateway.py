@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fleet gateway: a fleet as one rollout service with the job API, run by many nodes, and its HTTP application.
+"""Gateway of a fleet: many nodes behind the job API of one rollout service, and the gateway's HTTP application.
 
-The gateway chooses the node of a job and keeps its outcome. Turns, tools and tokens never pass through it, since each
-node has its own model server. So its cost does not depend on a rollout's number of turns.
+The gateway chooses the node of a job and keeps the job's outcome. Turns and tool calls never pass through the gateway,
+since each node has its own model server. So a turn costs the gateway nothing but its part of the rollout's result.
 
-- A job has another id at its node, with the gateway's start and the number of the try: late results of a lost node are
-  ignored.
-- Losing a node does not use up an attempt. A job that lost several nodes fails, since it may have caused the losses.
+- Each try of a job has its own id at the node: job id, random id of the gateway process, job number and try. So late
+  results of a lost node are ignored.
+- Losing a node does not use up an attempt. A job that lost several nodes fails, since the job may have caused this.
 - If nodes share a checkpoint folder, the next try gets the ids of earlier tries and resumes from their checkpoints.
-- With a journal the jobs survive a restart of the gateway: those at nodes continue there, the others start again.
+- With a journal, jobs survive a restart of the gateway: jobs at nodes continue there, and all others start again.
 
-The application also answers as Gym's head server, so that ``prorl`` finds it.
+The application also has the route of Gym's head server by which ``prorl`` finds servers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
-"""Seconds that a closing gateway waits for the cancellation of its jobs."""
+"""Seconds that a closing gateway waits until its cancelled jobs have their outcome."""
 
 _STATE_ORDER = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING]
 
@@ -84,7 +84,7 @@ SETTINGS = ServiceSettings(max_queued=100_000, retain_bytes=4 * 2**30)
 
 @dataclass(slots=True)
 class _Control:
-    """State of a live job."""
+    """State of a job without an outcome, private to the gateway."""
 
     tries: int = 0
     rollout: str = ""
@@ -93,14 +93,14 @@ class _Control:
 
 
 class FleetGateway(RolloutService):
-    """Rollout service that forwards jobs to nodes; see the module.
+    """Rollout service that forwards its jobs to the nodes of a fleet; see the module.
 
     Args:
         nodes: source of the nodes.
-        settings: limits.
-        report: called with a message when a node is lost, unreachable or back.
-        journal: keeps jobs over a restart; closed with the gateway.
-        loops: supervises the loops of the gateway and of its node source.
+        settings: limits and defaults.
+        report: called with a message when a node is lost, unavailable or available again.
+        journal: keeps jobs across a restart; closed with the gateway.
+        loops: supervises the background loops of the gateway and of its node source; created by default.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class FleetGateway(RolloutService):
     ) -> None:
         super().__init__(settings, journal=journal, loops=loops)
         self.lost_nodes = 0
-        """Number of tries that ended with their node."""
+        """Number of tries that were lost with their node."""
         self.dispatcher = FleetDispatcher(
             nodes,
             tokens=TokenForm.PACKED,
@@ -136,13 +136,13 @@ class FleetGateway(RolloutService):
         """Whether nodes share a checkpoint folder."""
 
     async def start(self) -> None:
-        """Start with the present nodes, and recover the jobs of an earlier process."""
+        """Open the present nodes, and start to recover the accepted jobs of an earlier process."""
         await self.dispatcher.start()
         self._recover_jobs()
 
     async def close(self) -> None:
-        """Cancel every job, and return once all have their outcome, or after a time limit; with a journal, leave
-        the jobs at their nodes for the next process."""
+        """Cancel every job, and return once all have their outcome, or after 30 s. With a journal, cancel no job: jobs
+        at nodes continue, and the next process recovers all jobs."""
         self.draining = self._closing = True
         if self.store.journal is not None:
             self.store.journal.stop_trying()
@@ -154,7 +154,7 @@ class FleetGateway(RolloutService):
         await self.dispatcher.close()
         await self._settle()
         for done in self._done.values():
-            done.set_result(None)  # release waiters of jobs that nodes did not end in time
+            done.set_result(None)  # wake waiters for jobs that have no outcome
 
     # -- callers -------------------------------------------------------------------------------------------------
 
@@ -191,17 +191,17 @@ class FleetGateway(RolloutService):
             self._run(job)
 
     def _forward(self, job: Job, rollout: str, node: str | None = None) -> None:
-        """Forward a job under this id; to this node if the job may be there already."""
+        """Forward a job under the id ``rollout``; to ``node`` if the job may be there already."""
         self._controls[job.id].rollout = rollout
         self._jobs[rollout] = job
         group = job.group
         if group is not None and job.scope is not None:
-            # Groups of different clients are distinct, and nodes do not know the clients.
+            # Clients with keys choose group names independently, and nodes know nothing of the gateway's clients.
             group = hashlib.blake2b(repr((job.scope, group)).encode(), digest_size=16).hexdigest()
         resume_point = job.resume_point or ResumePoint()
         resume_point = replace(resume_point, tries=(*job.tries[::-1], *resume_point.tries))
         job.tries.append(rollout)
-        wishes: dict[str, Any] = {
+        options: dict[str, Any] = {
             "environment": job.environment,
             "client": job.client,
             "group": group,
@@ -209,9 +209,9 @@ class FleetGateway(RolloutService):
             "priority": job.priority,
             "budgets": job.budgets.model_dump(),
             "max_attempts": job.max_attempts,
-            "begin": {name: told for name, told in asdict(resume_point).items() if told} or None,
+            "begin": {name: value for name, value in asdict(resume_point).items() if value} or None,
         }
-        body = {"row": job.row, **{name: value for name, value in wishes.items() if value is not None}}
+        body = {"row": job.row, **{name: value for name, value in options.items() if value is not None}}
         self.dispatcher.submit(rollout, body, node=node)
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
@@ -238,7 +238,7 @@ class FleetGateway(RolloutService):
             self.dispatcher.cancel(control.rollout)
 
     def status(self) -> StatusView:
-        # Sum of the nodes' counts; states are those of the gateway's jobs.
+        # Pools and sessions are sums over the nodes; states and memory are those of the gateway's jobs.
         view = StatusView.sum(self.dispatcher.statuses.values())
         view.draining = self.draining
         view.stages[Stage.INIT].waiting += self.dispatcher.waiting
@@ -251,7 +251,7 @@ class FleetGateway(RolloutService):
     # -- reports of nodes ----------------------------------------------------------------------------------------
 
     def _surveyed(self, node: str) -> None:
-        """Take the environments from the latest status: all nodes of a fleet run the same ones."""
+        """Update the environments from a node's latest status: all nodes of a fleet run the same environments."""
         self._shares = self._shares or self.dispatcher.statuses[node].checkpoint_folder is not None
         views = self.dispatcher.statuses[node].environments
         default = next((name for name, view in views.items() if view.default), None)
@@ -284,7 +284,7 @@ class FleetGateway(RolloutService):
         control = self._controls[job.id]
         failures = [_failure(failure) for failure in view.failed_attempts]
         if view.state is JobState.CANCELLED and control.cancelled is None:
-            # The node shut down, or cancelled a try that an earlier process had given up.
+            # The node shut down, or got a late cancellation from an earlier process of the gateway.
             self._again(job, failures, view.failure.reason if view.failure else "cancelled by its node")
             return
         try:
@@ -296,11 +296,8 @@ class FleetGateway(RolloutService):
         self._finish(job, outcome)
 
     def _outcome(self, job: Job, view: JobView) -> Outcome:
-        """Return the outcome that a node reported, and copy its details to the job.
-
-        Raises:
-            TypeError, ValueError, LookupError, RecursionError: the report is invalid.
-        """
+        """Return the outcome that a node reported, and copy the details of the report to the job. Raise a
+        ``TypeError``, ``ValueError``, ``LookupError`` or ``RecursionError`` for an invalid report."""
         if (view.state is JobState.SUCCEEDED) is not (view.failure is None):
             raise ValueError(f"{view.state} with failure {view.failure}")
         if view.state is not JobState.SUCCEEDED and view.reward is not None:
@@ -308,7 +305,7 @@ class FleetGateway(RolloutService):
         if view.timings.keys() < set(Stage):
             raise ValueError(f"times of {[*view.timings]} alone")
         control = self._controls[job.id]
-        job.resumed = [place.model_dump() for place in view.resumed]
+        job.resumed = [point.model_dump() for point in view.resumed]
         job.kept_turns = view.checkpoints if self._shares else []
         job.forked_from = view.forked_from.model_dump() if view.forked_from else None
         job.times = view.timings
@@ -317,8 +314,8 @@ class FleetGateway(RolloutService):
         job.progress.harness = view.harness
         job.progress.token_in_rate = view.token_in_rate
         tokens = [turn.model_dump(exclude_none=True) for turn in view.tokens or ()]
-        for told in tokens:
-            TurnTokens.unpack(told)
+        for turn in tokens:
+            TurnTokens.unpack(turn)
         job.tokens = compact_json_bytes(tokens)
         failure = _failure(view.failure, timed_out=view.state is JobState.TIMED_OUT) if view.failure else None
         if failure is not None and control.cancelled is not None:
@@ -336,7 +333,7 @@ class FleetGateway(RolloutService):
             self._again(job, [], why)
 
     def _again(self, job: Job, failures: list[Failure], why: str) -> None:
-        """Submit a job again whose node is lost, or lost the job."""
+        """Start the next try of a job whose node is lost or lost the job; after the last allowed try, fail the job."""
         self.lost_nodes += 1
         failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, why)
         job.failures += [*failures, failure]
@@ -348,7 +345,7 @@ class FleetGateway(RolloutService):
         self._run(job)
 
     def _advance(self, job: Job, state: JobState) -> None:
-        """Move the job to a state, including transitions that were not reported."""
+        """Move the job to a state, through all states between that were not reported."""
         if state is JobState.QUEUED and job.state is not JobState.QUEUED:
             self._move(job, JobState.QUEUED)
             return
@@ -364,7 +361,7 @@ class FleetGateway(RolloutService):
             self._advance(job, JobState.EVALUATING if scored else JobState.RUNNING)
         del self._controls[job.id]
         if not self._shares:
-            job.tries = []  # unused without a checkpoint folder, and the journal would keep them
+            job.tries = []  # of no use without a checkpoint folder, but the journal would store them
         super()._finish(job, outcome)
 
 
@@ -377,7 +374,7 @@ def _failure(view: FailureView, *, timed_out: bool = False) -> Failure:
 
 
 class DrainNode(BaseModel):
-    """Node to drain."""
+    """Node to exclude from new rollouts, or to include again."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -406,15 +403,15 @@ SCOPES = RouteScopes({**ROUTES, ("GET", "/server_instances"): Scope.READ})
 
 
 def gateway_app(gateway: FleetGateway, *, key: str | None, clients: Path | None = None) -> FastAPI:
-    """Return the application of a gateway.
+    """Return the HTTP application of a gateway.
 
     Args:
         gateway: started and closed by the caller.
-        key: the gateway's own key, required by every route but ``/healthz``; ``None`` for none.
-        clients: file of clients with keys of their own.
+        key: administrator's key, which every route but ``/healthz`` requires; ``None`` to require no key.
+        clients: keys file, with clients that have keys of their own; ``None`` without such clients.
 
     Raises:
-        CallerError: the file cannot be read, or is invalid.
+        CallerError: the keys file cannot be read, or is invalid.
     """
     keys = None if clients is None else KeysFile(clients, gateway.share)
     app = FastAPI(title="nemo-gym-prorl fleet")
@@ -429,13 +426,13 @@ def gateway_app(gateway: FleetGateway, *, key: str | None, clients: Path | None 
 
     @router.post("/v1/nodes/drain", tags=["service"], responses=problem_responses(422))
     async def drain(body: DrainNode) -> list[NodeView]:
-        """Exclude a node from new rollouts; its current rollouts continue."""
+        """Exclude a node from new rollouts, or include it again. The node's current rollouts continue."""
         gateway.dispatcher.drain(body.node, body.drain)
         return gateway.dispatcher.views()
 
     @router.get("/server_instances", tags=["service"], responses=problem_responses())
     async def server_instances(request: Request) -> list[dict[str, str]]:
-        """The list of Gym's head server: this gateway, at the address that the caller used."""
+        """Return the instances in the form of Gym's head server: only this gateway, at the caller's address for it."""
         url = str(request.base_url).rstrip("/")
         return [{"process_name": "fleet", "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
 

@@ -1,20 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a fleet: where they come from, and the placement of rollouts on them.
+"""Nodes of a fleet: sources of nodes, and the placement of rollouts on nodes.
 
 A node is a rollout service with a client for it. A node source reports the nodes: a list of addresses
 (:class:`NodeList`), or the nodes of a Ray cluster, which join and leave (:mod:`nemo_gym_prorl.deployment.ray_nodes`).
 
 :class:`Placement` is pure. Rollouts take from seconds to an hour, unknown in advance, so round-robin would leave nodes
 idle while others have queues. Each node gets at most its *window*: the slots of its INIT, READY and RUN. All other
-rollouts wait centrally. Among nodes with room
+rollouts wait in the dispatcher. Among the nodes with room, the choice is:
 
-1. a group goes to its node, since siblings share prompt, image and page cache, and an image to a node that has it,
-   while a slot of RUN is free there;
-2. else the least filled node is next.
+1. While a slot of RUN is free there: the node of the rollout's group, since siblings share prompt, image and page
+   cache; else a node that has run the rollout's image.
+2. Else the node with the least filled window.
 
-A group that is scored together is never split: its verifier would wait forever. A single node has no window, since no
-other could take the rest: its own queue is fair among clients.
+A group that is scored together is never split, because its verifier would wait for ever. A single node has no window,
+since no other node could take the rest, and the node's own queue is fair among clients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nemo_gym_prorl.rollout.api.client import RolloutClient
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node has joined. ``client`` is not open; the user of the node opens and closes it."""
+    """A node has joined. ``client`` is not open; the receiver of the event opens and closes the client."""
 
     node: str
     client: RolloutClient
@@ -41,30 +41,31 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class NodeLeft:
-    """A node has left for good, with all its rollouts."""
+    """A node has left for good, and its rollouts are lost."""
 
     node: str
     why: str
 
 
 class NodeSource(Protocol):
-    """A source of nodes."""
+    """Source of a fleet's nodes."""
 
     @property
     def present(self) -> Sequence[NodeJoined]:
-        """Nodes that are known at the start."""
+        """Nodes that are known when the dispatcher starts."""
         ...
 
     def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
-        """Yield later changes; ends if there will be none. A node that left may join again."""
+        """Yield later changes, and end if there will be no more. A node that left may join again."""
         ...
 
 
 class NodeList:
-    """Fixed list of services by address.
+    """Node source of a fixed list of services.
 
     Args:
         clients: one client per service.
+        field: setting that lists the services, for errors.
 
     Raises:
         CallerError: the list is empty, or has a duplicate or an invalid URL.
@@ -86,7 +87,7 @@ class NodeList:
         return self._present
 
     async def changes(self) -> AsyncIterator[NodeJoined | NodeLeft]:
-        """Yield nothing."""
+        """Yield nothing: the list never changes."""
         for change in list[NodeJoined | NodeLeft]():
             yield change
 
@@ -106,13 +107,15 @@ class Capacity:
 
 @dataclass(slots=True)
 class _Node:
-    """A node; its number is its position in the order of joining.
+    """State of a node.
 
     Attributes:
-        capacity: ``None`` while unknown.
+        number: position of the node in the order of joining.
+        capacity: slots of the node; ``None`` while unknown.
         usable: whether the node answers and accepts new rollouts.
-        held: rollouts that count against its window.
-        load: all rollouts of this fleet without an outcome.
+        held: number of rollouts that count against the node's window.
+        load: number of the fleet's rollouts at the node without an outcome.
+        images: images of the node's latest rollouts, the most recent last.
     """
 
     number: int
@@ -124,20 +127,20 @@ class _Node:
 
     @property
     def filled(self) -> float:
-        """Used part of the window; a node at 1 has no room."""
+        """Used fraction of the window; a node at 1 has no room."""
         if self.capacity is None:
-            return float(self.held)  # one rollout until the size is known
+            return float(self.held)  # a window of 1 until the capacity is known
         return self.held / self.capacity.window if self.capacity.window else 1.0
 
     @property
     def slot_free(self) -> bool:
-        """Return whether a slot of RUN is free, counting this fleet's rollouts only."""
+        """Whether the node has room and a free slot of RUN, counting only this fleet's rollouts."""
         return self.usable and self.capacity is not None and self.held < self.capacity.run and self.filled < 1
 
 
 @dataclass(slots=True)
 class _Placed:
-    """Node of a rollout."""
+    """Node and group of a rollout, and whether the rollout counts against the node's window."""
 
     node: str
     group: str | None
@@ -149,18 +152,18 @@ IMAGES = 1000
 
 
 class Placement:
-    """Nodes, and the node of each rollout. A decision costs O(log n) in the number of nodes, amortised."""
+    """Nodes of a fleet, and the node of each rollout. A decision costs O(log n) in the number of nodes, amortised."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._placed: dict[str, _Placed] = {}
         self._homes: dict[str, str] = {}
-        """Nodes of groups with live rollouts."""
+        """Node of each group that has rollouts without an outcome."""
         self._members: Counter[str] = Counter()
         self._owners: dict[str, dict[str, None]] = {}
         """Nodes by image."""
         self._order: list[tuple[float, int, str]] = []
-        """Heap of nodes by fill; outdated entries are skipped."""
+        """Heap of nodes by used fraction of the window; outdated entries are skipped."""
         self._joined = 0
 
     @property
@@ -175,7 +178,7 @@ class Placement:
         self._rank(node)
 
     def leave(self, node: str) -> None:
-        """Remove a node. The node's rollouts stay recorded until :meth:`gone`."""
+        """Remove a node. The rollouts of the node stay recorded until :meth:`gone`."""
         for image in [*self._nodes[node].images]:
             self._disown(image, node)
         del self._nodes[node]
@@ -194,12 +197,12 @@ class Placement:
             self._rank(node)
 
     def choose(self, group: str | None = None, image: str | None = None, *, together: bool = False) -> str | None:
-        """Return the node for a rollout; ``None`` if it has to wait.
+        """Return the node for a rollout; ``None`` if the rollout has to wait.
 
         Args:
-            group: group of the rollout.
-            image: sandbox image of the rollout.
-            together: whether the group is scored together.
+            group: group of the rollout; ``None`` without one.
+            image: sandbox image of the rollout; ``None`` if unknown.
+            together: whether groups are scored together, so that a group's node is used regardless of its room.
         """
         home = self._nodes.get(self._homes.get(group, "")) if group is not None else None
         if home is not None and home.usable and group is not None and (together or home.slot_free):
@@ -213,14 +216,16 @@ class Placement:
         return self._least_filled()
 
     def anyone(self) -> str | None:
-        """Return the usable node with the least load for its size, regardless of windows."""
+        """Return the usable node with the least load relative to its slots of RUN, regardless of windows; ``None``
+        without a usable node."""
         able = [(name, node) for name, node in self._nodes.items() if node.usable and not _closed(node)]
         if not able:
             return None
         return min(able, key=lambda it: (it[1].load / (it[1].capacity.run if it[1].capacity else 1), it[1].number))[0]
 
     def put(self, rollout: str, node: str, group: str | None = None, image: str | None = None) -> None:
-        """Record that a rollout is at a node."""
+        """Record that a rollout is at a node, which thereby becomes the node of ``group`` and a node with
+        ``image``."""
         self._placed[rollout] = _Placed(node, group)
         if group is not None:
             self._members[group] += 1
@@ -237,7 +242,7 @@ class Placement:
                 self._disown(next(iter(it.images)), node)
 
     def holds(self, rollout: str, holds: bool) -> None:
-        """Set whether a rollout counts against its node's window; one that is being scored does not."""
+        """Set whether a rollout counts against its node's window; a rollout in EVAL does not."""
         placed = self._placed.get(rollout)
         if placed is None or placed.holds is holds:
             return
@@ -247,7 +252,7 @@ class Placement:
             self._rank(placed.node)
 
     def gone(self, rollout: str) -> None:
-        """Forget a rollout; no-op for an unknown one."""
+        """Forget a rollout; no-op for an unknown rollout."""
         placed = self._placed.pop(rollout, None)
         if placed is None:
             return

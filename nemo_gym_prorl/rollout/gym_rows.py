@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gym rows: strict JSON, the mask, and the tokens of a rollout apart from its text. Pure.
+"""Gym rows: strict JSON, the mask, and the separation of a rollout's tokens from its text. Pure.
 
 Invariant: an accepted row can be serialised again anywhere, unchanged. Rows pass through several servers and into a
-log that clients follow, and one unserialisable value would break the log for every reader. So lone surrogates
-(``"\\ud800"`` is no text), ``NaN``, numbers that no double or 64-bit integer holds and excessive nesting are refused
-here, with the path of the field.
+log that clients follow, and one unserialisable value would break the log for every reader. So this module refuses lone
+surrogates such as ``"\\ud800"``, ``NaN``, numbers beyond a double or 64 bits, and excessive nesting, with the path of
+the field.
 
-A verifier masks a rollout, so that a trainer skips it, in one of two places: Gym ≥ 0.7 has ``mask_sample`` at the top
-level, NeMo RL reads ``instance_config``. Either place counts, and rows that leave the service have both.
+A verifier masks a rollout, so that a trainer skips the rollout, by the field ``mask_sample`` of the row (Gym ≥ 0.7) or
+of the row's ``instance_config`` (NeMo RL). Either field counts, and rows that leave the service have both.
 
-Gym stores tokens on the output items, with each turn's whole prompt: 50 turns hold the conversation 50 times. A
-:class:`TurnTokens` holds only the tokens that a turn adds; tokens are kept and sent to trainers in that form.
+Gym stores tokens on the output items, with each turn's whole prompt: a row of 50 turns has the conversation 50 times.
+A :class:`TurnTokens` has only the tokens that a turn adds; tokens are kept and sent to trainers in that form.
 :func:`put_tokens` is the inverse of :func:`take_tokens`.
 """
 
@@ -42,11 +42,10 @@ _FAILURE_FIELDS = frozenset(
     | {"ng_trajectory"}
 )
 _RESUBMITTED_OPTIONS = frozenset({"environment", "group", "client", "run", "priority"})
-"""Fields of a rollout's answer that a submission may contain as well, without the id, which belongs to the failed
-rollout."""
+"""Fields of a rollout's report that are also options of a submission; not the id, which is the failed rollout's."""
 
 MAX_DEPTH = 200
-"""Accepted nesting. orjson writes 254 levels, and a row is wrapped a few times on its way."""
+"""Accepted levels of nesting. orjson writes 254 levels, and servers wrap a row in a few more."""
 
 _LEAST_INT, _MOST_INT = -(2**63), 2**64 - 1
 _FIELD_CHARS = 300
@@ -70,8 +69,8 @@ class Row(BaseModel):
 
 
 def as_submitted(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row from a failures file as it was submitted, without verdict, marks and mask; any other row
-    unchanged."""
+    """Return a copy of a row. A row from Gym's failures file is restored to its submitted form, without verdict,
+    failure fields and mask."""
     if FAILURE_CLASS not in row:
         return dict(row)
     bare = {name: value for name, value in unmasked(row).items() if name not in _FAILURE_FIELDS}
@@ -86,7 +85,7 @@ def read_json(body: bytes) -> Any:
     """Return the value of a JSON body.
 
     Raises:
-        CallerError: the body is no JSON in UTF-8, or cannot be serialised again; names the field.
+        CallerError: the body is not JSON in UTF-8, or a value could not be serialised again; names the field.
     """
     try:
         value = json.loads(body.decode(), parse_constant=_no_constant)
@@ -104,17 +103,17 @@ def require_writable(value: Any) -> None:
     """Refuse a value that cannot be serialised as JSON.
 
     Raises:
-        CallerError: names the first wrong field.
+        CallerError: names the first field that cannot be serialised.
     """
     for path, reason in _unwritable(value):
         raise CallerError(reason, field=path)
 
 
 def check_row(row: Any) -> None:
-    """Refuse a value that is no Gym row.
+    """Refuse a value that is not a Gym row.
 
     Raises:
-        CallerError: names the first wrong field, and describes all of them.
+        CallerError: names the first invalid field, and describes all invalid fields.
     """
     try:
         Row.model_validate(row)
@@ -129,7 +128,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield path and error of each value that cannot be serialised. Not recursive, since nesting may be deep."""
+    """Yield path and error of each value that cannot be serialised; iterative, since callers choose the nesting."""
     stack: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 1)]
     while stack:
         item, where, depth = stack.pop()
@@ -160,12 +159,12 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_ascii(item: Any) -> bool:
-    """Return whether a value is ASCII text, which needs no check: a row of tests has thousands of strings."""
+    """Return whether a value is ASCII text, which is always valid; rows may have thousands of such strings."""
     return isinstance(item, str) and item.isascii()
 
 
 def _path(where: tuple[Any, ...]) -> str:
-    """Return the dotted path (``row.tools.0.name``) of linked parts."""
+    """Return the dotted path (``tools.0.name``) of a linked list of ``(parent, key)``, cut to the allowed length."""
     parts: list[str] = []
     while where:
         where, part = where
@@ -180,19 +179,19 @@ _NESTED = "instance_config"
 
 
 def is_masked(result: Mapping[str, Any]) -> bool:
-    """Return whether a row with its verdict is masked, in either place."""
+    """Return whether either mask field of a row with its verdict is set."""
     nested = result.get(_NESTED)
     return bool(result.get(_FLAG)) or (isinstance(nested, Mapping) and bool(nested.get(_FLAG)))
 
 
 def masked(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row with the mask in both places."""
+    """Return a copy of the row with both mask fields set."""
     nested = result.get(_NESTED)
     return {**result, _FLAG: True, _NESTED: {**(nested if isinstance(nested, Mapping) else {}), _FLAG: True}}
 
 
 def unmasked(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row without a mask."""
+    """Return a copy of the row without the mask fields."""
     bare = {name: value for name, value in row.items() if name != _FLAG}
     if isinstance(nested := row.get(_NESTED), Mapping):
         bare[_NESTED] = {name: value for name, value in nested.items() if name != _FLAG}
@@ -214,7 +213,7 @@ def row_digest(row: Mapping[str, Any]) -> bytes:
 
 
 def compact_json_bytes(value: Any) -> bytes:
-    """Return JSON without spare memory: orjson 3.13 keeps a buffer of up to ten times the output's length.
+    """Return JSON in memory of its own length: orjson 3.13 keeps a buffer of up to ten times the output's length.
 
     Raises:
         TypeError: the value cannot be written as JSON.
@@ -233,12 +232,12 @@ class TurnTokens:
 
     Attributes:
         item: index of the output item with the turn's tokens.
-        kept: length of the shared prefix: the whole previous turn, unless the history was rewritten.
+        kept: tokens of the prefix shared with the previous turn: all of them, unless the history was rewritten.
         observed: new ids in the prompt (int32).
         sampled: ids that the policy sampled (int32).
         log_probs: log-prob of each sampled id (float64).
-        routed_experts: experts of at least the turn's own ids and the last kept one, as text
-            (:mod:`~nemo_gym_prorl.http.routed_experts`); ``None`` if the engine does not report them.
+        routed_experts: experts of at least the turn's own ids and the last kept id, as text
+            (:mod:`~nemo_gym_prorl.http.routed_experts`); ``None`` if the engine does not report experts.
     """
 
     item: int
@@ -249,22 +248,23 @@ class TurnTokens:
     routed_experts: str | None = None
 
     @classmethod
-    def unpack(cls, told: Mapping[str, Any]) -> TurnTokens:
-        """Return the turn that :func:`pack_turns` wrote.
+    def unpack(cls, packed: Mapping[str, Any]) -> TurnTokens:
+        """Return a turn from its JSON object of :func:`pack_turns`.
 
         Raises:
-            ValueError: a field holds no numbers, or the numbers of ids and log-probs differ.
+            KeyError: a field is missing.
+            ValueError: a field is not base64 of whole numbers, or the numbers of ids and log-probs differ.
         """
         observed, sampled, log_probs = array("i"), array("i"), array("d")
         for numbers, name in ((observed, "observed"), (sampled, "sampled"), (log_probs, "log_probs")):
-            numbers.frombytes(b64decode(told[name], validate=True))
+            numbers.frombytes(b64decode(packed[name], validate=True))
         if len(sampled) != len(log_probs):
             raise ValueError(f"{len(sampled)} ids were sampled but {len(log_probs)} log-probs came with them")
-        return cls(told["item"], told["kept"], observed, sampled, log_probs, told.get("routed_experts"))
+        return cls(packed["item"], packed["kept"], observed, sampled, log_probs, packed.get("routed_experts"))
 
 
 def pack_turns(turns: Iterable[TurnTokens]) -> bytes:
-    """Return turns as JSON, with numbers as base64 of their little-endian bytes."""
+    """Return turns as a JSON list of objects, with arrays as base64 of their little-endian bytes."""
     return compact_json_bytes(
         [
             {
@@ -281,11 +281,11 @@ def pack_turns(turns: Iterable[TurnTokens]) -> bytes:
 
 
 TRAINING_TRACES = "training_traces"
-"""Gym's field of a row with several sequences to train on (version 1)."""
+"""Gym's row field with several token sequences to train on (version 1 of the format)."""
 
 
 def trace_turns(trace: Mapping[str, Any]) -> list[TurnTokens]:
-    """Return the sampled spans of one of a row's :data:`TRAINING_TRACES`, each with the tokens before.
+    """Return the sampled spans of one of a row's :data:`TRAINING_TRACES` as turns, with the tokens between the spans.
 
     Raises:
         ValueError: the trace is invalid.
@@ -306,18 +306,18 @@ def trace_turns(trace: Mapping[str, Any]) -> list[TurnTokens]:
 
 
 def take_tokens(response: object) -> list[TurnTokens]:
-    """Remove the token fields from the output items of a response, and return them.
+    """Remove the token fields from the output items of a response, and return the tokens.
 
-    All fields stay in place if any item has invalid tokens: ids that are no integers, a missing log-prob, or missing
-    experts. A trainer must not use a part of them.
+    If any item has invalid tokens (ids that are not integers, a missing log-prob, missing experts), the list is empty
+    and all fields stay on their items. A trainer must not use a part of a rollout's tokens.
     """
     items = _output(response)
     turns: list[TurnTokens] = []
     before: list[int] = []
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if not isinstance(item, dict) or not any(item.get(name) is not None for name in _FIELDS):
             continue
-        turn = _turn(place, item, before)
+        turn = _turn(index, item, before)
         if turn is None:
             return []
         turns.append(turn)
@@ -330,7 +330,7 @@ def take_tokens(response: object) -> list[TurnTokens]:
 
 
 def put_tokens(response: object, turns: Iterable[TurnTokens]) -> None:
-    """Put tokens back on their output items; the result is for orjson, since it contains JSON fragments."""
+    """Put tokens back on the output items of a response, as JSON fragments that only orjson can serialise."""
     items = _output(response)
     ids, text = array("i"), b""
     experts: str | None = None
@@ -360,7 +360,7 @@ def _output(response: object) -> list[Any]:
     return output if isinstance(output, list) else []
 
 
-def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> TurnTokens | None:
+def _turn(index: int, item: Mapping[str, Any], before: list[int]) -> TurnTokens | None:
     prompt, sampled, log_probs = (item.get(name) for name in _FIELDS)
     if not (isinstance(prompt, list) and isinstance(sampled, list) and isinstance(log_probs, list)):
         return None
@@ -374,25 +374,25 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> TurnTokens 
         return None
     experts = item.get("routed_experts")
     try:
-        turn = TurnTokens(place, kept, array("i", observed), array("i", sampled), array("d", log_probs), experts)
+        turn = TurnTokens(index, kept, array("i", observed), array("i", sampled), array("d", log_probs), experts)
         if experts is not None and RoutedExperts.read(experts).rows < len(observed) + len(sampled) + bool(kept):
             return None
     except (OverflowError, TypeError, ValueError):
         return None
-    # The lists are read, since each number of an array would become an object again.
+    # Check the lists, not the arrays: reading a number from an array creates an object.
     fine = min(observed, default=0) >= 0 and min(sampled, default=0) >= 0 and all(map(math.isfinite, log_probs))
     return turn if fine else None
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
+    """Return the length of the common prefix of two id sequences."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # slices are compared much faster than items one by one
+    while low < high:  # a binary search, since Python compares slices in C
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low
 
 
 def _text(ids: Sequence[int]) -> bytes:
-    """Return ids as in a JSON list, each with a comma."""
+    """Return ids as text of a JSON list without brackets, each followed by a comma."""
     return orjson.dumps(list(ids))[1:-1] + b"," if ids else b""

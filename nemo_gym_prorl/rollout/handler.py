@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Environments and handlers: how a kind of task plugs in, and how a row is assigned to an environment.
+"""Environments and handlers: the plug-in interface for kinds of tasks, and the assignment of rows to environments.
 
 Handlers implement the three stages; the pipeline owns scheduling, budgets, retries and cancellation. Handlers are
 found through the entry-point group ``nemo_gym_prorl.agent_handlers``, so a new kind of task is a package of its own.
@@ -37,7 +37,7 @@ class AgentHandler(Protocol):
     """Stages of a kind of task. Every coroutine may be cancelled at any await and must then clean up after itself.
 
     Attributes:
-        name: the name in the registry.
+        name: name of the handler in the registry.
     """
 
     name: str
@@ -50,7 +50,7 @@ class AgentHandler(Protocol):
         ...
 
     async def run(self, job: Job, session: Any) -> Trajectory:
-        """Let the policy act. Budget: ``job.budgets.run`` seconds.
+        """Let the policy act on the task. Budget: ``job.budgets.run`` seconds.
 
         Sets ``job.trajectory`` early and fills it, so that an interrupted rollout keeps its samples.
         """
@@ -72,29 +72,29 @@ class AgentHandler(Protocol):
 
 @runtime_checkable
 class ReportsWaiting(Protocol):
-    """Optional: a handler that knows how long its agent waited for a backend."""
+    """Optional capability of a handler: report how long the agent waited for a backend."""
 
     async def waited(self, job: Job) -> float:
-        """Return the seconds of this RUN attempt in which the agent waited for a policy backend, including a
-        current wait. Called when the RUN budget is used up, which is then extended by the result."""
+        """Return the seconds of this RUN attempt in which the agent waited for a policy backend, including a current
+        wait. The pipeline asks when the RUN budget is used up, and extends the budget by the result."""
         ...
 
 
 @runtime_checkable
 class ReportsUnreachable(Protocol):
-    """Optional: a handler that can probe its servers."""
+    """Optional capability of a handler: probe its servers."""
 
     async def unreachable(self) -> Mapping[str, Collection[Stage]] | Collection[str]:
-        """Return the names (as in ``InfrastructureError.server``) of the servers that do not answer, with the
-        stages that need each; a bare name is needed by all stages. Called every few seconds while a stage works or
-        a server is down, and once when a job loses its connection to a server."""
+        """Return the names (as in ``InfrastructureError.server``) of the servers that do not answer, with the stages
+        that need each; a server in a plain collection is needed by all stages. Called every few seconds while the
+        environment has a job in a stage or a server down, and when a job loses its connection to a server."""
         ...
 
 
 @runtime_checkable
 class HandlesTimeouts(Protocol):
-    """Optional: a handler for which a rollout with a used-up RUN budget may count. Otherwise such a rollout fails
-    as ``agent_timeout``."""
+    """Optional capability of a handler: decide about rollouts that exceed the RUN budget, which otherwise fail as
+    ``agent_timeout``."""
 
     def timed_out(self, job: Job, session: Any) -> Trajectory | Verdict | None:
         """Return a trajectory to score, a verdict that needs no scoring, or ``None`` to fail the rollout. Called
@@ -104,11 +104,11 @@ class HandlesTimeouts(Protocol):
 
 @runtime_checkable
 class StoresCheckpoints(Protocol):
-    """Optional: a handler that takes checkpoints (:meth:`.job.Job.keep_checkpoint`) and resumes from the job's
-    latest one in ``init`` and ``run``."""
+    """Optional capability of a handler: take checkpoints (:meth:`.job.Job.keep_checkpoint`), and resume from the job's
+    latest checkpoint in ``init`` and ``run``."""
 
     async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Erase the stored data of checkpoints that no job holds any more."""
+        """Erase the stored data of checkpoints that no job holds."""
         ...
 
     async def renew(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -118,22 +118,23 @@ class StoresCheckpoints(Protocol):
 
 @runtime_checkable
 class RestoresCheckpoints(Protocol):
-    """Optional: a handler whose jobs can resume from a checkpoint of another service; its states have ``pack``
-    (:class:`~.storage.checkpoints.SerializableState`)."""
+    """Optional capability of a handler: resume jobs from checkpoints of other services. The states of its checkpoints
+    are :class:`~.storage.checkpoints.SerializableState`."""
 
     def unpack(self, packed: bytes) -> Any:
-        """Return the packed state. Called in a thread. ``ValueError``, ``KeyError`` and ``TypeError`` mean that the
-        bytes are damaged."""
+        """Return the state from the bytes of its ``pack``. Called in a thread. Raises ``ValueError``, ``KeyError`` or
+        ``TypeError`` if the bytes are damaged."""
         ...
 
 
 @runtime_checkable
 class CancelsScoring(Protocol):
-    """Optional: a handler whose scoring may continue after its call was cancelled, for example at a server."""
+    """Optional capability of a handler: cancel scoring that continues, for example at a server, after ``eval`` was
+    cancelled."""
 
     async def end_scoring(self, job: Job) -> None:
-        """End scoring. Called for a job that fails after EVAL was tried, before the job has its outcome; shielded
-        and time-limited as ``release`` is."""
+        """Cancel the scoring of a job that fails after EVAL was tried. Called before the job has its outcome; shielded
+        and time-limited like ``release``."""
         ...
 
 
@@ -163,10 +164,10 @@ class HandlerRegistry:
         return sorted({*self._builtin, *self.plugins})
 
     def require(self, name: str, field: str) -> None:
-        """Refuse a handler that is not installed.
+        """Check that a handler is installed.
 
         Raises:
-            CallerError: with ``field`` and the nearest installed name.
+            CallerError: the handler is not installed; names ``field`` and suggests the nearest name.
         """
         if name not in self._builtin and name not in self.plugins:
             raise CallerError(
@@ -176,7 +177,7 @@ class HandlerRegistry:
             )
 
     def factory(self, name: str) -> HandlerFactory:
-        """Return the factory of an installed handler; imports its package."""
+        """Return the factory of an installed handler; the first call imports the handler's package."""
         plugin = self.plugins.get(name)
         if plugin is None:
             return self._builtin[name]
@@ -184,7 +185,7 @@ class HandlerRegistry:
         return factory
 
     def config(self, name: str, given: Mapping[str, Any], field: str) -> Any:
-        """Return a handler's own configuration as an instance of its model; without a model, the given dict.
+        """Return a handler's configuration as an instance of the handler's model ``Config``; without a model, a copy.
 
         Raises:
             CallerError: the model refuses the configuration; names the key below ``field``.
@@ -220,11 +221,11 @@ class Environment:
     Attributes:
         name: unique in the service.
         handler: name of the handler that runs the environment's rows.
-        build: creates that handler; called once, for the first row.
+        build: creates the handler; called once, at the handler's first use.
         data_sources: values of a row's ``data_source`` that this environment takes.
         budgets, max_attempts: defaults for the environment's jobs; ``None`` for the service's defaults.
         share: share of sandboxes and slots while rows of several environments wait, relative to the other shares.
-        scores_groups_of: number of rollouts of a group that its verifier scores together; 1 if it scores each alone.
+        scores_groups_of: number of a group's rollouts that the verifier scores together; 1 if each is scored alone.
         checkpoint_turns: number of turns between checkpoints; ``None`` for no checkpoints.
         tool_errors: error answers of tools by HTTP status; counted by the handler.
     """
@@ -246,7 +247,7 @@ class Environments:
 
     Args:
         environments: all environments.
-        default: name of the environment for rows that no other takes; ``None`` to refuse them.
+        default: name of the environment for rows that no other environment takes; ``None`` to refuse such rows.
 
     Raises:
         CallerError: two environments have the same name or take the same ``data_source``.
@@ -271,7 +272,8 @@ class Environments:
 
     @classmethod
     def of(cls, handler: AgentHandler) -> Environments:
-        """Return one environment for all rows, named after its handler."""
+        """Return the environments of a service with one handler: one environment, named after the handler, for all
+        rows."""
         return cls([Environment(handler.name, handler.name, lambda: handler)], handler.name)
 
     @property
@@ -284,7 +286,7 @@ class Environments:
 
     @property
     def default(self) -> str | None:
-        """Name of the environment for rows that no other takes."""
+        """Name of the environment for rows that no other environment takes; ``None`` if such rows are refused."""
         return self._default
 
     @property
@@ -296,7 +298,7 @@ class Environments:
         return self._all[name]
 
     def get(self, name: str) -> AgentHandler:
-        """Return the handler of an environment; created at first use."""
+        """Return the handler of an environment, which must exist; the first call creates the handler."""
         if name not in self._handlers:
             self._handlers[name] = self._all[name].build()
         return self._handlers[name]
@@ -306,10 +308,10 @@ class Environments:
 
         Args:
             row: row with an optional ``data_source``.
-            name: environment that the job names.
+            name: environment that the job names; ``None`` to choose by the row.
 
         Raises:
-            CallerError: no environment has that name, or none takes the row; lists the known names.
+            CallerError: no environment has that name, or no environment takes the row; suggests known names.
         """
         if name is not None:
             if name not in self._all:
@@ -329,7 +331,7 @@ class Environments:
         """Return the environment of a requested job.
 
         Raises:
-            CallerError: as :meth:`choose`, or the environment scores groups together and the job has no group.
+            CallerError: as for :meth:`choose`; or the environment scores groups together and the job has no group.
         """
         environment = self.choose(request.row, request.environment)
         if environment.scores_groups_of > 1 and request.group is None:

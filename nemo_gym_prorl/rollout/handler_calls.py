@@ -4,11 +4,11 @@
 result.
 
 - A stage returns what its protocol declares, or raises an error for :func:`~nemo_gym_prorl.failures.classify`.
-- A release or a query returns within its limit, with or without an answer.
+- A release or a query returns within its time limit, with or without an answer.
 - A failed job always gets an outcome that reports the failure, regardless of ``on_failure``.
 
-So the pipeline can rely on each job ending exactly once and giving its slot back. An :class:`Attempt` is the work of
-one stage on one job, bounded by its budget, by an interruption, and by a grace if the handler ignores both.
+So each job ends exactly once and frees its slot. An :class:`Attempt` is the work of one stage on one job. The attempt
+ends with its budget or an interruption, or after a grace period if the handler ignores the cancellation.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class HandlerCalls:
     """Bounded calls into the handlers of one pipeline.
 
     Args:
-        handlers: handlers by environment.
+        handlers: environments with their handlers.
         release_s: seconds that the release of a session may take.
         cancel_grace_s: seconds until a cancelled call counts as abandoned.
-        shared: folder with the checkpoints of other services.
+        shared: folder in which services share checkpoints; ``None`` without one.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HandlerCalls:
         """Run a stage, and return the session, the trajectory, or the outcome of a scored job.
 
         Raises:
-            Exception: any exception of the handler; a BaseException is wrapped.
+            Exception: any exception of the handler; ``SystemExit`` and ``KeyboardInterrupt`` as ``RuntimeError``.
         """
         try:
             handler = self._handlers.get(job.environment)
@@ -121,7 +121,8 @@ class HandlerCalls:
         """Return the result of a finished :meth:`work` task.
 
         Raises:
-            Exception: any exception of the task.
+            InfrastructureError: the task was cancelled by the handler itself.
+            Exception: any exception of the task; one that is no ``Exception`` as ``RuntimeError``.
         """
         if task.cancelled():
             raise InfrastructureError(
@@ -133,18 +134,19 @@ class HandlerCalls:
         return task.result()
 
     async def cancel_and_wait(self, task: asyncio.Task[Any]) -> bool:
-        """Cancel a call, and return whether it ended within the grace. A call that did not is counted as abandoned."""
+        """Cancel a call, and return whether the call ended within the grace period; else count it as abandoned."""
         task.cancel()
         await asyncio.wait({task}, timeout=self._cancel_grace_s)
         self.abandoned += not task.done()
         return task.done()
 
     async def release(self, job: Job, session: Any) -> RolloutError | None:
-        """Release a session within its time limit; return the error if that failed."""
+        """Release a session within the time limit; return the error, or ``None`` after a successful release."""
         return await self._cleanup(job, lambda handler: handler.release(job, session), "the session", "released")
 
     async def end_scoring(self, job: Job) -> None:
-        """End scoring that may continue without its call, within the same time limit; failures are logged."""
+        """Cancel scoring that continues after the call of ``eval`` ended, within the time limit of a release; log
+        failures. No-op for a handler without ``end_scoring``."""
         if isinstance(handler := self._handlers.get(job.environment), CancelsScoring):
             ending = handler.end_scoring
             await self._cleanup(job, lambda _: ending(job), "scoring", "ended")
@@ -168,26 +170,26 @@ class HandlerCalls:
         elif task.cancelled():
             reason = f"{what} could not be {done}: that was cancelled"
         elif (error := task.exception()) is not None:
-            told = classify(error, None)
-            reason, server = f"{what} could not be {done}: {told.reason}", told.server
+            failed = classify(error, None)
+            reason, server = f"{what} could not be {done}: {failed.reason}", failed.server
         else:
             return None
         LOGGER.warning("job %s: %s", job.id, reason)
         return InfrastructureError(reason, kind=FailureKind.SESSION_RELEASE_FAILED, server=server)
 
     def failed(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
-        """Return the outcome of a failed job: that of the handler, or, if the handler misbehaves, one without a
-        result. The failure keeps its kind; the handler's fault is added to its reason."""
+        """Return the handler's outcome of a failed job. If ``on_failure`` misbehaves, return an outcome without a
+        result, with the same failure kind and the handler's fault in the reason."""
         trace = None
         try:
             if job.trajectory is not None:
                 job.trajectory.take_tokens()
             outcome = self._handlers.get(job.environment).on_failure(job, stage, failure)
             fault = _outcome_defect(outcome)
-        except BaseException as error:  # also exit(): the call runs in the event loop itself
+        except BaseException as error:  # also SystemExit: the call runs in the event loop itself
             LOGGER.exception("on_failure of handler %s failed", job.handler)
-            told = classify(error, stage)
-            fault, trace = f"raised {told.reason}", told.traceback
+            raised = classify(error, stage)
+            fault, trace = f"raised {raised.reason}", raised.traceback
         if fault is None:
             return outcome
         reason = f"{failure.reason}; besides, on_failure of handler {job.handler!r} {fault}"
@@ -196,7 +198,7 @@ class HandlerCalls:
 
     async def waited(self, job: Job) -> float | None:
         """Return the seconds of this RUN attempt in which the agent waited for a backend; 0 if the handler does not
-        report them, ``None`` if they are unknown now."""
+        report them, ``None`` if the handler's server did not answer."""
         try:
             handler = self._handlers.get(job.environment)
             if not isinstance(handler, ReportsWaiting):
@@ -210,8 +212,8 @@ class HandlerCalls:
         return seconds if _is_number(seconds) and seconds > 0 else 0.0
 
     def timed_out(self, job: Job) -> Trajectory | Outcome | None:
-        """Return the result of a job whose RUN budget is used up: a trajectory to score, or an outcome; ``None`` if
-        the job failed or the handler raised."""
+        """Return the result of a job whose RUN budget is used up: a trajectory to score, or an outcome. ``None`` fails
+        the job: the handler has no ``timed_out``, decides so, or raised."""
         try:
             handler = self._handlers.get(job.environment)
             if job.trajectory is not None:
@@ -220,7 +222,7 @@ class HandlerCalls:
             if value is None:
                 return None
             return self._scored(job, value) if isinstance(value, Verdict) else self._trajectory(job, value)
-        except BaseException as error:  # also exit(): the call runs in the event loop itself
+        except BaseException as error:  # also SystemExit: the call runs in the event loop itself
             LOGGER.warning(
                 "job %s: timed_out of handler %s failed: %s", job.id, job.handler, classify(error, None).reason
             )
@@ -228,13 +230,13 @@ class HandlerCalls:
 
     async def unreachable(self, environment: str) -> dict[str, frozenset[Stage]] | None:
         """Return the servers of an environment that do not answer, with the stages that need each; ``None`` if the
-        handler cannot probe them."""
+        handler cannot probe its servers, or its probe failed."""
         try:
             handler = self._handlers.get(environment)
             if not isinstance(handler, ReportsUnreachable):
                 return None
-            told = await _with_timeout(QUERY_TIMEOUT_S, handler.unreachable())
-            needed = told if isinstance(told, Mapping) else dict.fromkeys(told, Stage)
+            down = await _with_timeout(QUERY_TIMEOUT_S, handler.unreachable())
+            needed = down if isinstance(down, Mapping) else dict.fromkeys(down, Stage)
             return {server: frozenset(map(Stage, stages)) for server, stages in needed.items()}
         except Exception as error:
             LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
@@ -268,7 +270,7 @@ class HandlerCalls:
             job.trajectory.tokens = job.trajectory.tokens or take_tokens(value.result.get("response"))
         try:
             traces = value.result.get(TRAINING_TRACES)
-            if traces is not None and traces == job.row.get(TRAINING_TRACES):  # of an earlier rollout of the row
+            if traces is not None and traces == job.row.get(TRAINING_TRACES):  # copied from the row, not sampled now
                 value = replace(value, result={**value.result})
                 del value.result[TRAINING_TRACES]
             mask = is_masked(value.result)
@@ -279,7 +281,7 @@ class HandlerCalls:
 
 
 def _outcome_defect(outcome: Any) -> str | None:
-    """Return the error of the result of ``on_failure``."""
+    """Return what is wrong with the result of ``on_failure``; ``None`` if the result is valid."""
     if not isinstance(outcome, Outcome):
         return f"returned {_short(outcome)}, not an Outcome"
     if not isinstance(outcome.state, JobState) or outcome.state not in FAILED_STATES:
@@ -289,17 +291,16 @@ def _outcome_defect(outcome: Any) -> str | None:
     if not isinstance(outcome.failure, Failure) or not _well_formed(outcome.failure):
         return f"returned an Outcome with failure {_short(outcome.failure)}, not a Failure"
     try:
-        told = orjson.loads(outcome.body)
+        result = orjson.loads(outcome.body)
     except (TypeError, ValueError):
-        told = None
-    if not isinstance(told, dict):
+        result = None
+    if not isinstance(result, dict):
         return f"returned an Outcome with result {_short(outcome.body)}, not an object in JSON"
     return None
 
 
 def _well_formed(failure: Failure) -> bool:
-    """Return whether the failure's fields have their declared types: listings and event streams contain the
-    failure."""
+    """Return whether the failure's fields have their declared types; listings and event streams contain the fields."""
     trace, server = failure.traceback, failure.server
     return (
         isinstance(failure.kind, FailureKind)
@@ -330,11 +331,8 @@ def _short(value: Any) -> str:
 
 
 async def _with_timeout(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of ``work``, without waiting for work that ignores its cancellation.
-
-    Raises:
-        TimeoutError: after ``seconds``.
-    """
+    """Return the result of ``work``; after ``seconds``, cancel ``work`` and raise a ``TimeoutError`` without waiting
+    for its end."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)
@@ -347,7 +345,7 @@ async def _with_timeout(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 _MIN_EXTENSION_S = 1.0
-"""Least extension of a budget, which bounds how often the handler of a waiting rollout is queried."""
+"""Least extension of a budget in seconds, which bounds how often the handler of a waiting rollout is queried."""
 
 _TIMER_TOLERANCE_S = 0.001
 """Seconds by which a timer may fire early."""
@@ -358,14 +356,14 @@ under load may be slow to answer."""
 
 
 class Attempt:
-    """One stage's work on one job.
+    """Work of one stage on one job.
 
     Args:
         job: the job.
         stage: the stage.
         calls: calls into the handlers.
-        clock: monotonic seconds.
-        spawn: starts clean-up after an abandoned call.
+        clock: returns monotonic seconds.
+        spawn: starts a background task, for the release after an abandoned INIT.
         outage_s: returns the total seconds of outages of the job's environment.
     """
 
@@ -391,13 +389,13 @@ class Attempt:
         """Seconds without a backend or with a server down; computed when the budget runs out."""
 
     def interrupt(self, error: RolloutError) -> None:
-        """Stop the work; :meth:`run` raises ``error``."""
+        """Cancel the work; :meth:`run` then raises ``error``. Only the first call counts."""
         if not self._interrupt.done():
             self._interrupt.set_result(error)
 
     async def run(self) -> Any:
-        """Return the result of the work. A session that INIT returns despite its cancellation is stored in
-        ``job.session``.
+        """Run the stage within its budget, and return the result. A session that INIT returns despite its cancellation
+        is stored in ``job.session``.
 
         Raises:
             RolloutError: the work was interrupted.
@@ -417,12 +415,12 @@ class Attempt:
             LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
             task.add_done_callback(self._release_late_session)
         elif not task.cancelled() and task.exception() is None and stage is Stage.INIT:
-            job.session = task.result()  # the pipeline must release it
+            job.session = task.result()  # so that the pipeline releases the session
         raise self._interrupt.result() if self._interrupt.done() else BudgetExceeded(stage, job.budgets.of(stage))
 
     async def _wait_until_due(self, task: asyncio.Task[Any]) -> None:
-        """Return when the work is done or interrupted, or has used up its budget. Waiting for a backend and outages
-        of the environment's servers are not charged."""
+        """Wait until the work is done or interrupted, or has used up its budget. Waiting for a backend and outages of
+        the environment's servers are not charged."""
         ends: set[asyncio.Future[Any]] = {task, self._interrupt}
         budget = self._job.budgets.of(self._stage)
         if self._stage is Stage.RUN:
@@ -443,14 +441,14 @@ class Attempt:
             elapsed = self._clock() - started
             self.idle_s = min(max((waited or 0.0) + self._outage_s() - out_before, self.idle_s), elapsed)
             left = budget + self.idle_s - elapsed
-            if 0 < left < _TIMER_TOLERANCE_S:  # clocks and timers round differently
+            if 0 < left < _TIMER_TOLERANCE_S:  # the timer fired early by less than its resolution
                 left = 0.0
             known_s = elapsed if waited is not None else known_s
             if 0 < left < _MIN_EXTENSION_S or (left <= 0 and waited is None and elapsed - known_s <= _UNKNOWN_WAIT_S):
                 left = _MIN_EXTENSION_S
 
     def _release_late_session(self, task: asyncio.Task[Any]) -> None:
-        """Release the session of an abandoned INIT that returned after all."""
+        """Release the session that an abandoned INIT returned late; log an error of an abandoned stage."""
         if task.cancelled():
             return
         if task.exception() is not None:

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""A job: one rollout with an id, its states, and the only transitions between them.
+"""Job: one rollout with an id, its states, and the allowed transitions between the states.
 
 Invariants:
 
 - :meth:`Job.move` makes every transition and checks it against :data:`TRANSITIONS`. So each job ends in exactly one
   outcome.
-- A stage's clock runs only while the stage works on the job; waiting in a queue costs a job nothing.
+- A stage's clock runs only while the stage works on the job; time in a queue is not charged to a budget.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class JobState(StrEnum):
 _BOOKKEEPING = 4_096
 """Estimated bytes of a job besides its row, result and failures."""
 
-_MOST = 2**63 - 1
+_MAX_COUNT = 2**63 - 1
 """Largest integer that all JSON readers accept."""
 
 _TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
@@ -73,16 +73,17 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """Defect of the service: a transition that :data:`TRANSITIONS` does not allow."""
+    """Bug in the service: a transition that :data:`TRANSITIONS` does not allow."""
 
 
 _STAGES = tuple(Stage)
-"""Iterating an enumeration costs more than the rest of creating a job."""
+"""Precomputed, because iterating an enumeration would dominate the creation of a job."""
 
 
 @dataclass(slots=True)
 class StageTime:
-    """Seconds that a job spent in one stage, summed over its attempts."""
+    """Seconds that a job waited for one stage and spent in the stage, and number of attempts; summed over all
+    attempts."""
 
     waited_s: float = 0.0
     worked_s: float = 0.0
@@ -120,26 +121,27 @@ class Progress:
     @property
     def labels(self) -> list[str | None]:
         """Labels in :attr:`weight_versions`, without duplicates."""
-        told = [turn.get(end) for turn in self.weight_versions if isinstance(turn, dict) for end in ("first", "last")]
-        return [*dict.fromkeys(clean_text(label, 200) if isinstance(label, str) else None for label in told)]
+        found = [turn.get(end) for turn in self.weight_versions if isinstance(turn, dict) for end in ("first", "last")]
+        return [*dict.fromkeys(clean_text(label, 200) if isinstance(label, str) else None for label in found)]
 
     @classmethod
-    def of(cls, told: Any) -> Self:
-        """Return progress with valid types from a handler's values: every listing of jobs contains the result."""
-        turns, tool_calls, reason = (getattr(told, name, None) for name in ("turns", "tool_calls", "finish_reason"))
+    def of(cls, given: Any) -> Self:
+        """Return a copy with valid types and without steps: a handler may have stored any value, and every listing of
+        jobs contains the copy."""
+        turns, tool_calls, reason = (getattr(given, name, None) for name in ("turns", "tool_calls", "finish_reason"))
         return cls(
             _count(turns),
             _count(tool_calls),
             None if reason is None else clean_text(reason, 200),
-            versions if isinstance(versions := getattr(told, "weight_versions", None), list) else [],
-            log_probs=[mode for mode in getattr(told, "log_probs", ()) if isinstance(mode, str)][:4],
-            token_in_rate=rate if isinstance(rate := getattr(told, "token_in_rate", None), int | float) else None,
-            harness=harness if isinstance(harness := getattr(told, "harness", None), dict) else {},
+            versions if isinstance(versions := getattr(given, "weight_versions", None), list) else [],
+            log_probs=[mode for mode in getattr(given, "log_probs", ()) if isinstance(mode, str)][:4],
+            token_in_rate=rate if isinstance(rate := getattr(given, "token_in_rate", None), int | float) else None,
+            harness=harness if isinstance(harness := getattr(given, "harness", None), dict) else {},
         )
 
 
-def _count(told: Any) -> int:
-    return min(told, _MOST) if isinstance(told, int) and told > 0 else 0
+def _count(given: Any) -> int:
+    return min(given, _MAX_COUNT) if isinstance(given, int) and given > 0 else 0
 
 
 @dataclass(slots=True)
@@ -158,7 +160,7 @@ class Trajectory:
     tokens: list[TurnTokens] = field(default_factory=list)
 
     def take_tokens(self) -> None:
-        """Move the tokens from :attr:`response` to :attr:`tokens`."""
+        """Move the tokens from :attr:`response` to :attr:`tokens`, unless that was done before."""
         self.tokens = self.tokens or take_tokens(self.response)
 
 
@@ -174,7 +176,7 @@ class Verdict:
 class Outcome:
     """Terminal state of a job. ``reward`` is ``None`` unless the job was scored: a failure has no reward.
 
-    The result is serialised once, here, and kept and served as those bytes: objects would take several times the
+    The constructor serialises the result, which is kept and served as bytes: objects would take several times the
     memory.
 
     Attributes:
@@ -218,6 +220,7 @@ class Outcome:
 
 
 def failure_state(failure: Failure) -> JobState:
+    """Return the terminal state of a job that ends with this failure."""
     if failure.timed_out:
         return JobState.TIMED_OUT
     if failure.kind in (FailureKind.CANCELLED, FailureKind.SHUTDOWN):
@@ -227,15 +230,16 @@ def failure_state(failure: Failure) -> JobState:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Checkpoints of other services from which a job may start.
+    """Checkpoints in the shared folder from which a job may start.
 
     Attributes:
         tries: ids of the job's earlier tries, the latest first. If no try has a checkpoint, the job starts from its
             row.
         parents: for a fork, the ids of its parent rollout.
         turn: for a fork, the turn of the parent after which the fork starts.
-        parent: the parent's id as clients know it.
-        client: owner of all these rollouts; ``None`` where an administrator submitted the job.
+        parent: for a fork, the parent's id as clients know it; by default the first of ``parents``.
+        client: client that must own all these rollouts; ``None`` for any owner, because an administrator submitted the
+            job or the owner was checked before.
     """
 
     tries: tuple[str, ...] = ()
@@ -246,7 +250,7 @@ class ResumePoint:
 
     @property
     def fork(self) -> dict[str, Any] | None:
-        """Parent and turn, as clients see them."""
+        """Parent and turn of the fork, as clients see them; ``None`` for a job that is not a fork."""
         return {"id": self.parent or self.parents[0], "turn": self.turn, "lost": []} if self.parents else None
 
 
@@ -256,11 +260,11 @@ class Checkpoint:
 
     Attributes:
         turn: number of turns taken.
-        state: state from which the handler resumes; never leaves the service.
+        state: state from which the handler resumes; opaque to the pipeline, and never in an answer to a client.
         size: bytes that are stored for the checkpoint.
         spent_s: seconds of RUN's budget that the rollout had used.
         lost: short names of parts of the environment that cannot be restored.
-        borrowed: id under which another service stored the checkpoint; that service erases the checkpoint.
+        borrowed: id under which another service stored the checkpoint and will erase it; empty for an own checkpoint.
     """
 
     turn: int
@@ -272,10 +276,10 @@ class Checkpoint:
 
 
 class CheckpointRecorder(Protocol):
-    """Store of the checkpoints of jobs."""
+    """Interface by which jobs use the checkpoint store."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint of a job, and return once other services can find the checkpoint."""
+        """Write a new checkpoint of a job and let the job hold it; return once other services can find it."""
         ...
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
@@ -283,49 +287,49 @@ class CheckpointRecorder(Protocol):
         ...
 
     def add(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Let a job hold a checkpoint."""
+        """Let a job hold a checkpoint that is stored already."""
         ...
 
     def ended(self, job: Job, *, keep: bool) -> None:
-        """Note that a job has its outcome; erase its checkpoints unless ``keep``."""
+        """Record that a job has its outcome; erase its checkpoints unless ``keep``."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One rollout. Only the pipeline changes it; handlers read it.
+    """One rollout. Only its service changes a job, except that handlers set ``trajectory``, ``progress`` and budgets.
 
     Attributes:
         id: unique; chosen by the caller or by the service.
         stored_row: the dataset row as sent; as JSON once the job has its outcome. Read the row through :attr:`row`.
-        digest: digest of the row (:func:`~.gym_rows.row_digest`). The same id with another row is another job.
+        digest: digest of the request. A request with the same id and another digest is refused.
         environment: name of the job's environment (:mod:`~nemo_gym_prorl.rollout.handler`).
         handler: name of the handler that runs the job.
         group: group of the rollouts of one prompt; ``None`` without a group.
         client: submitter, for fair share between callers.
-        scope: the client, if it had a key of its own when the job was accepted: groups of different scopes are
-            distinct.
+        scope: the client, if the client had a key of its own when the job was accepted; else ``None``. Groups of
+            different scopes are distinct.
         run: training run whose backends sample the job; ``None`` for the model server's own backends.
-        priority: higher goes first, in every queue.
-        max_attempts: tries of INIT+RUN, and of EVAL.
+        priority: jobs with a higher priority go first, in every queue.
+        max_attempts: tries of INIT and RUN together, and of EVAL.
         submitted_at: wall-clock time, seconds since the epoch.
         session: session that INIT acquired, until release.
         trajectory: result of RUN. A handler sets the trajectory early and fills it, so that an interrupted rollout
             keeps its samples.
         number: position in the order of submission; set by the store.
-        member: position in its cohort while its cohort is scored; ``None`` without a cohort.
-        attached: the caller waits on a connection and takes the result; no other caller can join.
-        delivered: the attached caller took the answer; the id is free again.
+        member: index in its cohort while the cohort is scored; ``None`` without a cohort.
+        attached: whether the caller waits on a connection and takes the result; no other caller can join.
+        delivered: whether the attached caller took the answer, so that the id is free again.
         tokens: tokens of a job with its outcome, as JSON (:func:`~.gym_rows.pack_turns`).
         steps: turn timings of a job with its outcome, as JSON.
-        checkpoints: checkpoints by number of turns; ``checkpoint_store`` keeps them.
-        kept_turns: turns with a checkpoint at the job's node, in a fleet.
+        checkpoints: checkpoints by number of turns; ``checkpoint_store`` stores them.
+        kept_turns: turns after which the job's node has a checkpoint, in a fleet.
         spent_s: seconds of RUN's budget that earlier attempts used before the turn where this attempt resumed.
         resumed: per resumed attempt, the ``turn`` and the ``lost`` parts of the environment.
         forked_from: ``id`` of the parent rollout, ``turn`` of the fork, and ``lost`` parts of the environment.
-        resume_point: checkpoints of other services that INIT looks for.
+        resume_point: checkpoints in the shared folder that INIT looks for; ``None`` if there are none to look for.
         tries: ids at nodes so far, for a job of a fleet gateway.
-        working: returns the stage that works on the job, and its seconds of work so far.
+        working: returns the stage that works on the job, and the seconds of work so far; ``None`` between stages.
     """
 
     id: str
@@ -366,7 +370,7 @@ class Job:
     working: Callable[[], tuple[Stage, float]] | None = None
 
     def timings(self) -> dict[Stage, StageTime]:
-        """Return a copy of :attr:`times` that has the work of the current attempt so far."""
+        """Return a copy of :attr:`times` that includes the work of the current attempt so far."""
         times = {stage: replace(time) for stage, time in self.times.items()}
         if self.working is not None:
             stage, seconds = self.working()
@@ -379,11 +383,11 @@ class Job:
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:
-        """Checkpoint from which the next attempt resumes."""
+        """Checkpoint from which the next attempt resumes; ``None`` if the job holds none."""
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     async def keep_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Store a checkpoint that a handler has taken; return once other services can find it."""
+        """Store a checkpoint that a handler has taken; return once other services can find the checkpoint."""
         assert self.checkpoint_store is not None, "the pipeline keeps them"
         await self.checkpoint_store.keep(self, checkpoint)
 
@@ -393,7 +397,7 @@ class Job:
         self.checkpoint_store.drop(self, checkpoint)
 
     def resume_at(self, checkpoint: Checkpoint) -> None:
-        """Start this attempt from a checkpoint; the RUN budget that was spent until then stays spent."""
+        """Record that this attempt starts from a checkpoint, with the RUN budget that was spent by then."""
         self.spent_s = checkpoint.spent_s
         begun_at = self.forked_from["turn"] if self.forked_from else 0
         if self.times[Stage.INIT].attempts > 1 or checkpoint.turn > begun_at:
@@ -405,7 +409,7 @@ class Job:
         return self.stored_row if isinstance(self.stored_row, dict) else dict(orjson.loads(self.stored_row))
 
     def pack(self) -> None:
-        """Serialise row, tokens and steps of a job with its outcome, and drop its session and trajectory."""
+        """Serialise row, tokens and steps of a job that has ended, and drop its session and trajectory."""
         if self.trajectory is not None:
             self.tokens = pack_turns(self.trajectory.tokens)
         self.session = self.trajectory = None
@@ -421,7 +425,7 @@ class Job:
                 self.stored_row = b"{}"
 
     def deliver(self) -> None:
-        """Drop row and result, and free the id: the attached caller has the answer."""
+        """Drop the row and the result, and free the id, because the attached caller has the answer."""
         assert self.outcome is not None, "only an outcome can be delivered"
         self.delivered = True
         self.stored_row, self.tokens, self.steps = b"{}", NO_TOKENS, NO_STEPS
@@ -430,24 +434,22 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Bytes of a job with its outcome; bookkeeping is estimated."""
+        """Bytes of memory of a job with its outcome; those of the Python objects are estimated."""
         body = len(self.outcome.body) if self.outcome else 0
         failures = sum(len(failure.reason) + len(failure.traceback or "") for failure in self.failures)
         return _BOOKKEEPING + body + len(self.tokens) + len(self.steps) + len(self.stored_row) + failures
 
     def gym_result(self) -> dict[str, Any]:
-        """Return the result in Gym's form, with all tokens on the output items, for orjson; built on each call."""
+        """Return the result in Gym's form, with all tokens on the output items as JSON fragments, which only orjson
+        can serialise. Built on each call."""
         assert self.outcome is not None, "only a job with its outcome has a result"
         result = self.outcome.result
         put_tokens(result.get("response"), map(TurnTokens.unpack, orjson.loads(self.tokens)))
         return result
 
     def move(self, state: JobState) -> None:
-        """Make one transition.
-
-        Raises:
-            IllegalTransition: :data:`TRANSITIONS` does not allow the transition.
-        """
+        """Move the job to another state; raise :class:`IllegalTransition` if :data:`TRANSITIONS` does not allow
+        this."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"job {self.id}: {self.state} -> {state}")
         self.state = state

@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""INIT → READY → RUN → EVAL: executes the scheduler's decisions, with budgets, retries and cancellation.
+"""Pipeline INIT → READY → RUN → EVAL: executes the scheduler's decisions, with budgets, retries and cancellation.
 
 Slots are counters in :class:`~.scheduler.StageScheduler`, not worker tasks, so an exception cannot take a slot out of
-service. Each `Start` becomes one task that always gives its slot back. The pipeline bounds the faults of a handler:
+service. Each :class:`~.scheduler.Start` becomes one task that always frees its slot. Faults of handlers are contained:
 
-- A handler raises or returns an invalid value: the fault ends the attempt; infrastructure failures are retried.
+- A handler raises or returns an invalid value: the attempt fails, and infrastructure failures are retried.
 - A server of the environment is down: its rollouts wait until the server answers, and the attempt is not counted.
 - A stage exceeds its budget: the stage is cancelled. Waiting for a backend is not charged to RUN.
-- A stage ignores cancellation: after a grace the call is abandoned and counted; its slot comes back, and a session
-  that it returns later is released.
-- A verifier scores siblings together and some never come: the waiting siblings end as ``cohort_incomplete``.
-- A release hangs: release has a time limit, and the attempt ends as ``session_release_failed``, because the agent may
-  still act while its rollout is scored.
+- A stage ignores cancellation: after a grace period the call is abandoned and counted, and its slot is freed. A
+  session that the abandoned call returns later is released.
+- Siblings are scored together and some are never submitted: the waiting siblings fail as ``cohort_incomplete``.
+- A release exceeds its time limit: the attempt fails as ``session_release_failed``, because otherwise the agent could
+  act while its rollout is scored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from nemo_gym_prorl.rollout.status import VERSION, EnvironmentView, HeldView, St
 from nemo_gym_prorl.rollout.storage.checkpoints import RENEW_S, CheckpointStore, SharedCheckpoints
 
 
-if TYPE_CHECKING:  # clients have no database
+if TYPE_CHECKING:  # so that clients of the job API import no database
     from nemo_gym_prorl.rollout.storage.journal import Journal
     from nemo_gym_prorl.rollout.storage.journal_records import Unfinished
 
@@ -65,39 +65,39 @@ _WORKING_STATE = {
 }
 
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
-"""Bounds of the retry delay of a job whose server cannot be probed."""
+"""Bounds, in seconds, of the retry delay of a job whose server cannot be probed."""
 _SESSION_GONE = frozenset({FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED})
 
 
 @dataclass(slots=True)
 class _Control:
-    """Pipeline's state of a live job."""
+    """State of a job without an outcome, private to the pipeline."""
 
     since: float = 0.0
     """Monotonic time at which the job entered its current queue or stage."""
     attempt: Attempt | None = None
     cancelled: RolloutError | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """Context of the submitter, so that spans belong to its trace rather than to that of the job that freed the
-    slot."""
+    """Context of the submitter: spans of the job belong to the submitter's trace, not to that of the job that freed
+    the slot."""
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
     timed_out: Failure | None = None
-    """Time-out of the agent, if its progress counts. A failed EVAL then ends the job with this failure, without a
-    retry."""
+    """Time-out of a RUN whose result counts nevertheless. If EVAL cannot score the result, the job ends with this
+    failure, and RUN is not repeated."""
     held_up: dict[Stage, float] = field(default_factory=dict)
-    """Monotonic time at which an outage first stopped the job, by stage; cleared by a success without outages."""
+    """Monotonic time at which an outage first stopped the job, by stage; cleared by a success of the stage."""
 
 
 class Pipeline(RolloutService):
-    """One staged pipeline and its jobs.
+    """Staged pipeline of one service, and its jobs.
 
     Args:
         environments: environments whose rollouts the pipeline runs.
         settings: limits and defaults.
-        clock: monotonic seconds that stages are charged by.
-        journal: keeps jobs over a restart; closed with the pipeline. Requires a call of :meth:`start`.
-        shared: folder in which services share checkpoints.
+        clock: returns monotonic seconds, which are charged to budgets.
+        journal: keeps jobs across a restart; closed with the pipeline. Requires a call of :meth:`start`.
+        shared: folder in which services share checkpoints; ``None`` without one.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Pipeline(RolloutService):
         return self._outages.all
 
     def start(self) -> None:
-        """Start to recover the accepted jobs of an earlier process."""
+        """Start to recover the accepted jobs of an earlier process in the background; no-op without a journal."""
         self._recover_jobs()
 
     def _resume_job(self, earlier: Unfinished) -> None:
@@ -160,8 +160,8 @@ class Pipeline(RolloutService):
         self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
 
     def _resume_point_of(self, job: Job) -> ResumePoint | None:
-        """Return the checkpoints from which a recovered job may start: its own, else those that it was submitted
-        with."""
+        """Return the checkpoints from which a recovered job may start: its own, else those named at its submission;
+        ``None`` without a shared folder."""
         if self.shared is None:
             return None
         was = job.resume_point or ResumePoint(client=job.client)
@@ -182,7 +182,7 @@ class Pipeline(RolloutService):
         job = super()._new(request, digest, bounded=bounded)
         job.checkpoint_store = self.checkpoints
         if request.fork is not None:
-            if not self.checkpoints.has(request.fork.checkpoint):  # erased since fork() found it
+            if not self.checkpoints.has(request.fork.checkpoint):  # erased since fork() found the checkpoint
                 resolve_fork_turn(request.fork.parent, None, (), ended=True)
             self.checkpoints.add(job, request.fork.checkpoint)
         return job
@@ -196,7 +196,7 @@ class Pipeline(RolloutService):
             self._renewing = self.loops.start("checkpoint-renewal", self._renew_checkpoints, delay_s=RENEW_S)
         group = job.group
         if group is not None and job.scope is not None:
-            group = f"{job.scope}/{group}"  # groups of different clients are distinct
+            group = f"{job.scope}/{group}"  # clients with keys choose group names independently
         self._execute(self.scheduler.submit(job.id, job.client, job.priority, job.environment, group))
 
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
@@ -233,7 +233,7 @@ class Pipeline(RolloutService):
             self._spawn_in_context(job, self._leave_queue(job, classify(error, None)))
         elif control.attempt is not None:
             control.attempt.interrupt(error)
-        # Else the stage is between two awaits, e.g. releasing, and checks `cancelled` next.
+        # Else the job is between stages, for example in a release, after which `cancelled` is checked.
 
     def status(self) -> StatusView:
         return StatusView(
@@ -252,8 +252,8 @@ class Pipeline(RolloutService):
         )
 
     async def close(self) -> None:
-        """Cancel every job, and return once all have their outcome; with a journal, unfinished jobs stay for the
-        next process. Bounded by grace and release times."""
+        """Cancel every job, and return once all have their outcome; with a journal, the next process recovers the
+        cancelled jobs. Bounded by the grace period and the time limit of a release."""
         self.draining = self._closing = True
         if self.store.journal is not None:
             self.store.journal.stop_trying()
@@ -272,8 +272,8 @@ class Pipeline(RolloutService):
             self._spawn_in_context(job, self._work_traced(job, start.stage))
 
     async def _work_traced(self, job: Job, stage: Stage) -> None:
-        told = {"rollout": job.id, "group": job.group, "run": job.run, "environment": job.environment}
-        with span(SpanGroup.ROLLOUT, f"prorl.{stage.value}", **told) as this:
+        attributes = {"rollout": job.id, "group": job.group, "run": job.run, "environment": job.environment}
+        with span(SpanGroup.ROLLOUT, f"prorl.{stage.value}", **attributes) as this:
             failures = len(job.failures)
             await self._work(job, stage)
             note(this, waited_s=job.times[stage].waited_s, attempt=job.times[stage].attempts, state=job.state.value)
@@ -281,7 +281,7 @@ class Pipeline(RolloutService):
                 failed(this, f"{job.failures[-1].kind.value}: {job.failures[-1].reason}")
 
     async def _work(self, job: Job, stage: Stage) -> None:
-        """Work of one stage on one job: take the slot, run the stage, give the slot back."""
+        """Run one stage of a job that holds a slot; then free the slot for the next stage, a retry or the outcome."""
         control = self._controls[job.id]
         control.tries[stage] += 1
         spent = job.times[stage]
@@ -300,7 +300,7 @@ class Pipeline(RolloutService):
         value: Any = None
         try:
             value = await attempt.run()
-        except Exception as caught:  # every failure of a handler is classified here
+        except Exception as caught:  # any error of a handler; classified below
             raised = caught
         error = raised
         control.attempt = None
@@ -379,14 +379,15 @@ class Pipeline(RolloutService):
         self._execute(self.scheduler.set_aside(job.id))
 
     async def _hold_up(self, job: Job, stage: Stage, failure: Failure, started: float) -> None:
-        """Requeue a job whose server is down without counting the attempt; delayed if the server cannot be probed."""
+        """Requeue a job whose server is down, without counting the attempt. If the handler cannot probe the server,
+        requeue with a delay, and fail the job after ``unreachable_s``."""
         control = self._controls[job.id]
         job.failures.append(failure)
         again = Stage.EVAL if stage is Stage.EVAL else Stage.INIT
         control.tries[again] -= 1
         now = self._clock()
         if now - started > self.settings.unreachable_s:
-            control.held_up.clear()  # the stage worked for long, so this is another outage
+            control.held_up.clear()  # the stage worked for longer than any outage may last: a new outage
         control.held_up.setdefault(stage, now)
         self._start_over(job, control, again)
         waited = now - min(control.held_up.values())
@@ -412,7 +413,7 @@ class Pipeline(RolloutService):
             self._move(job, JobState.QUEUED)
 
     def _give_up_waiting(self, environment: str) -> None:
-        """Fail the jobs of an environment, waiting or working, that an unreachable server has held up for too long."""
+        """Fail the jobs that an unreachable server of an environment has held up for ``unreachable_s``."""
         now, outage = self._clock(), self._outages.first(environment)
         if outage is None:
             return
@@ -437,8 +438,9 @@ class Pipeline(RolloutService):
     def _await_siblings(
         self, job_id: str, patience_s: float, before: frozenset[str] | None = None, of: _Control | None = None
     ) -> None:
-        """End jobs whose siblings are missing: none came or went since the last check (``before``), one EVAL budget
-        ago. ``of`` guards against another job with the same id."""
+        """Fail the waiting jobs of a group that is scored together, if some siblings were never submitted and the
+        group is the same as ``before``, one EVAL budget (``patience_s``) ago; else check again after that time.
+        ``of``: state of the job at the first check, so that a later job with the same id is left alone."""
         control = self._controls.get(job_id)
         if control is None or of not in (None, control):
             return
@@ -457,7 +459,6 @@ class Pipeline(RolloutService):
         asyncio.get_running_loop().call_later(patience_s, again)
 
     async def _leave_queue(self, job: Job, failure: Failure) -> None:
-        """End a waiting job: release its session, if any, then record its failure."""
         if job.session is not None:
             await self._release(job)
         await self._finish_failed(job, failure, None)
@@ -466,14 +467,14 @@ class Pipeline(RolloutService):
     # -- outcomes ------------------------------------------------------------------------------------------------
 
     async def _finish_failed(self, job: Job, failure: Failure, stage: Stage | None) -> None:
-        """End scoring that an earlier attempt may have left running, then record the failure."""
+        """Cancel scoring that an earlier attempt may have left running, then record the failure."""
         if job.times[Stage.EVAL].attempts:
             await self._calls.end_scoring(job)
         self._finish(job, self._calls.failed(job, stage, failure))
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         if job.checkpoints:
-            # A gateway may cancel a rollout here because this node was cut off, and resume it elsewhere.
+            # A gateway that lost the connection cancels the rollout here and resumes it at another node.
             wanted = outcome.state is not JobState.CANCELLED or self.shared is not None
             self.checkpoints.ended(job, keep=not job.attached and wanted)
         del self._controls[job.id]
@@ -493,5 +494,4 @@ class Pipeline(RolloutService):
         return RENEW_S
 
     def _spawn_in_context(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
-        """Start background work for a job in the context of its submitter."""
         self._spawn(asyncio.create_task(work, context=self._controls[job.id].context.copy()))

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Service that accepts jobs: base class of a node's pipeline and of a fleet's gateway.
 
-- A service accepts a job or refuses it with a reason, ends it once, and notifies all waiters.
-- With a journal both steps are on disk before any caller is notified: accepted jobs survive a restart, and no caller
-  sees an outcome that is not kept.
-- The journal keeps no answer of an attached job: its caller takes the answer over the connection. So that answer does
-  not wait for the disk.
+- A service accepts a job or refuses it with a reason, ends the job once, and notifies all waiters.
+- With a journal, acceptance and outcome are on disk before any caller is notified. Accepted jobs survive a restart,
+  and no caller sees an outcome that a restart loses.
+- The caller of an attached job receives the answer over its connection. So the journal keeps no answer of such a job,
+  and the answer does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 
-_AT_ONCE = 100
+_RECOVERY_BATCH = 100
 """Jobs of an earlier process that are recovered without yielding to the event loop."""
 _RETRY_S = 1.0
-"""Pause after a failed read of the journal, so that a broken disk causes no busy loop."""
-_DISK_S = 1.0
+"""Seconds after a failed read of the journal before the next one, so that a broken disk causes no busy loop."""
+_DISK_WAIT_S = 1.0
 """Seconds that the cancellation of an attached job waits for the disk; its caller must not wait for a full disk."""
 
 
@@ -53,9 +53,9 @@ class RolloutService(ABC):
 
     Args:
         settings: limits and defaults.
-        clock: monotonic seconds.
-        journal: keeps jobs over a restart; closed with the service.
-        loops: supervises the background loops of the service.
+        clock: returns monotonic seconds.
+        journal: keeps jobs across a restart; closed with the service.
+        loops: supervises the background loops of the service; created by default.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RolloutService(ABC):
 
     @abstractmethod
     def _environments_now(self) -> Environments:
-        """Return the environments of the service. Raises a CallerError while they are unknown."""
+        """Return the environments of the service; raise a ``CallerError`` while the environments are unknown."""
 
     @abstractmethod
     def _may_queue(self, client: str, most: int) -> bool:
@@ -90,7 +90,7 @@ class RolloutService(ABC):
 
     @abstractmethod
     def _run(self, job: Job) -> None:
-        """Start a job that is remembered."""
+        """Start a job that is in the store."""
 
     @abstractmethod
     def _resume_job(self, earlier: Unfinished) -> None:
@@ -98,7 +98,7 @@ class RolloutService(ABC):
 
     @abstractmethod
     def request_cancel(self, job: Job, error: RolloutError) -> None:
-        """Cancel a job without waiting for it, with ``error`` as its end; no-op for an ended or cancelled job."""
+        """Request a job's cancellation with ``error`` as its failure; no-op for an ended or cancelled job."""
 
     @abstractmethod
     async def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
@@ -106,7 +106,7 @@ class RolloutService(ABC):
 
         Args:
             parent: a live or ended job.
-            turn: turn of the fork; by default the latest with a checkpoint.
+            turn: turn of the fork; ``None`` for the latest with a checkpoint.
             requests: options of each fork.
 
         Raises:
@@ -117,20 +117,20 @@ class RolloutService(ABC):
 
     @abstractmethod
     async def kept_turns(self, rollout: str) -> list[int]:
-        """Return the turns after which a rollout can be forked, ascending; none for an unknown rollout."""
+        """Return the turns after which a rollout can be forked, ascending; empty for an unknown rollout."""
 
     @abstractmethod
     def status(self) -> StatusView:
         """Return counts per stage, pool and state."""
 
     def share(self, clients: Mapping[str, float]) -> None:
-        """Set the clients' shares of slots and limits; clients without a share have 1 together."""
+        """Set the clients' relative shares of slots and limits; all other clients together have a share of 1."""
         self.store.shares = clients
 
     # -- accepting jobs ------------------------------------------------------------------------------------------
 
     async def accept(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """Submit a job, and return once it is on disk, if there is a journal.
+        """Submit a job, and return once the job is on disk, if there is a journal; idempotent like :meth:`submit`.
 
         Raises:
             JournalUnavailable: the journal cannot be written.
@@ -154,7 +154,7 @@ class RolloutService(ABC):
         return same_job(accepted, request, digest)
 
     async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
-        """Return the job, or the earlier job with its id."""
+        """Write a new job to the journal and start it; return the job, or an ended job that already has its id."""
         taken = False
         try:
             taken = await journal.accepted(job, named=named)
@@ -173,8 +173,8 @@ class RolloutService(ABC):
 
         Args:
             request: the job.
-            bounded: refuse the job when the queue is full. Gym's own route passes ``False``: its client would retry
-                without a pause, and its open connections are bound enough.
+            bounded: refuse the job when the queue is full. Gym's ``/run`` passes ``False``: its client would retry
+                without a pause, and its open connections bound the queue.
 
         Raises:
             QueueFull, JobConflict, RolloutForgotten, Draining: see the classes.
@@ -190,11 +190,7 @@ class RolloutService(ABC):
         return job
 
     def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
-        """Create the job of a request after all checks.
-
-        Raises:
-            QueueFull, Draining, CallerError: as :meth:`submit`.
-        """
+        """Create the job of a request after all checks; raise the errors of :meth:`submit`."""
         environment = self._environments_now().of_job(request)
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
@@ -223,11 +219,8 @@ class RolloutService(ABC):
         )
 
     def _check_room(self, client: str, jobs: int) -> None:
-        """Check that a client may queue so many more jobs.
-
-        Raises:
-            QueueFull: the limit is reached.
-        """
+        """Check that a client may queue ``jobs`` more jobs. Raise :class:`QueueFull` if the queue or the memory for
+        results is full, and the client has its fair share."""
         most = self._defaults.max_queued
         if not self._may_queue(client, most - len(self._arriving) - jobs + 1):
             reason = f"the queue is full (max_queued {most}, {jobs} more requested); try again later"
@@ -235,11 +228,8 @@ class RolloutService(ABC):
         self.store.refuse_if_full(client)
 
     async def _accept_forks(self, parent: Job, requests: Sequence[JobRequest], **resume_from: Any) -> list[Job]:
-        """Accept all forks of a job, or none; ``resume_from`` holds their ``fork`` or ``resume_point``.
-
-        Raises:
-            CallerError: a rollout is refused. No fork is started, unless the journal fails midway.
-        """
+        """Accept all forks of a job, or none; ``resume_from`` is their ``fork=`` or ``resume_point=``. If a fork is
+        refused, cancel those accepted before, and raise its ``CallerError``."""
         row = orjson.dumps(parent.row)
         every = [
             replace(request, row=orjson.loads(row), run=parent.run, environment=parent.environment, **resume_from)
@@ -266,8 +256,8 @@ class RolloutService(ABC):
         return jobs
 
     def _recover_jobs(self) -> None:
-        """Start to recover the accepted jobs of an earlier process in the background: there may be 100,000. A
-        request for a job that is not recovered yet waits."""
+        """Start to recover the accepted jobs of an earlier process, in the background since there may be 100,000. A
+        request for a job that is not recovered yet waits for its recovery."""
         if self.store.journal is not None:
             self.store.expected = asyncio.get_running_loop().create_future()
             self.store.arriving = asyncio.ensure_future(self._recover_all(self.store.journal))
@@ -280,15 +270,15 @@ class RolloutService(ABC):
                 if left is None:
                     left = await asyncio.to_thread(journal.unfinished)
                     self.store.expect(left)
-                some = await asyncio.to_thread(journal.found, left[:_AT_ONCE])
-            except Exception:  # a database error may pass
+                some = await asyncio.to_thread(journal.found, left[:_RECOVERY_BATCH])
+            except Exception:  # database errors may be transient
                 LOGGER.exception("the journal cannot be read; reading is retried in %g s", _RETRY_S)
                 await asyncio.sleep(_RETRY_S)
                 some = []
             else:
-                left = left[_AT_ONCE:]
+                left = left[_RECOVERY_BATCH:]
             if self._closing:
-                return  # the next process recovers the others
+                return  # the next process recovers the remaining jobs
             for earlier in some:
                 self._resume_job(earlier)
 
@@ -307,33 +297,34 @@ class RolloutService(ABC):
     # -- waiting and cancelling ----------------------------------------------------------------------------------
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
-        """Wait for a job's outcome; return ``False`` if it has none after ``timeout`` seconds."""
+        """Wait for a job's outcome, by default without limit; return ``False`` if ``timeout`` seconds passed first."""
         done = self.done(job)
         if not done.done():
             await asyncio.wait({done}, timeout=timeout)
         return done.done()
 
     def done(self, job: Job) -> asyncio.Future[None]:
-        """Return a future that is done when the job has its outcome; shared, so do not cancel it."""
-        return self._done.get(job) or _over()
+        """Return a future that is done when the job has its outcome; shared, so the caller must not cancel it."""
+        return self._done.get(job) or _completed_future()
 
     def answered(self, job: Job) -> asyncio.Future[None]:
-        """Return a future that is done when an attached job has its answer, or will have none; shared, so do not
-        cancel it."""
-        return self._answers.get(job) or _over()
+        """Return a future that is done when an attached job has its answer; already done for any other job. Shared, so
+        the caller must not cancel it."""
+        return self._answers.get(job) or _completed_future()
 
     async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
-        """Cancel a job in any state, and return once it has its outcome. The job's session is released by then,
-        unless INIT outlasts the grace; then the session is released when INIT returns. A full disk does not delay
-        attached jobs.
+        """Cancel a job in any state, and return once the job has its outcome and its session is released.
+
+        If INIT ignores its cancellation, its session is released later, when INIT returns. For an attached job, the
+        call waits at most 1 s for the disk.
         """
         self.request_cancel(job, JobCancelled(reason))
         if job.attached:
             await asyncio.wait({self.answered(job)})
-        await self.wait(job, _DISK_S if job.attached else None)
+        await self.wait(job, _DISK_WAIT_S if job.attached else None)
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Accept no new jobs, and wait until every job has its outcome; return ``False`` after ``timeout`` seconds."""
+        """Refuse new jobs, and wait until every job has its outcome; return ``False`` after ``timeout`` seconds."""
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -359,7 +350,7 @@ class RolloutService(ABC):
             self._spawn(self._end_on_disk(job, outcome, time.time()))
 
     async def _end_on_disk(self, job: Job, outcome: Outcome, at: float) -> None:
-        if job.attached:  # the journal keeps no answer of an attached job
+        if job.attached:  # its answer is not in the journal, so it need not wait for the disk
             self._answer(job, outcome)
         if await self.store.persist_outcome(job, outcome, at):
             self._end(job, outcome, at)
@@ -401,26 +392,25 @@ class RolloutService(ABC):
             LOGGER.error("%s: background task failed", type(self).__name__, exc_info=error)
 
     async def _settle(self) -> None:
-        """Return once no task runs any more, and close the journal."""
         while pending := {*self._tasks, *self._arriving.values()}:
             await asyncio.wait(pending)
         if self.store.journal is not None:
             await self.store.journal.close()
 
 
-def _over() -> asyncio.Future[None]:
-    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    over.set_result(None)
-    return over
+def _completed_future() -> asyncio.Future[None]:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.set_result(None)
+    return future
 
 
 def restarted(restarts: int) -> Failure:
-    """Return the failure of a job's attempt that the given number of restarts ended."""
+    """Return the failed attempt of a job that ``restarts`` restarts of the service interrupted."""
     often = "was restarted" if restarts == 1 else f"was restarted {restarts} times"
     why = f"the service {often} before it had an outcome"
     return Failure(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE, None, why)
 
 
 def shutting_down() -> JobCancelled:
-    """Return the error of jobs that end with their service."""
+    """Return the error of jobs that are cancelled because their service shuts down."""
     return JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of rollout services. Each setting and its default is declared once, here.
+"""Settings of rollout services; each setting and its default is declared only in this module.
 
 The agent's YAML configuration inherits :class:`PipelineSettings`, so its fields are YAML keys.
 """
@@ -92,7 +92,7 @@ class PipelineSettings(ServiceSettings):
     """Lifetime of checkpoints after the end of their rollout."""
 
     retry_delay_s: ClassVar[float] = 1.0
-    """Pause before the second try, give or take a fifth, so that rollouts that failed together come back apart; five
-    times as long with each further try, up to 30 s. Tests override the pause."""
+    """Seconds before the second try, ± 20 % so that rollouts that failed together are not retried together; five times
+    as long with each further try, up to 30 s. Tests override the value."""
     probe_s: ClassVar[float] = 3.0
-    """Pause between two probes of a server that is out. Tests override the pause."""
+    """Seconds between two probes of a server that is down. Tests override the value."""

@@ -22,7 +22,7 @@ VERSION = metadata.version("nemo-gym-prorl")
 
 
 class PoolView(BaseModel):
-    """Pool of one stage. For `run`, `waiting` is the READY buffer."""
+    """Slots of one stage, and the jobs that hold a slot or wait for one. For `run`, `waiting` is the READY buffer."""
 
     slots: int
     working: int
@@ -30,7 +30,7 @@ class PoolView(BaseModel):
 
 
 class HeldView(BaseModel):
-    """A server that cannot be reached."""
+    """Unreachable server, and the environments whose rollouts wait for it."""
 
     reason: str
     since: float = Field(description="Seconds since the epoch.")
@@ -38,7 +38,7 @@ class HeldView(BaseModel):
 
     @classmethod
     def all_of(cls, outages: Iterable[Outage]) -> dict[str, Self]:
-        """Return outages by server; the reason is that of the first environment that met the outage."""
+        """Return outages by server; the reason is that of the first environment that detected the outage."""
         views: dict[str, Self] = {}
         for outage in sorted(outages, key=lambda outage: outage.at):
             view = views.setdefault(outage.server, cls(reason=outage.reason, since=outage.at, environments=[]))
@@ -47,7 +47,7 @@ class HeldView(BaseModel):
 
 
 class EnvironmentView(BaseModel):
-    """An environment of the service, and its rollouts without an outcome."""
+    """An environment of the service, and the numbers of its rollouts that are in a stage or wait for a stage."""
 
     handler: str
     data_sources: list[str] = Field(description="Values of a row's `data_source` that this environment takes.")
@@ -108,7 +108,8 @@ class StatusView(BaseModel):
     environments: dict[str, EnvironmentView]
 
     def version_mismatch(self) -> str | None:
-        """Return why a service of this version cannot join the fleet: minor versions may use other formats."""
+        """Return why a service of this version cannot join the fleet; ``None`` if it can. Formats may differ between
+        minor versions."""
         if self.version.split(".")[:2] == VERSION.split(".")[:2]:
             return None
         return (
@@ -117,7 +118,8 @@ class StatusView(BaseModel):
 
     @classmethod
     def sum(cls, views: Iterable[Self]) -> Self:
-        """Return the sum of several services; it drains if all do."""
+        """Return the summed status of several services, which is draining if all of them are. The settings of an
+        environment are those of the first service that has it."""
         stages = {stage: PoolView(slots=0, working=0, waiting=0) for stage in Stage}
         total = cls(
             version=VERSION,
@@ -156,7 +158,7 @@ class StatusView(BaseModel):
 
 
 def stage_pools(scheduler: StageScheduler) -> dict[Stage, PoolView]:
-    """Return slots, work and queue of each stage."""
+    """Return the pool of each stage."""
     return {
         stage: PoolView(
             slots=scheduler.sizes.of(stage), working=scheduler.working(stage), waiting=scheduler.waiting(stage)

@@ -1,20 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of a rollout: timed as they happen, parsed from a finished row, and written as Gym's trajectory.
+"""Turns of a rollout: recorded timings, the parser of finished rows, and the writer of Gym's trajectory record.
 
 A row is a flat list of items, from which turns and times cannot be derived reliably. So the service records each turn
-as it happens (:class:`TurnTiming`), in the row's ``rollout.steps``: some hundred bytes a turn.
+as it happens (:class:`TurnTiming`), in the row's ``rollout.steps``: some hundred bytes per turn.
 
-``ng_trajectory`` is the conversation as Gym's health checks and its ATIF export read it, from Gym 0.7 on. Each turn
-repeats all earlier ones, so the record's size is quadratic in the turns. Only Gym's collector and ``prorl submit`` get
-it, never a trainer. The exporter rejects a whole file if one row has an incomplete step, so each record is completed:
+``ng_trajectory`` is the conversation in the form that Gym's health checks and its ATIF export read, from Gym 0.7 on.
+Each turn repeats all earlier turns, so the record's size is quadratic in the turns. Only Gym's collector and ``prorl
+submit`` receive the record, never a trainer. The exporter rejects a whole file if one row has an incomplete step, so
+each record is completed:
 
-- Text of the policy beside tool calls is appended to its reasoning: a step there has either.
-- A tool call without an answer gets a placeholder answer; arguments that are no JSON object are stored in
+- Text that the policy writes beside tool calls is appended to its reasoning: a step has either text or tool calls.
+- A tool call without an answer gets a placeholder answer; arguments that are not a JSON object are stored in
   ``malformed``.
-- A failed rollout, or one without a turn, ends with an answer marked as local, without tokens, that gives the reason.
-  The health checks report such a row as unhealthy.
-- The ``response`` of a model call marks a last turn that was cut.
+- A failed rollout, or one without a turn, ends with an answer that states the reason, marked as local and without
+  tokens. The health checks report such a row as unhealthy.
+- If the last turn was cut short or a limit ended the rollout, the last model call has a ``response`` with the reason.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class ToolCallTiming(TypedDict):
 
 
 class TurnTiming(TypedDict):
-    """Timing of one turn: start and duration of the model call, number of output items, token counts, and tool
-    calls. ``weights``: labels of the weights that sampled the turn's first and last token, if reported."""
+    """Timing of one turn: start (seconds since the epoch) and duration of the model call, number of output items,
+    token counts, and tool calls. ``weights``: labels of the weights that sampled the turn's first and last token, if
+    the model server reports labels."""
 
     started_at: float
     seconds: float
@@ -61,8 +63,8 @@ class TurnTiming(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call. ``arguments`` is ``None`` if the policy's text (``written``) is no JSON object; ``output`` is
-    ``None`` if the rollout ended first."""
+    """Tool call of a turn. ``arguments`` is ``None`` if the policy's text (``written``) is not a JSON object;
+    ``output`` is ``None`` if the rollout ended first; ``time`` is ``None`` without a recorded timing."""
 
     id: str
     name: str
@@ -74,7 +76,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """One turn: reasoning, text and calls. ``step`` is ``None`` in rows without timings."""
+    """Turn of a finished row: reasoning, text and tool calls. ``step`` is ``None`` in rows without timings."""
 
     thought: str
     said: str
@@ -83,7 +85,8 @@ class ParsedTurn:
 
 
 def read_turns(row: Mapping[str, Any]) -> list[ParsedTurn]:
-    """Return the turns of a row in any environment's form."""
+    """Parse the turns of a finished row of any environment. Timings are attached only if their number of turns
+    matches."""
     try:
         steps = _steps().validate_python(part(row, "rollout", "steps"))
     except ValueError:
@@ -102,12 +105,12 @@ def _steps() -> TypeAdapter[list[TurnTiming]]:
 
 
 def turns(output: Sequence[Mapping[str, Any]], sizes: Sequence[int] = ()) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the items of each turn: the policy's output items, and the observations after them.
+    """Yield the items of each turn: the policy's output items, and the observations that follow.
 
     Args:
         output: all output items.
-        sizes: number of the policy's items per turn. If the sizes do not fit, a turn starts with the policy's first
-            item after an observation, or after an item with token ids, the last of a sampled turn.
+        sizes: number of the policy's items per turn. If their sum is not the number of the policy's items, a turn
+            starts with the policy's first item after an observation, or after an item with token ids.
     """
     written = sum(not _observed(item) for item in output)
     counted = iter(sizes) if sizes and sum(sizes) == written else None
@@ -130,7 +133,7 @@ def turns(output: Sequence[Mapping[str, Any]], sizes: Sequence[int] = ()) -> Ite
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, in any form of the Responses API."""
+    """Return the text of a message's content, which may have any form of the Responses API; other objects as JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -143,7 +146,7 @@ def text_of(content: Any) -> str:
 
 
 def part(row: Mapping[str, Any], name: str, inner: str) -> Any:
-    """Return a field of a nested object; ``None`` if the environment stored another type there."""
+    """Return the field ``inner`` of the object ``row[name]``; ``None`` if that is missing or not an object."""
     outer = row.get(name)
     return outer.get(inner) if isinstance(outer, dict) else None
 
@@ -154,7 +157,7 @@ def items(listed: Any) -> list[Mapping[str, Any]]:
 
 
 def _observed(item: Mapping[str, Any]) -> bool:
-    """Return whether an item was given to the policy: a tool's output, or a message of a program's user."""
+    """Return whether an item is input of the policy: a tool's output, or a user, system or developer message."""
     return item.get("type") == "function_call_output" or item.get("role") in ("user", "system", "developer")
 
 
@@ -182,7 +185,7 @@ def _turn(group: Sequence[Mapping[str, Any]], step: TurnTiming | None) -> Parsed
 def _arguments(written: str) -> dict[str, Any] | None:
     try:
         read = orjson.loads(written)
-        orjson.dumps(read)  # raises for nesting that cannot be serialised
+        orjson.dumps(read)  # raises for nesting that orjson reads but cannot write
     except (orjson.JSONDecodeError, TypeError):
         return None
     return read if isinstance(read, dict) else None
@@ -200,7 +203,7 @@ def gym_reads_trajectories() -> bool:
 
 
 def ng_trajectory(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trajectory record of a finished Gym row with its indices and its ``rollout`` field."""
+    """Return the trajectory record of a finished row that has the collector's indices and the field ``rollout``."""
     record = _Record(row)
     for turn in read_turns(row):
         record.add(turn)
@@ -244,7 +247,7 @@ class _Record:
         self._said += [output for _, output in calls]
 
     def close(self) -> None:
-        """Add the end of a rollout that failed or was cut."""
+        """Add the end of a rollout that failed, or that did not end by the policy's choice."""
         failure = self._about.get("failure")
         told = failure if isinstance(failure, dict) else {}
         kind = self._row.get("failure_kind") or told.get("kind")
@@ -310,7 +313,7 @@ class _Record:
         self._said += reasoning + answer
 
     def _calls(self, turn: ParsedTurn) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield call and output of each tool call; ids that a model server repeats are made unique."""
+        """Yield the call and the output item of each tool call; empty and repeated ids are made unique."""
         for call in turn.calls:
             call_id = call.id
             while not call_id.strip() or call_id in self._call_ids:
@@ -351,7 +354,6 @@ class _Record:
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the ids of task and rollout as Gym's collector names them."""
     task, repeat = row.get("_ng_task_index"), row.get("_ng_rollout_index")
     names = (row.get(name) for name in ("task_id", "problem_id", "instance_id"))
     task_id = next((str(name) for name in names if name is not None and str(name).strip()), str(task))
@@ -361,8 +363,8 @@ def _identity(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _prompt(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the prompt's messages. The exporter accepts only the roles system and user; other items are shown as
-    user messages."""
+    """Yield the prompt's messages. Gym's exporter accepts only the roles system and user, so developer messages become
+    system messages, and all other items user messages."""
     instructions = part(row, "responses_create_params", "instructions")
     if isinstance(instructions, str):
         yield {"type": "message", "role": "system", "content": instructions}

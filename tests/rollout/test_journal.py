@@ -404,7 +404,7 @@ async def test_jobs_of_an_earlier_life_are_waited_for_while_they_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_reading: threading.Event
 ) -> None:
     """And nothing else is: a service of which a hundred thousand were accepted serves at once."""
-    monkeypatch.setattr(service_module, "_AT_ONCE", 3)
+    monkeypatch.setattr(service_module, "_RECOVERY_BATCH", 3)
     slow_reading.set()
     names = [f"job-{number}" for number in range(10)]
     async with life(tmp_path) as (pipeline, _):

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Access control: clients and their keys, and the rollouts that each client may see and change.
 
-Clients with keys see and change only the rollouts that they submitted. Another client's job is refused with 403, an
-unknown id with 404, so that a follower of a restarted service can distinguish the two. A client can learn that an id
-is taken, and from cursors how many outcomes there were; nothing else.
+Clients with keys see and change only the rollouts that they submitted. Another client's job is refused with 403 and an
+unknown id with 404, so that a client of a restarted service can tell a lost rollout from another client's. Of other
+clients, a client can learn only that an id is taken and, from cursors, how many outcomes there are.
 
-A key is 256 random bits, so its SHA-256 cannot be reversed by guessing. A slow password hash would only delay each
-request. The file holds hashes only; a client that lost its key needs a new one.
+A key is 256 random bits, so its SHA-256 cannot be reversed by guessing, and a slow password hash would only delay each
+request. The keys file has only hashes; a client that lost its key needs a new key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOGGER = logging.getLogger(__name__)
 ALL_BUT_ADMIN = (Scope.SUBMIT, Scope.READ, Scope.CANCEL)
 
 _RELOAD_INTERVAL_S = 1.0
-"""Least time in seconds between two checks whether the file has changed."""
+"""Least time in seconds between two checks for a change of the keys file."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -60,7 +60,7 @@ def _hash(value: str) -> str:
 
 
 class Client(BaseModel):
-    """A client and its key."""
+    """Client with the hash of its key, its scopes and its share."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -83,7 +83,7 @@ def read_clients(path: Path) -> Clients:
     """Read the keys file.
 
     Raises:
-        CallerError: the file is missing, readable by others, or invalid; names the field and the fix.
+        CallerError: the file is missing, invalid, accessible to other users, or writable by its group.
     """
     try:
         with path.open("rb") as file:
@@ -107,8 +107,8 @@ def read_clients(path: Path) -> Clients:
 
 
 def write_clients(path: Path, clients: Clients) -> None:
-    """Replace the keys file atomically."""
-    path = path.resolve()  # replace the target of a link, not the link
+    """Replace the keys file, or the target of its symlink, atomically and readable only by this user."""
+    path = path.resolve()  # replace the target of a symlink, not the symlink
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -134,12 +134,12 @@ class KeysFile:
 
     Args:
         path: the keys file.
-        changed: called with each client's share, at the start and after each change of the file.
-        clock: monotonic seconds.
+        changed: called with the shares by client, at the start and after each change of the file.
+        clock: returns monotonic seconds.
 
     Raises:
-        CallerError: see :func:`read_clients`. A file that becomes invalid later is logged and leaves the keys
-            unchanged.
+        CallerError: see :func:`read_clients`. If the file becomes invalid later, the error is logged and the previous
+            keys stay valid.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class KeysFile:
     def caller(self, key: str) -> Caller | None:
         """Return the client of a key; ``None`` for an unknown or revoked key."""
         self._reload()
-        # Lookup by hash: callers cannot choose the hash's digits, so timing reveals nothing about other keys.
+        # A lookup by hash: callers cannot choose digits of the hash, so its timing reveals nothing about other keys.
         return self._by_hash.get(hash_of(key))
 
     def _reload(self) -> None:
@@ -235,7 +235,7 @@ ROUTES = MappingProxyType(
         ),
     }
 )
-"""Required scope by method and route. A route that is missing here requires ``admin``."""
+"""Required scope by method and route. All other routes require ``admin``."""
 
 
 def is_own(caller: Caller, one: Job | Transition) -> bool:
@@ -244,21 +244,19 @@ def is_own(caller: Caller, one: Job | Transition) -> bool:
 
 
 def require_own(caller: Caller, job: Job, field: str | None = None) -> None:
-    """Refuse another client's job.
-
-    Raises:
-        NotOwner: names ``field``.
-    """
+    """Raise :class:`NotOwner` with ``field`` unless the caller may see and change the job."""
     if not is_own(caller, job):
         raise NotOwner(f"rollout {job.id!r} belongs to another client", field=field)
 
 
 def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequest:
-    """Return a job as its caller may submit it, with the client name of its key.
+    """Check a request against the caller's rights, and return the request with the client name of the caller's key.
+
+    Requests of a caller without a name (a service without keys) and of administrators are not restricted.
 
     Raises:
         NotOwner: the request names another client, or rollouts of other services, which may belong to any client.
-        CallerError: the priority exceeds those of other clients, which would bypass their shares.
+        CallerError: the priority is above 0, which would bypass the shares of other clients.
         JobConflict: the id belongs to another client.
     """
     if caller.name is None:
@@ -285,28 +283,24 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
 
 
 def require_own_id(caller: Caller, job: Job) -> None:
-    """Refuse to submit under the id of another client's job.
-
-    Raises:
-        JobConflict: the id belongs to another client.
-    """
+    """Raise :class:`JobConflict` unless the caller owns the job, whose id a submission of the caller uses."""
     if not is_own(caller, job):
         raise JobConflict.with_anothers(job.id)
 
 
 def scoped_key(caller: Caller, key: bytes | None) -> bytes | None:
-    """Return an idempotency key that is distinct per client."""
+    """Return an idempotency key that is distinct per client; ``None`` stays ``None``."""
     return key if key is None or caller.name is None else caller.name.encode() + b"/" + key
 
 
 async def ended_of(
     caller: Caller, store: JobStore, start: Cursor, limit: int, wait: float, *, content: bool = False
 ) -> tuple[list[Job], Cursor]:
-    """Return the caller's own outcomes behind a cursor, and the next cursor. Other clients' outcomes are skipped: they
-    neither end the wait nor make empty pages.
+    """Return the caller's own outcomes behind a cursor, and the next cursor; wait up to ``wait`` seconds if there are
+    none. Outcomes of other clients are skipped: they neither end the wait nor cause empty pages.
 
     Raises:
-        CursorExpired, CallerError: as :meth:`JobStore.ended_after`.
+        CursorExpired, CallerError: as for :meth:`JobStore.ended_after`.
     """
     until = asyncio.get_running_loop().time() + wait
     while True:

@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of attached callers: a caller holds its connection open until the result is there.
+"""Jobs of attached callers: a caller keeps its connection open until its job has a result.
 
 Gym's client posts ``/run`` again, without limit, when its connection drops. So:
 
-- An identical row joins the job of its disconnected caller within a grace; a row with the same id joins at any time.
-  While the caller of a row without an id is connected, an identical row is a rollout of another collector.
-- A job without callers is cancelled after the grace: it holds a sandbox.
+- An identical row joins the job of a disconnected caller within a grace period; a row with the same id joins at any
+  time. While the caller of a row without an id is connected, an identical row is a rollout of another collector.
+- A job without connected callers is cancelled after the grace period, because the job holds a sandbox.
 - A delivered result is dropped. A trainer sends the same row again under new weights and must get a new rollout.
 
-Only rows with Gym's indices (``_ng_task_index``, ``_ng_rollout_index``) can be recognised as the same rollout; two
-equal rows without them are two rollouts.
+A repeated row without an id is recognised by its bytes if the row has Gym's indices (``_ng_task_index``,
+``_ng_rollout_index``). Equal rows without the indices are separate rollouts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallerGone(HTTPException):
 
 
 _DISCONNECT_NOTICE_S = 0.5
-"""Seconds to wait for notice of a disconnect: a caller that posts again has just closed its other connection."""
+"""Seconds to wait for the disconnect of a caller that posts again: its other connection has just been closed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,11 +53,11 @@ class _AttachedCall:
 
 
 def row_key(row: dict[str, Any], body: bytes) -> bytes | None:
-    """Return a key that is equal for repeated posts of a Gym row; ``None`` for rows without indices.
+    """Return an idempotency key, equal for repeated posts of a Gym row; ``None`` for a row without Gym's indices.
 
     Args:
         row: the parsed body.
-        body: the body's bytes; a repeated post has the same ones.
+        body: bytes of the body, which are equal in a repeated post.
     """
     if "_ng_task_index" in row and "_ng_rollout_index" in row:
         return hashlib.sha256(body).digest()
@@ -65,11 +65,11 @@ def row_key(row: dict[str, Any], body: bytes) -> bytes | None:
 
 
 class AttachedCallers:
-    """Jobs of connected callers.
+    """Jobs of attached callers in one pipeline.
 
     Args:
         pipeline: runs the jobs.
-        grace_s: seconds that a job continues after its last caller disconnected.
+        grace_s: seconds for which a job continues after its last caller disconnected.
     """
 
     def __init__(self, pipeline: Pipeline, grace_s: float) -> None:
@@ -90,15 +90,16 @@ class AttachedCallers:
 
         Args:
             wanted: the job.
-            key: idempotency key, see :func:`row_key`.
-            connection: watched for a disconnect; its body must have been read.
-            render: makes the answer from the job with its outcome. Called once for all callers.
+            key: idempotency key (:func:`row_key`); ``None`` joins no job.
+            connection: request of the caller, watched for a disconnect; its body must have been read.
+            render: builds the answer from the job with its outcome. Called once for all callers of the job.
             started: called with the job when it is submitted or joined.
 
         Raises:
             CallerGone: the connection closed first. The job or its result is kept for the grace period.
             JobConflict: the job with that key runs with another row, or the id belongs to another caller.
-            Draining: the service accepts no new jobs.
+            CallerError: as for :meth:`.RolloutService.submit`.
+            Exception: any exception of ``render``.
         """
         store = self._pipeline.store
         if wanted.id is not None and store.get(wanted.id) is None and await store.fetch(wanted.id) is not None:
@@ -149,7 +150,7 @@ class AttachedCallers:
         return call
 
     def _deliver(self, call: _AttachedCall, render: Callable[[Job], bytes]) -> bytes:
-        """Return the answer for all connected callers; made once."""
+        """Return the answer of an ended job; render it at the first call, and then free the job's result."""
         if call.answer is None:
             job = call.job
             self._forget(call)
@@ -157,7 +158,7 @@ class AttachedCallers:
                 call.answer = render(job)
             except Exception as error:  # raised below, for each caller; a later post starts a new rollout
                 call.answer = error
-            self._pipeline.store.deliver(job)  # frees the result: token arrays are large
+            self._pipeline.store.deliver(job)
         if isinstance(call.answer, Exception):
             raise call.answer
         return call.answer
@@ -170,7 +171,7 @@ class AttachedCallers:
         settling.add_done_callback(self._settling.discard)
 
     async def _settle(self, job: Job) -> None:
-        """Free memory and id of a cancelled job once it has ended."""
+        """Free the result and the id of a cancelled job once the job has its outcome."""
         await self._pipeline.wait(job)
         if job.outcome is not None:
             self._pipeline.store.deliver(job)
@@ -183,6 +184,5 @@ class AttachedCallers:
 
 
 async def _disconnected(connection: Request) -> None:
-    """Return when the peer closed the connection."""
     while (await connection.receive())["type"] != "http.disconnect":
         pass

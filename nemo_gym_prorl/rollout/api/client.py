@@ -7,9 +7,9 @@
         done = await client.wait(job.id)
         print(done.reward, done.failure)
 
-The client returns the service's models. The client raises :class:`ApiError` with the service's problem document, or
-:class:`~nemo_gym_prorl.failures.InfrastructureError` if there is no valid answer. Requests are repeated after the
-service's ``Retry-After``; a submission with an id is idempotent.
+Methods return the models of :mod:`.schemas`. Methods raise :class:`ApiError` with the service's problem document, or
+:class:`~nemo_gym_prorl.failures.InfrastructureError` without a valid answer. Requests are retried after the service's
+``Retry-After``; a submission with an id is idempotent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from nemo_gym_prorl.rollout.storage.store import Transition
 
 _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 0.1, 60.0
-"""Bounds of the ``Retry-After`` that the client honours."""
+"""Bounds, in seconds, of the ``Retry-After`` that the client honours."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WAIT_S + 120.0)
 """Time limits of a call. No answer takes longer than a long-poll, or than the release of sandboxes after a
 cancellation. Without a limit, a connection to a machine without power would block until the machine is back."""
@@ -61,18 +61,18 @@ _STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read
 """Read timeout of the event stream (the server sends a heartbeat every 15 s)."""
 
 _PAGE = 1000
-"""Largest page of a listing."""
+"""Rollouts per page of a listing; the service allows no more."""
 
 
 class RolloutClient:
     """Client of one service; an async context manager.
 
     Args:
-        url: base URL of ``prorl_agent``. For ``https`` the service's certificate must be signed by an authority in the
-            file that ``PRORL_CA`` names, by default of the system's.
-        token: the control token, if the service has one.
-        patience_s: seconds to repeat a request that a service answers with 503 and ``Retry-After``. A full queue (429)
-            is waited out without limit: it is the service's backpressure.
+        url: base URL of ``prorl_agent`` or a gateway. For ``https``, the CA certificate of the service must be in the
+            file that ``PRORL_CA`` names, by default in the system's store.
+        token: control token or client key; ``None`` for a service without keys.
+        patience_s: seconds for which a request is retried after a 503 with ``Retry-After``. A full queue (429) is the
+            service's backpressure, so the client retries without limit.
     """
 
     def __init__(self, url: str, token: str | None = None, *, patience_s: float = 120.0) -> None:
@@ -105,16 +105,16 @@ class RolloutClient:
                 ``max_attempts``.
 
         Raises:
-            ApiError: the service refuses the rollout for any other reason.
+            ApiError: the service refuses the rollout for another reason than a full queue.
         """
         return await self._call(JobView, "POST", "/v1/rollouts", {"row": row, **options})
 
     async def submit_once(self, row: dict[str, Any], **options: Any) -> JobView:
-        """Submit without waiting: ``Retry-After`` becomes an :class:`ApiError` with ``retry_after_s``."""
+        """Submit a rollout in one request: a full queue raises an :class:`ApiError` with ``retry_after_s``."""
         return await self._once(JobView, "POST", "/v1/rollouts", {"row": row, **options}, {})
 
     async def fork(self, rollout_id: str, turn: int | None = None, n: int = 1, **options: Any) -> list[JobView]:
-        """Submit rollouts that resume from a turn of another one; wait while the queue is full.
+        """Submit rollouts that continue another rollout after one of its turns; wait while the queue is full.
 
         Args:
             rollout_id: id of the parent, which may have ended.
@@ -131,14 +131,14 @@ class RolloutClient:
         return (await self._call(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", options, query)).rollouts
 
     async def fork_once(self, rollout_id: str, turn: int, *, id: str, **options: Any) -> JobView:
-        """Submit one fork without waiting; idempotent for the same id."""
+        """Submit one fork in one request, like :meth:`submit_once`; idempotent for the same id."""
         body = {"ids": [id], **options}
         [job] = (await self._once(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", body, {"turn": turn})).rollouts
         return job
 
     async def get(self, rollout_id: str, wait: float = 0.0, tokens: TokenForm = TokenForm.ITEMS) -> JobView:
-        """Return the rollout now, or, within ``wait`` seconds (at most 60), when it ends. ``tokens`` selects the form
-        of the rollout's tokens."""
+        """Return the rollout once it has its outcome, or after ``wait`` seconds (at most 60; 0 for now). ``tokens``
+        selects the form of the rollout's tokens."""
         query = {"wait": wait, "tokens": tokens.value}
         return await self._call(JobView, "GET", _path(rollout_id), query=query)
 
@@ -155,13 +155,13 @@ class RolloutClient:
     async def list(
         self, *, state: str | None = None, group: str | None = None, limit: int = 100, page: str | None = None
     ) -> Listing:
-        """Return rollouts, oldest first: the first ``limit`` (at most 1,000), or those of ``page``, the ``next`` of
-        the page before."""
+        """Return up to ``limit`` rollouts (at most 1,000), oldest first. ``page``: field ``next`` of the previous
+        page; ``None`` for the first page."""
         query = {"state": state, "group": group, "limit": limit, "from": page}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
     async def every(self, *, state: str | None = None, group: str | None = None) -> AsyncIterator[JobView]:
-        """Yield all remembered rollouts that match, oldest first, without their results."""
+        """Yield all rollouts that the service remembers and that match, oldest first, without their results."""
         page: str | None = None
         while True:
             listing = await self.list(state=state, group=group, limit=_PAGE, page=page)
@@ -173,17 +173,18 @@ class RolloutClient:
     async def ended(
         self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
     ) -> Listing:
-        """Return terminal outcomes behind cursor ``after``, in order of their end."""
+        """Return up to ``limit`` ended rollouts behind the cursor ``after``, in order of their end; if there are none,
+        wait up to ``wait`` seconds. ``results``: whether with results."""
         query = {"after": after, "group": group, "wait": wait, "results": str(results).lower(), "limit": limit}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
     async def cancel(self, ids: Iterable[str] | None = None, *, group: str | None = None) -> CancelAnswer:
-        """Cancel by id or group; return once the sandboxes are released."""
+        """Cancel rollouts by id or group; return once their sandboxes are released."""
         body = {"group": group} if ids is None else {"ids": [*ids]}
         return await self._call(CancelAnswer, "POST", "/v1/rollouts/cancel", body)
 
     async def drain(self, timeout_s: float = 0.0) -> DrainAnswer:
-        """Let the service refuse new rollouts; return when none is left, or after ``timeout_s`` (at most 60)."""
+        """Let the service refuse new rollouts; return when all have ended, or after ``timeout_s`` (at most 60)."""
         return await self._call(DrainAnswer, "POST", "/v1/drain", {"timeout_s": timeout_s})
 
     async def resume(self) -> DrainAnswer:
@@ -198,7 +199,7 @@ class RolloutClient:
         """Yield transitions as they happen, until the caller stops or the connection ends.
 
         Args:
-            after: ``cursor`` of the last one seen, or ``"0"`` for the whole history.
+            after: ``cursor`` of the last transition seen, ``"0"`` for the whole history, ``None`` for none of it.
 
         Raises:
             ApiError: transitions behind ``after`` are forgotten, or this reader was too slow.
@@ -228,7 +229,7 @@ class RolloutClient:
     async def _call[M: BaseModel](
         self, model: type[M], method: str, path: str, body: Any = None, query: dict[str, Any] | None = None
     ) -> M:
-        """Return the answer to a call; repeats the call after 429 or 503 with ``Retry-After``."""
+        """Send a request and return its answer; retry after 429 or 503 with ``Retry-After``."""
         started = time.monotonic()
         while True:
             try:
@@ -281,12 +282,12 @@ class RolloutClient:
 
 
 def _path(rollout_id: str) -> str:
-    """Return the path of a rollout. An id is any printable text, so it is percent-encoded."""
+    """Return the URL path of a rollout. The id may be any printable text, so the path has it percent-encoded."""
     return f"/v1/rollouts/{quote(rollout_id, safe='')}"
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Return the seconds to wait, from a number of seconds or a date; bounded."""
+    """Return the seconds, within bounds, that a ``Retry-After`` of seconds or a date asks for; ``None`` if invalid."""
     if header is None:
         return None
     try:

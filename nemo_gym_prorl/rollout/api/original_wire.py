@@ -5,11 +5,11 @@
 Routes and fields follow NVIDIA-NeMo/ProRL-Agent-Server (``scripts/start_server.py``, ``openhands/nvidia/utils.py``);
 jobs run in the same pipeline as all others. Differences, where the original loses data:
 
-- A cancelled job answers with its partial messages.
-- An unknown job is 404 rather than ok, and errors keep their status.
-- A second ``/process`` with a running ``job_id`` joins that job; afterwards it is a new job.
-- ``/stop`` cancels jobs of ``/process`` only.
-- ``/status`` has one schema.
+- ``/process`` of a cancelled job answers with the partial messages.
+- An unknown job gets 404 rather than 200, and errors keep their status.
+- A second ``/process`` with the ``job_id`` of a running job joins that job; later the ``job_id`` is a new job.
+- ``/stop`` cancels only jobs of ``/process``.
+- ``/status`` always has the same fields.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 
 
 class BackendControl(Protocol):
-    """Registration of inference backends at the policy's model server."""
+    """Registration of inference backends at the policy's model servers."""
 
     async def add(self, address: str) -> None: ...
 
@@ -45,7 +45,7 @@ class BackendControl(Protocol):
 
 
 class ProcessRequest(BaseModel):
-    """One rollout. ``instance`` is the dataset row; ``sampling_params`` are added to its request to the policy."""
+    """Rollout to run. ``instance`` is the dataset row; ``sampling_params`` are added to its request to the policy."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class ServerBody(BaseModel):
 
 
 _SAMPLING = ("temperature", "top_p", "max_output_tokens")
-"""Sampling parameters with a field in a Responses API request; others belong into the model server's configuration."""
+"""Sampling parameters that a Responses API request has; all others belong in the model server's configuration."""
 
 
 def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendControl) -> APIRouter:
@@ -80,11 +80,11 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
     """
     router = APIRouter(route_class=JsonRoute, tags=["original ProRL wire format"])
     jobs: dict[str, Job] = {}  # jobs in flight by job_id
-    names: dict[Job, str] = {}  # job_id of each
+    names: dict[Job, str] = {}  # job_id of each job in flight
     running = False
 
     def started(name: str, job: Job) -> None:
-        if not job.state.terminal:  # an ended job only waits for its caller's next post
+        if not job.state.terminal:  # a joined job may have ended before, with an answer that was not delivered
             jobs[name], names[job] = job, name
 
     def finished(job: Job) -> None:
@@ -92,7 +92,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
         if name is not None and jobs.get(name) is job:
             del jobs[name]
 
-    pipeline.on_finish.append(finished)  # also for jobs whose caller disconnected
+    pipeline.on_finish.append(finished)
 
     def require_running() -> None:
         if not running:
@@ -109,7 +109,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
 
     @router.post("/stop", responses=problem_responses(403))
     async def stop() -> dict[str, str]:
-        """Accept no more jobs, and cancel jobs of this wire format. Answers once the jobs' sandboxes are released."""
+        """Refuse new jobs, and cancel the jobs of `/process`. Answers once the jobs' sandboxes are released."""
         nonlocal running
         running = False
         await asyncio.gather(*(pipeline.cancel(job, "the server was stopped") for job in list(jobs.values())))
@@ -119,7 +119,8 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
     async def process(body: ProcessRequest, request: Request) -> Response:
         """Run one rollout and answer with its messages, tokens and verdict.
 
-        The `job_id` of a running rollout joins it; after its answer was delivered, the `job_id` is a new rollout.
+        With the `job_id` of a running rollout, the request joins that rollout; once its answer was delivered, the
+        `job_id` is a new rollout.
         """
         require_running()
         who = caller_in(request.scope)
@@ -142,7 +143,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
 
     @router.post("/cancel", responses=problem_responses(403, 404, 422))
     async def cancel(body: CancelBody, request: Request) -> dict[str, str]:
-        """Cancel a job; its `/process` answers with the partial result."""
+        """Cancel a job; the `/process` request of the job answers with the partial result."""
         job = jobs.get(body.job_id)
         if job is None:
             raise ProblemError(404, "unknown-rollout", f"no job {body.job_id!r} is in flight")
@@ -177,10 +178,10 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
 
 
 def to_row(instance: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the Gym row of an instance.
+    """Return the Gym row of an instance, with sampling parameters added to the row's request.
 
     Raises:
-        CallerError: the instance has no prompt.
+        CallerError: the instance has no prompt, or is not a valid row.
     """
     params = instance.get("responses_create_params")
     if params is None:
@@ -244,10 +245,10 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
 
 
 def to_messages(prompt: str | list[dict[str, Any]], output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return chat messages from Responses API items; the policy's items of one turn become one assistant message.
+    """Return Responses API items as chat messages; the policy's items of one turn become one assistant message.
 
-    Token fields are read from a turn's last item: ``token_ids`` are the sampled ids, ``input_ids`` the whole prompt's,
-    ``logprobs`` one per sampled id.
+    The message of a turn has the token fields of the turn's last item: ``token_ids`` (sampled ids), ``input_ids`` (ids
+    of the whole prompt) and ``logprobs`` (one per sampled id).
     """
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
     turn: dict[str, Any] | None = None
@@ -278,7 +279,7 @@ def to_messages(prompt: str | list[dict[str, Any]], output: list[dict[str, Any]]
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message. Items of the prompt come from the caller and may have any type."""
+    """Return the text of a message's content, which may have any type, since callers write the prompt's items."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of the job API (docs/job-api.md): rollouts as resources over HTTP, and Prometheus metrics of the service.
 
-Routes translate between HTTP and a :class:`~..service.RolloutService` and decide nothing. The router mounts on any
-FastAPI application; on ``prorl_agent`` it is beside Gym's own routes. Gauges are read from the scheduler at each
-scrape, so they cannot drift.
+Routes only translate between HTTP and a :class:`~..service.RolloutService`. The router mounts on any FastAPI
+application; ``prorl_agent`` has Gym's own routes besides. Gauges are read from the scheduler at each scrape, so they
+cannot drift.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
     Args:
         service: the service.
-        metrics: served at ``/metrics``.
+        metrics: metrics of the service, served at ``/metrics``.
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
@@ -105,7 +105,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         responses=problem_responses(403, 409, 410, 422, 429, 503),
     )
     async def submit(body: SubmitRequest, who: CallerParam) -> JobView:
-        """Submit a rollout. The same `id` and row again answer with the job that exists."""
+        """Submit a rollout. A second submission of the same `id` and row returns the existing rollout."""
         job = await service.accept(submitted_by(who, body.to_request(), service.store))
         require_own_id(who, job)  # the journal may know the id from another client
         return JobView.of(job)
@@ -125,7 +125,8 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         ] = None,
         n: Annotated[int, Query(ge=1, le=1000, description="Number of forks.")] = 1,
     ) -> ForkAnswer:
-        """Submit rollouts that start from a checkpoint of this one, with its sandbox's files and its tokens."""
+        """Submit rollouts that continue this rollout from one of its checkpoints, with the sandbox's files and the
+        tokens."""
         parent = await find(rollout_id, who)
         wanted = (body or ForkRequest()).to_requests(parent, n)
         jobs = await service.fork(parent, turn, [submitted_by(who, one, service.store) for one in wanted])
@@ -133,8 +134,8 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
     @router.get("/v1/rollouts/{rollout_id}/checkpoints", tags=["rollouts"], responses=problem_responses(403, 404, 422))
     async def checkpoints(rollout_id: str, who: CallerParam) -> CheckpointsView:
-        """Turns after which a rollout can be forked. Administrators may ask for rollouts of other services that
-        share the checkpoint folder."""
+        """Return the turns after which a rollout can be forked. Administrators may name rollouts of other services
+        that share the checkpoint folder."""
         if (job := await service.store.fetch(rollout_id)) is not None:
             require_own(who, job)
         turns = await service.kept_turns(rollout_id) if job is not None or who.is_admin else []
@@ -154,7 +155,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         wait: WaitParam = 0.0,
         tokens: Annotated[TokenForm, Query(description="Form of the result's tokens.")] = TokenForm.ITEMS,
     ) -> Response:
-        """The rollout; with `wait`, once it has its outcome or the time is over."""
+        """Return the rollout; with `wait`, once the rollout has its outcome or the time is over."""
         job = await find(rollout_id, who)
         if wait and not job.state.terminal:
             await service.wait(job, wait)
@@ -171,7 +172,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         wait: WaitParam = 0.0,
         results: Annotated[bool, Query(description="Include each rollout's result.")] = False,
     ) -> Response:
-        """Without `after`: rollouts, oldest first. With `after`: terminal outcomes in order of their end."""
+        """List rollouts, oldest first; with `after`, ended rollouts behind that cursor, in order of their end."""
         store = service.store
         if after is not None and page is not None:
             raise CallerError("cannot be combined with `after`; send one of them", field="from")
@@ -197,8 +198,8 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         responses=problem_responses(403, 404, 410, 422),
     )
     async def cancel(rollout_id: str, who: CallerParam, request: Request) -> Response:
-        """Cancel the rollout; answers once it has its outcome and its sandbox is released. A terminal rollout stays
-        unchanged."""
+        """Cancel the rollout. Answers once the rollout has its outcome and its sandbox is released. A terminal rollout
+        stays unchanged."""
         job = await find(rollout_id, who)
         log_admin_cancel(request, who, [job])
         await service.cancel(job)
@@ -206,7 +207,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
     @router.post("/v1/rollouts/cancel", tags=["rollouts"], responses=problem_responses(403, 422))
     async def cancel_many(body: CancelRequest, who: CallerParam, request: Request) -> CancelAnswer:
-        """Cancel several rollouts; answers once all of them have their outcome."""
+        """Cancel several rollouts. Answers once all of them have their outcome."""
         if body.group is not None:
             jobs, unknown = [job for job in await service.store.in_group(body.group) if is_own(who, job)], []
         else:
@@ -231,8 +232,8 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         who: CallerParam,
         after: Annotated[str | None, Query(description="`cursor` of the last one seen.")] = None,
     ) -> EventSourceResponse:
-        """Every transition as a server-sent event. `Last-Event-ID` or `after` resumes within the history. A reader
-        that falls behind the history gets an event `problem` with a problem document, and the stream ends."""
+        """Stream every transition as a server-sent event. `Last-Event-ID` or `after` resumes within the history. A
+        reader that is slower than the history gets an event `problem` with a problem document, and the stream ends."""
         seen = request.headers.get("last-event-id")
         field, text = ("after", after) if seen is None else ("Last-Event-ID", seen)
         transitions = service.store.events(None if text is None else Cursor.parse(text, field))
@@ -244,8 +245,8 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
                         data = orjson.dumps(transition).decode()
                         yield ServerSentEvent(data, event="transition", id=transition.cursor)
             except CursorExpired as error:
-                told = problem_of(error).problem
-                yield ServerSentEvent(told.model_dump_json(exclude_none=True), event="problem")
+                problem = problem_of(error).problem
+                yield ServerSentEvent(problem.model_dump_json(exclude_none=True), event="problem")
 
         return EventSourceResponse(stream())
 
@@ -266,28 +267,28 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
     @router.get("/status", tags=["service"], responses=problem_responses(403))
     async def status() -> StatusView:
-        """Counts per stage, pool and state."""
+        """Return counts per stage, pool and state."""
         return service.status()
 
     @router.get("/healthz", tags=["service"], responses=problem_responses(503))
     async def healthz() -> dict[str, str]:
-        """Return 200 while no background loop fails, with `draining` while new rollouts are refused."""
+        """Return 200 while no background loop fails, else 503; the status is `draining` while rollouts are refused."""
         require_running(service.loops)
         return {"status": "draining" if service.draining else "ok"}
 
     @router.get("/metrics", tags=["service"], response_class=PlainTextResponse, responses=problem_responses(403))
     async def prometheus() -> Response:
-        """Prometheus metrics."""
+        """Return the service's metrics in Prometheus's text format."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
 
 
 class JsonRoute(ProblemRoute):
-    """A route that parses its body with :func:`read_json`."""
+    """Route that parses its body as strict JSON (:func:`read_json`)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the route's handler, with strict JSON."""
+        """Return the route's handler with requests of strict JSON."""
         inner = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -301,7 +302,7 @@ class _JsonRequest(Request):
         try:
             return read_json(await self.body())
         except CallerError as error:
-            raise problem_of(error) from None  # an HTTPException passes through FastAPI; any other becomes 400
+            raise problem_of(error) from None  # FastAPI turns any exception but an HTTPException into its own 400
 
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -348,11 +349,11 @@ class _Pools(Collector):
 
 
 class ServiceMetrics:
-    """Metrics of a service, in a registry of their own.
+    """Prometheus metrics of a service, in a registry of their own.
 
     Args:
-        service: observed through ``on_finish``.
-        state: collector of the current state.
+        service: the service, whose ``on_finish`` hook feeds the counters.
+        state: collector of gauges, read at each scrape.
     """
 
     def __init__(self, service: RolloutService, state: Collector) -> None:
@@ -402,7 +403,7 @@ class ServiceMetrics:
 
 
 class PipelineMetrics(ServiceMetrics):
-    """Metrics of a pipeline."""
+    """Prometheus metrics of a pipeline, with its pools, sessions and outages."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline, _Pools(pipeline))

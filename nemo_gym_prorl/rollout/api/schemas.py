@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the job API, versioned by the path prefix ``/v1``."""
+"""Request and reply models of the job API, versioned by the path prefix ``/v1``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Identifier = Annotated[
 
 
 class BudgetsModel(BaseModel):
-    """Seconds that each stage may work per attempt; by default the environment's budgets, else the service's."""
+    """Seconds that each stage may work on a rollout, per attempt; by default the environment's, else the service's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,12 +50,12 @@ class BudgetsModel(BaseModel):
     eval: Seconds | None = None
 
     def given(self) -> dict[Stage, float]:
-        """Return the budgets that are set."""
+        """Return the budgets that are set, by stage."""
         return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
 
 class ResumePointModel(BaseModel):
-    """Checkpoints of other services, in a shared folder, from which a rollout may start."""
+    """Checkpoints of other services, in the shared checkpoint folder, from which a rollout may start."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,12 +73,12 @@ class ResumePointModel(BaseModel):
         return self
 
     def to_resume_point(self) -> ResumePoint:
-        """Return the resume point for the pipeline."""
+        """Return the resume point as the pipeline uses it, valid for rollouts of any owner."""
         return ResumePoint(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
 
 
 class SubmitRequest(BaseModel):
-    """A rollout to run."""
+    """Rollout to run: a row and its options."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -102,7 +102,7 @@ class SubmitRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _merge_row_options(cls, given: Any) -> Any:
-        """Merge options that the row contains, as with ``/run``; explicit fields take precedence."""
+        """Merge the options in the row's field ``rollout``, as with ``/run``; explicit fields take precedence."""
         row = given.get("row") if isinstance(given, dict) else None
         if not isinstance(row, dict):
             return given
@@ -121,7 +121,7 @@ class SubmitRequest(BaseModel):
         }
 
     def to_request(self) -> JobRequest:
-        """Return the request for the pipeline."""
+        """Return the request in the pipeline's form."""
         return JobRequest(
             row=self.row.model_dump(),
             id=self.id,
@@ -137,7 +137,7 @@ class SubmitRequest(BaseModel):
 
 
 class ForkRequest(BaseModel):
-    """Options of forks; all others are the parent's."""
+    """Options of forks; unset options and the row are the parent's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -149,7 +149,7 @@ class ForkRequest(BaseModel):
     max_attempts: int | None = Field(default=None, ge=1, le=100)
 
     def to_requests(self, parent: Job, count: int) -> list[JobRequest]:
-        """Return the requests of the forks for the pipeline.
+        """Return the requests of ``count`` forks in the pipeline's form, without the row.
 
         Raises:
             CallerError: the number of ids differs from the number of forks, or an id is repeated.
@@ -172,19 +172,19 @@ class ForkRequest(BaseModel):
 
 
 class CheckpointsView(BaseModel):
-    """Checkpoints of a rollout."""
+    """Turns of a rollout with a checkpoint."""
 
     turns: list[int] = Field(description="Turns after which the rollout can be forked.")
 
 
 class ForkAnswer(BaseModel):
-    """The accepted forks."""
+    """Accepted forks."""
 
     rollouts: list[JobView]
 
 
 class FailureView(BaseModel):
-    """Failure of a job, or of one of its attempts."""
+    """Failure of a rollout, or of one of its attempts."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -218,8 +218,8 @@ class TokenForm(StrEnum):
 
 
 class TurnView(BaseModel):
-    """Tokens of one turn. The prompt is the first `kept` tokens of the previous turn with `sampled`, that turn's
-    own included, followed by `observed`. Numbers are little-endian, in base64."""
+    """Tokens of one turn. The prompt is the first `kept` tokens of the previous turn that sampled any, that turn's own
+    tokens included, followed by `observed`. Arrays are little-endian numbers in base64."""
 
     item: int = Field(ge=0, description="Index in `result.response.output` of the turn's last item.")
     kept: int = Field(ge=0)
@@ -232,12 +232,12 @@ class TurnView(BaseModel):
 
     @property
     def length(self) -> int:
-        """Number of sampled ids, computed from the base64 text of four-byte ids."""
+        """Number of sampled ids, from the length of the base64 text: four bytes per id."""
         return len(self.sampled) // 4 * 3 // 4
 
 
 class JobView(BaseModel):
-    """A job as clients see it."""
+    """Rollout as clients see it."""
 
     id: str
     state: JobState
@@ -282,7 +282,7 @@ class JobView(BaseModel):
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return the view of a job without its result; see :func:`job_json`."""
-        outcome = job.outcome if job.state.terminal else None  # an outcome that is not on disk yet is hidden
+        outcome = job.outcome if job.state.terminal else None  # an outcome is hidden until it is on disk
         return cls(
             id=job.id,
             state=job.state,
@@ -305,14 +305,14 @@ class JobView(BaseModel):
             masked=outcome.masked if outcome else False,
             failure=FailureView.model_validate(outcome.failure) if outcome and outcome.failure else None,
             failed_attempts=[FailureView.model_validate(failure) for failure in job.failures],
-            resumed=[ResumedView(**place) for place in job.resumed],
+            resumed=[ResumedView(**point) for point in job.resumed],
             forked_from=ForkedView(**job.forked_from) if job.forked_from else None,
             checkpoints=sorted(job.checkpoints) or job.kept_turns,
         )
 
 
 def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS) -> dict[str, Any]:
-    """Return a :class:`JobView` for orjson; kept bytes are embedded as fragments."""
+    """Return the :class:`JobView` of a job as a dict for orjson, which embeds the job's stored JSON unparsed."""
     view = JobView.of(job).model_dump(mode="json")
     if with_result and job.outcome is not None and job.state.terminal:
         apart = tokens is TokenForm.PACKED
@@ -323,7 +323,7 @@ def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS
 
 
 class Listing(BaseModel):
-    """Jobs, and the cursors to continue from."""
+    """Page of rollouts, and the cursors to continue from."""
 
     rollouts: list[JobView]
     cursor: str = Field(description="Pass as `after` to follow later terminal outcomes.")
@@ -331,7 +331,7 @@ class Listing(BaseModel):
 
 
 class CancelRequest(BaseModel):
-    """Jobs to cancel: by id, or all of a group."""
+    """Rollouts to cancel: by id, or all of a group."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -346,14 +346,14 @@ class CancelRequest(BaseModel):
 
 
 class CancelAnswer(BaseModel):
-    """The jobs after the cancellation, each with its outcome; unknown ids."""
+    """Cancelled rollouts, each with its outcome, and the ids that are unknown."""
 
     rollouts: list[JobView]
     unknown: list[str]
 
 
 class DrainRequest(BaseModel):
-    """Time to wait for unfinished rollouts."""
+    """Options of a drain."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which rollout a stage works on next."""
+"""Scheduling of rollouts: fair queues, stage pools, and the circuit breaker of environment servers."""

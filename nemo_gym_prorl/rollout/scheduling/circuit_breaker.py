@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Circuit breaker per environment server.
 
-- Failing to reach a dead server does not use up an attempt: a dead server fails rollouts within milliseconds, and
+- Failing to reach a dead server does not use up an attempt. A dead server fails each rollout within milliseconds, and
   would otherwise fail a queue of hours in seconds.
 - While a server is down, no rollout of its environment starts, and none enters a stage in which that server failed a
   rollout.
@@ -33,7 +33,7 @@ from nemo_gym_prorl.rollout.scheduling.scheduler import StageScheduler, Start
 LOGGER = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 5.0
-"""Seconds between two probes while a stage works and all servers answer."""
+"""Seconds between two probes while jobs of the environment are in a stage and all its servers answer."""
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class Outage:
 
     Attributes:
         server: name of the server.
-        environment: environment whose rollouts do not start meanwhile.
-        reason: failure of the first job that lost its connection.
-        since: start, by the pipeline's clock.
-        at: start, in seconds since the epoch.
+        environment: environment whose rollouts do not start during the outage.
+        reason: failure of the first job that lost its connection, or that the server answers no probe.
+        since: start in monotonic seconds, by the pipeline's clock.
+        at: start in seconds since the epoch.
         stages: stages on hold because of the server.
     """
 
@@ -65,7 +65,7 @@ class CircuitBreaker:
         scheduler: scheduler of the stages.
         execute: starts the jobs that the scheduler releases.
         on_probe: called with an environment after each probe, to fail jobs that have waited too long.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
         probe_s: seconds between two probes while a server is down.
         loops: supervises the probes.
     """
@@ -88,22 +88,22 @@ class CircuitBreaker:
         self._unanswered: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
         """Per environment, servers that did not answer the last probe and are not down yet."""
         self._total_outage_s: defaultdict[str, float] = defaultdict(float)
-        """Seconds of outages per environment; during an outage, less the time of its start."""
+        """Seconds of outages per environment; during an outage, minus the clock's value at its start."""
 
     @property
     def all(self) -> list[Outage]:
         return [outage for servers in self._out.values() for outage in servers.values()]
 
     def first(self, environment: str) -> Outage | None:
-        """Return the longest outage of an environment."""
+        """Return the outage of an environment that began first; ``None`` if all its servers are up."""
         return next(iter(self._out[environment].values()), None)
 
     def outage_s(self, environment: str) -> float:
-        """Return the total seconds of outages of an environment."""
+        """Return the total seconds in which a server of an environment was down."""
         return self._total_outage_s[environment] + (self._clock() if self._out[environment] else 0.0)
 
     def watch(self, environment: str) -> None:
-        """Probe the servers of an environment regularly while a stage works on its jobs or a server is down."""
+        """Start to probe the servers of an environment, until no job is in a stage and no server is down."""
         watch = self._watches.get(environment)
         if watch is None or watch.done():
             self._unanswered.pop(environment, None)
@@ -115,8 +115,8 @@ class CircuitBreaker:
     async def record_lost_connection(self, job: Job, stage: Stage, failure: Failure) -> bool:
         """Handle a job's lost connection; return ``True`` if the server is down, so that the attempt does not count.
 
-        A server that answers the probe dropped this call only, so the attempt counts: a poisonous row would drop each
-        call. If the handler cannot probe, a server that refuses connections is down.
+        A server that answers the probe dropped only this call. The attempt then counts, because the row itself may
+        crash the server. If the handler cannot probe, a server that cannot be connected to counts as down.
         """
         server, environment = failure.server, job.environment
         assert server is not None, "callers check connection_lost"
@@ -154,14 +154,14 @@ class CircuitBreaker:
         self._hold(environment)
 
     def _hold(self, environment: str) -> None:
-        """Put INIT on hold while any server is down, and the stages in which jobs lost their connection."""
+        """Put INIT and the stages that lost a server on hold for the environment; release all others."""
         held = frozenset[Stage]().union(*(outage.stages for outage in self._out[environment].values()))
         if self._scheduler.held(environment) != held:
             self._execute(self._scheduler.hold(environment, held))
 
     async def _probe(self, environment: str) -> float | None:
-        """Probe the servers of an environment once; return the pause, or ``None`` if no stage works and no server
-        is down."""
+        """Probe the environment's servers once; return the seconds until the next probe. ``None`` ends probing: no
+        server is down, and no job of the environment is in a stage or the handler cannot probe."""
         servers = self._out[environment]
         down = await self._calls.unreachable(environment)
         if down is None and not servers:

@@ -3,14 +3,14 @@
 """Queues of the scheduler: fair order of waiting jobs, and the barrier of groups that are scored together. Pure.
 
 :class:`FairQueue` orders by priority, then client, then environment, then arrival. Of two clients or environments, the
-one with less load for its share goes first; ties are served in turn. So a thousand long jobs of one client or
-environment block no other's. Each client with a share has a part of the limits. All other clients have one part
-together, like one client with a share of 1, since new client names cost nothing.
+one with less load relative to its share goes first; ties are served in turn. So a thousand long jobs of one client or
+environment block no other client or environment. Limits are divided among clients in proportion to their shares. All
+clients without a configured share have one share of 1 together, because callers can invent client names.
 
-:class:`GroupBarrier` gathers the rollouts of a group whose verifier compares them (Gym's ``genrm_compare``):
-``/verify`` answers for no rollout of a group before all have arrived. Siblings gather outside the queue and pass EVAL
-as one cohort, so that waiting siblings hold no slots. A group has one cohort at a time in the queue or at work, since
-verifiers identify cohorts by their prompt at best. A job that is scored again after a failure gathers again.
+:class:`GroupBarrier` gathers the rollouts of a group whose verifier compares them (Gym's ``genrm_compare``): such a
+``/verify`` answers only once all rollouts of the group have arrived. Siblings gather outside the queue and pass EVAL
+as one cohort, so that waiting siblings hold no slots. A group has one cohort at a time in the queue or in EVAL, since
+some verifiers identify a cohort only by its prompt. A job that is scored again after a failure gathers again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _ClientQueue:
 
     def __init__(self) -> None:
         self.jobs: dict[str, OrderedDict[str, None]] = {}
-        """Ids in order, by environment."""
+        """Ids in the order of arrival, by environment."""
         self._turns: dict[str, int] = {}
-        """Time of last service, or of arrival, by environment."""
+        """Count of the queue's events at the last service, or at the arrival, by environment."""
 
     def push(self, job_id: str, environment: str, turn: int) -> None:
         if environment not in self.jobs:
@@ -43,7 +43,7 @@ class _ClientQueue:
         self._forget_empty(environment)
 
     def pop(self, load: Callable[[str], float], turn: int, among: Container[str] | None) -> tuple[str, str]:
-        """Remove the first job of the environment with the least load, among equals of the one served longest ago;
+        """Remove the first job of the environment with the least load (of equals, the one served longest ago), and
         return the job and its environment."""
         there = self.jobs if among is None else [name for name in self.jobs if name in among]
         environment = min(there, key=lambda name: (load(name), self._turns[name]))
@@ -62,13 +62,13 @@ class _PriorityLevel:
 
     def __init__(self) -> None:
         self.jobs: dict[str, _ClientQueue] = {}
-        """By client."""
+        """Jobs by client."""
         self.turns: dict[str, int] = {}
-        """Time of last service, or of arrival, by client."""
+        """Count of the queue's events at the last service, or at the arrival, by client."""
         self._ranks: list[tuple[float, int, str]] = []
 
     def rank(self, client: str, load: Callable[[str], float]) -> None:
-        """Update the client's position after a change of its load or turn."""
+        """Push the client's new position onto the heap after a change of its load or turn."""
         heapq.heappush(self._ranks, (load(client), self.turns[client], client))
         if len(self._ranks) > 2 * len(self.jobs) + 16:
             self.rank_all(load)
@@ -87,13 +87,13 @@ class _PriorityLevel:
 
 
 class FairQueue:
-    """Waiting jobs of one stage, in the order of the module's docstring.
+    """Waiting jobs of one stage, in fair order (see the module).
 
-    The owner reports each client's load with :meth:`add_load`: slots, or resources that last longer. An event costs
-    O(log n), amortised, once per priority and environment at which its client waits.
+    The owner reports each client's load by :meth:`add_load`: slots in use, or sessions. An event costs O(log n),
+    amortised, once per priority and environment at which its client waits.
 
     Args:
-        load: load of a client and environment over its share; the environment with the least goes first.
+        load: returns a client's load in an environment, divided by the environment's share.
         shares: shares of clients, relative to each other; 1 by default.
     """
 
@@ -136,10 +136,11 @@ class FairQueue:
         self._forget_empty(priority, client, environment)
 
     def pop(self, among: Set[str] | None = None) -> str:
-        """Remove the next job. The queue must not be empty.
+        """Remove the next job, and return its id. The queue must not be empty.
 
         Args:
-            among: restrict to these environments, of which a job must wait; costs O(number of clients).
+            among: environments to choose from, of which one must have a waiting job; costs O(number of clients).
+                ``None`` for all environments.
         """
         priority, client = self._first() if among is None else self._first_of(among)
         level = self._levels[priority]
@@ -180,7 +181,7 @@ class FairQueue:
         return self._held[client] / self._shares.get(client, 1.0)
 
     def _move_to_back(self, level: _PriorityLevel, client: str) -> None:
-        """Make the client's turn the last among equals."""
+        """Put the client behind all clients with an equal load."""
         self._turn += 1
         level.turns[client] = self._turn
         level.rank(client, self._load_of)
@@ -201,26 +202,26 @@ class FairQueue:
             del self._levels[-heapq.heappop(self._priorities)]
 
 
-def is_under_fair_share(client: str, bound: float, has: Mapping[str, float], shares: Mapping[str, float]) -> bool:
-    """Return whether a client uses less than its part of a limit, so that it may have more although the limit is
-    reached.
+def is_under_fair_share(client: str, bound: float, usage: Mapping[str, float], shares: Mapping[str, float]) -> bool:
+    """Return whether a client uses less than its fair share of a limit. Such a client is admitted even when the limit
+    is reached. All clients without a configured share have one share of 1 together.
 
     Args:
-        client: the client.
+        client: name of the client.
         bound: limit for all clients together.
-        has: usage by client.
-        shares: shares of the clients with a share.
+        usage: current usage by client, in the unit of the limit.
+        shares: configured shares by client.
     """
     if client in shares:
-        own, share = has.get(client, 0), shares[client]
+        own, share = usage.get(client, 0), shares[client]
     else:
-        own, share = sum(had for name, had in has.items() if name not in shares), 1.0
+        own, share = sum(used for name, used in usage.items() if name not in shares), 1.0
     return own < bound * share / (sum(shares.values()) + 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Cohort of a job, by a unique number, and the job's index in it."""
+    """Membership of a job in a cohort: the cohort's unique number, and the index of the job in the cohort."""
 
     cohort: int
     index: int
@@ -228,13 +229,13 @@ class Member:
 
 @dataclass(slots=True)
 class _Group:
-    """Jobs of a group without an outcome.
+    """Jobs of a group that have no outcome yet.
 
     Attributes:
-        live: all jobs.
+        live: all these jobs.
         gathered: jobs that wait for siblings, in order of arrival.
-        complete: cohort that waits for a slot; its first job is in the queue.
-        working: cohort that is being scored.
+        complete: cohort that waits for a slot, represented in the queue by its first job; empty if none waits.
+        working: jobs of the cohort that is being scored.
     """
 
     live: set[str] = field(default_factory=set)
@@ -244,7 +245,7 @@ class _Group:
 
 
 class GroupBarrier:
-    """Groups of the environments whose verifiers score siblings together.
+    """Barrier at which the rollouts of a group gather before their verifier scores them together.
 
     Args:
         sizes: cohort size by environment; other environments are ignored.
@@ -261,12 +262,13 @@ class GroupBarrier:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs that wait for siblings or with their cohort, without the job in the queue."""
+        """Number of jobs that wait for siblings, or behind the job that represents their cohort in the queue."""
         return sum(len(group.gathered) + len(group.complete[1:]) for group in self._groups.values())
 
     def missing(self, job_id: str) -> tuple[int, frozenset[str]] | None:
-        """Return how many siblings of a waiting job were never submitted, and the live siblings; ``None`` if the
-        job does not wait. A complete cohort in the queue counts as waiting: one of its jobs may still be cancelled."""
+        """Return how many siblings of a waiting job were never submitted, and the jobs of its group without an
+        outcome; ``None`` if the job does not wait. Jobs of a cohort in the queue wait, too: a sibling may be cancelled
+        before the cohort gets a slot."""
         if job_id not in self._keys:
             return None
         group, size = self._of(job_id)
@@ -274,10 +276,10 @@ class GroupBarrier:
             return None
         return max(0, size - len(group.live)), frozenset(group.live)
 
-    # -- events: those that may complete a cohort return the job that enters the queue for it ---------------------
+    # -- events: methods that may complete a cohort also return the job that enters the queue for the cohort -------
 
     def join(self, job_id: str, environment: str, group: str | None) -> None:
-        """Register a job; ignored for other environments and without a group."""
+        """Register a new job; ignored if the job has no group or its environment scores jobs alone."""
         if environment in self._sizes and group is not None:
             self._keys[job_id] = environment, group
             self._groups.setdefault((environment, group), _Group()).live.add(job_id)
@@ -291,14 +293,14 @@ class GroupBarrier:
                 del self._groups[key]
 
     def gather(self, job_id: str) -> str | None:
-        """Add a job that is ready to be scored."""
+        """Add a job that is ready to be scored; return the job that enters the queue if a cohort is now complete."""
         group, size = self._of(job_id)
         group.gathered[job_id] = None
         return self._completed(group, size)
 
     def withdraw(self, job_id: str) -> tuple[str | None, str | None]:
-        """Remove a waiting job. Return the job that was in the queue for its cohort, if that was complete, and
-        the job that replaces it there."""
+        """Remove a waiting job. Return the job to take out of the queue, which represented the job's cohort, and the
+        job that enters the queue for a newly complete cohort; each may be ``None``."""
         group, size = self._of(job_id)
         stood = None
         if job_id in group.complete:
@@ -309,15 +311,15 @@ class GroupBarrier:
         return stood, self._completed(group, size)
 
     def start(self, job_id: str) -> dict[str, Member]:
-        """Start the cohort whose job got a slot; that job comes first."""
+        """Start the cohort of the job that got a slot; return the cohort's members by job, that job first."""
         group, _ = self._of(job_id)
         number = next(self._numbers)
         group.working, group.complete = dict.fromkeys(group.complete), ()
         return {member: Member(number, index) for index, member in enumerate(group.working)}
 
     def scored(self, job_id: str) -> tuple[str | None, str | None]:
-        """Remove a job whose scoring ended. Return a sibling that is still being scored, or else the job that
-        enters the queue next."""
+        """Remove a job whose scoring ended. Return a sibling that is still being scored, and the job that enters the
+        queue for the next cohort; each may be ``None``."""
         group, size = self._of(job_id)
         del group.working[job_id]
         return next(iter(group.working), None), self._completed(group, size)

@@ -2,27 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stage scheduler: three bounded pools, their queues, and the READY buffer between INIT and RUN. Pure.
 
-The scheduler owns no task, clock or socket. Events go in (`submit`, `worked`, `requeue`, `hold`, …), decisions come
-out (`Start` this job in that stage). The pipeline executes decisions and reports back. So a test checks thousands of
-schedules without a sandbox.
+The scheduler owns no task, clock or socket. Its inputs are events (`submit`, `worked`, `requeue`, `hold`, …), and its
+outputs are decisions to start a job in a stage (:class:`Start`). The pipeline executes the decisions and reports back.
+So a test can check thousands of schedules without a sandbox.
 
 Invariants:
 
 - A stage never works on more jobs than its pool has slots.
-- INIT starts only if the new sandbox has a place: jobs with a session (in INIT, READY or RUN) never exceed ``run +
-  ready``. So INIT never blocks on a full READY buffer.
-- Jobs in a stage on hold, waiting or working, are not counted against pools and places: their server does not answer.
-  So an outage may add at most one environment's slots and sessions per environment that is down.
-- No environment takes a whole stage while another could use it. A slot of each stage stays free for each environment
-  that has none there and has rows on their way; a session stays free for each environment that has none and waits for
-  INIT. (Environments below their share of sessions get INIT's last slots.)
-- A `Start` takes a slot, and exactly one later event of that job gives the slot back.
+- INIT starts a job only while session capacity is free: jobs with a session (in INIT, READY or RUN) never exceed
+  ``run + ready``. So INIT never blocks on a full READY buffer.
+- Jobs in a stage on hold, waiting or working, do not count against slots and session capacity, because their server
+  does not answer. So while n environments are down, up to n + 1 times the slots and sessions may be in use.
+- No environment takes a whole stage while another could use the stage. A slot of each stage stays free for each
+  environment that has no slot there and has jobs in earlier stages. A session stays free for each environment that has
+  no session and waits for INIT. Environments below their share of sessions get INIT's last slots.
+- A :class:`Start` takes a slot, and exactly one later event of that job frees the slot.
 - Siblings that are scored together (:mod:`.fair_queue`) start EVAL at once, in one slot; siblings that wait for the
   others hold no slot.
-- A stage on hold for an environment (:meth:`StageScheduler.hold`) starts none of its jobs. Other environments are not
-  affected.
-- Waiting jobs are ordered by :mod:`.fair_queue`. A client's or environment's load is counted in slots of the stage,
-  but for INIT in sessions: rows with a quick INIT would otherwise fill READY and RUN.
+- A stage on hold for an environment (:meth:`StageScheduler.hold`) starts no job of the environment. Other environments
+  are not affected.
+- Waiting jobs are ordered by :mod:`.fair_queue`. The load of a client or environment is counted in slots of the stage.
+  For INIT it is counted in sessions, because rows with a short INIT would otherwise fill READY and RUN.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nemo_gym_prorl.rollout.settings import PoolSizes
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Decision to start a job in a stage; the job then holds a slot, with its cohort if it has one."""
+    """Decision to start a job in a stage. The job then holds a slot; the jobs of a cohort (``member``) share one."""
 
     job_id: str
     stage: Stage
@@ -50,13 +50,13 @@ class _Position(Enum):
     WAITING = auto()
     WORKING = auto()
     GATHERED = auto()
-    """Before EVAL without a slot: siblings are missing, or one of them is in the queue for all."""
+    """Before EVAL, outside the queue: siblings are missing, or a sibling represents the cohort in the queue."""
     SHARING = auto()
-    """EVAL in the slot of a sibling."""
+    """In EVAL, in the slot of a sibling."""
     PAUSED = auto()
-    """READY without a queue, still counted: the session is being released."""
+    """Removed from its queue, but counted until its session is released."""
     OUTSIDE = auto()
-    """Between two attempts; holds no slot."""
+    """New, or between two attempts; holds no slot and no session."""
 
 
 _WAITS = frozenset({_Position.WAITING, _Position.GATHERED})
@@ -73,12 +73,12 @@ class _JobEntry:
 
 
 class StageScheduler:
-    """Pools of one pipeline.
+    """Stage pools of one pipeline.
 
     Args:
-        sizes: slots per stage and the READY limit.
-        shares: shares of environments, relative to each other; 1 by default.
-        cohorts: number of siblings that an environment scores together; 1 by default.
+        sizes: slots per stage and the size of the READY buffer.
+        shares: shares by environment, relative to each other; 1 by default.
+        cohorts: number of siblings that are scored together, by environment; 1 by default.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class StageScheduler:
         self._queued: Counter[str] = Counter()
         """Jobs in INIT's queue by client."""
         self._jobs: dict[str, _JobEntry] = {}
-        self._has: Counter[tuple[Stage, str, str]] = Counter()
-        """Load of a client and environment: slots of a stage, and for INIT sessions."""
+        self._load: Counter[tuple[Stage, str, str]] = Counter()
+        """Load by stage, client and environment: slots in use, and for INIT sessions."""
         self._queues = {stage: self._queue(stage) for stage in Stage}
         self._live: Counter[str] = Counter()
         """Jobs by environment."""
@@ -110,7 +110,7 @@ class StageScheduler:
     # -- queries -------------------------------------------------------------------------------------------------
 
     def waiting(self, stage: Stage) -> int:
-        """Return the number of jobs queued for a stage; for RUN that is the READY buffer."""
+        """Return the number of jobs that wait for a stage; for RUN these are the jobs in the READY buffer."""
         gathered = self._cohorts.waiting if stage is Stage.EVAL else 0
         return len(self._queues[stage]) + self._waiting_on_hold(stage) + gathered
 
@@ -127,11 +127,11 @@ class StageScheduler:
         return any(self._working[stage, environment] for stage in Stage)
 
     def is_waiting(self, job_id: str) -> bool:
-        """Return whether the job is queued or waits for siblings."""
+        """Return whether the job is in a queue or waits for siblings."""
         return self._jobs[job_id].position in _WAITS
 
     def is_held(self, job_id: str) -> bool:
-        """Return whether the job waits for, or is worked on by, a stage on hold."""
+        """Return whether the job waits for or is in a stage that is on hold for its environment."""
         entry = self._jobs[job_id]
         return entry.position in _WAITS | _WORKS and (entry.environment, entry.stage) in self._on_hold
 
@@ -139,7 +139,7 @@ class StageScheduler:
         return frozenset(stage for name, stage in self._on_hold if name == environment)
 
     def by_environment(self) -> Counter[tuple[str, Stage, bool]]:
-        """Return the number of jobs by environment, stage, and whether the stage works on them. Costs O(n)."""
+        """Return the number of jobs by environment, stage, and whether they are in the stage (else they wait)."""
         return Counter(
             (entry.environment, entry.stage, entry.position in _WORKS)
             for entry in self._jobs.values()
@@ -148,11 +148,11 @@ class StageScheduler:
 
     def may_queue(self, client: str, bound: int) -> bool:
         """Return whether a client may queue one more job for INIT: fewer than ``bound`` jobs wait, or the client is
-        under its fair share. So a client that floods the queue blocks no other."""
+        under its fair share. So a client that floods the queue blocks no other client."""
         return self.waiting(Stage.INIT) < bound or is_under_fair_share(client, bound, self._queued, self.client_shares)
 
     def missing_siblings(self, job_id: str) -> tuple[int, frozenset[str]] | None:
-        """See :meth:`.GroupBarrier.missing`."""
+        """Return missing and live siblings of a waiting job; see :meth:`.GroupBarrier.missing`."""
         return self._cohorts.missing(job_id)
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -166,14 +166,14 @@ class StageScheduler:
     def submit(
         self, job_id: str, client: str, priority: int, environment: str = "", group: str | None = None
     ) -> list[Start]:
-        """Add a new job to INIT's queue."""
+        """Add a new job to the queue of INIT."""
         self._jobs[job_id] = _JobEntry(client, priority, Stage.INIT, _Position.OUTSIDE, environment)
         self._cohorts.join(job_id, environment, group)
         _add(self._live, environment, 1)
         return self._enqueue(job_id, Stage.INIT)
 
     def worked(self, job_id: str, then: Stage | None) -> list[Start]:
-        """Free the slot of a job whose stage is done, and move the job to stage ``then``, or remove it (``None``)."""
+        """Free the slot of a job whose stage is done; queue the job for stage ``then``, or remove it (``None``)."""
         self._leave_slot(job_id)
         if then is None:
             self._cohorts.leave(job_id)
@@ -182,16 +182,16 @@ class StageScheduler:
         return self._enqueue(job_id, then)
 
     def set_aside(self, job_id: str) -> list[Start]:
-        """Free the slot of a job that will be retried; it holds nothing until :meth:`requeue`."""
+        """Free the slot of a job that will be retried; the job holds no slot and no session until :meth:`requeue`."""
         self._leave_slot(job_id)
         return self._fill()
 
     def requeue(self, job_id: str, stage: Stage) -> list[Start]:
-        """Queue a job again that was set aside."""
+        """Queue a job that was set aside."""
         return self._enqueue(job_id, stage)
 
     def pause(self, job_id: str) -> list[Start]:
-        """Remove a waiting job from its queue, but keep it counted until :meth:`remove`: the session of a READY job
+        """Remove a waiting job from its queue, but count its session until :meth:`remove`: the session of a READY job
         exists until its release is done."""
         entry = self._jobs[job_id]
         self._take_off(job_id, entry)
@@ -209,7 +209,7 @@ class StageScheduler:
         return self._fill()
 
     def hold(self, environment: str, stages: frozenset[Stage]) -> list[Start]:
-        """Put exactly the given stages on hold for an environment. Waiting jobs keep their order."""
+        """Set the stages that are on hold for an environment to ``stages``. Waiting jobs keep their order."""
         held = self.held(environment)
         for stage in held ^ stages:
             waiting = self._jobs_that_wait(environment, stage)
@@ -237,7 +237,7 @@ class StageScheduler:
             self._queue_of(entry).push(job_id, entry.client, entry.priority, entry.environment)
 
     def _take_off(self, job_id: str, entry: _JobEntry) -> None:
-        """Remove a waiting job from its queue. The job's cohort, incomplete then, leaves the queue too."""
+        """Remove a waiting job from its queue. The job's cohort, then incomplete, leaves the queue too."""
         stood: str | None = job_id if entry.position is _Position.WAITING else None
         following = None
         if entry.stage is Stage.EVAL and job_id in self._cohorts:
@@ -251,7 +251,7 @@ class StageScheduler:
 
     def _queue(self, stage: Stage) -> FairQueue:
         def load(client: str, environment: str) -> float:
-            return self._has[stage, client, environment] / self._share(environment)
+            return self._load[stage, client, environment] / self._share(environment)
 
         return FairQueue(load, self.client_shares)
 
@@ -285,7 +285,6 @@ class StageScheduler:
         self._push(following, Stage.EVAL)
 
     def _moves(self, entry: _JobEntry, stage: Stage, position: _Position) -> None:
-        """Change the position of a job, and update all counts."""
         self._count(entry, -1)
         entry.stage, entry.position = stage, position
         self._count(entry, 1)
@@ -298,35 +297,35 @@ class StageScheduler:
         if works:
             _add(self._working, at, one)
         if works and entry.stage is not Stage.INIT:
-            self._has_more(entry.stage, entry, one)
+            self._add_load(entry.stage, entry, one)
         has_session = works if entry.stage is Stage.INIT else entry.position is not _Position.OUTSIDE
         if has_session and entry.stage is not Stage.EVAL:
             _add(self._sessions, at, one)
-            self._has_more(Stage.INIT, entry, one)
+            self._add_load(Stage.INIT, entry, one)
 
-    def _has_more(self, stage: Stage, entry: _JobEntry, one: int) -> None:
-        _add(self._has, (stage, entry.client, entry.environment), one)
+    def _add_load(self, stage: Stage, entry: _JobEntry, one: int) -> None:
+        _add(self._load, (stage, entry.client, entry.environment), one)
         self._queues[stage].add_load(entry.client, one)
 
     def _counted(self, what: Counter[tuple[Stage, str]], *stages: Stage) -> int:
-        """Count slots or sessions, without those of stages on hold."""
+        """Return the number of slots or sessions in these stages, without those of stages on hold."""
         return sum(count for (at, name), count in what.items() if at in stages and (name, at) not in self._on_hold)
 
     def _free(self, stage: Stage) -> int:
-        """Return the number of free slots of a stage; for INIT, at most the number of free places for sessions."""
+        """Return the number of free slots of a stage; for INIT, at most the free session capacity."""
         slots = self.sizes.of(stage) - self._counted(self._working, stage)
-        return min(slots, self._free_places) if stage is Stage.INIT else slots
+        return min(slots, self._free_sessions) if stage is Stage.INIT else slots
 
     @property
-    def _places(self) -> int:
+    def _max_sessions(self) -> int:
         return self.sizes.run + self.sizes.ready
 
     @property
-    def _free_places(self) -> int:
-        return self._places - self._counted(self._sessions, Stage.INIT, Stage.RUN)
+    def _free_sessions(self) -> int:
+        return self._max_sessions - self._counted(self._sessions, Stage.INIT, Stage.RUN)
 
     def _may_start(self, stage: Stage) -> Set[str]:
-        """Return the environments, of those that wait for a stage, whose job may start next."""
+        """Return the environments of which a queued job may start in a stage next."""
         may: Set[str] = self._queues[stage].environments
         free = self._free(stage)
         if free <= 0:
@@ -341,12 +340,12 @@ class StageScheduler:
                 may = {name for name in may if self._is_below_share(name)}
         if stage is Stage.INIT:
             without_session = {name for name in coming if not self._sessions_of(name)}
-            if self._free_places <= len(without_session):
+            if self._free_sessions <= len(without_session):
                 may &= without_session
         return may
 
     def _coming(self, stage: Stage) -> Set[str]:
-        """Return the environments that wait for a stage, or will after the stages before it."""
+        """Return the environments with jobs that wait for a stage or are in an earlier one, except those on hold."""
         waiting = self._queues[Stage.INIT].environments
         if stage is Stage.INIT:
             return waiting
@@ -358,7 +357,7 @@ class StageScheduler:
         waiting rows."""
         names = {name for _, name in self._sessions} | self._queues[Stage.INIT].environments
         share = self._share(environment) / sum(map(self._share, names))
-        return self._sessions_of(environment) < share * self._places
+        return self._sessions_of(environment) < share * self._max_sessions
 
     def _sessions_of(self, environment: str) -> int:
         return self._sessions[Stage.INIT, environment] + self._sessions[Stage.RUN, environment]
@@ -367,7 +366,7 @@ class StageScheduler:
         return self._shares.get(environment, 1.0)
 
     def _fill(self) -> list[Start]:
-        """Start all jobs that may start. Later stages first, since they make room for earlier ones."""
+        """Start all jobs that may start; later stages first, since a start in RUN frees a slot of the READY buffer."""
         return [start for stage in (Stage.EVAL, Stage.RUN, Stage.INIT) for start in self._fill_stage(stage)]
 
     def _fill_stage(self, stage: Stage) -> list[Start]:
@@ -387,7 +386,7 @@ class StageScheduler:
 
 
 def _add[K](counter: Counter[K], key: K, more: int) -> None:
-    """Add to a counter, and delete zero entries: callers choose client names, so the counter must not grow."""
+    """Add to a counter, and delete zero entries: callers invent client names, so the counter would grow for ever."""
     counter[key] += more
     if not counter[key]:
         del counter[key]

@@ -4,18 +4,18 @@
 
 The handler defines the content of a checkpoint; this module defines its lifetime:
 
-- A job without an outcome always keeps its latest checkpoint. Above a limit of bytes, or some time after their job
-  ended, all others are erased, those of the earliest ended jobs first.
-- The service renews the checkpoints of the rollouts that it remembers. A resources server erases by age only
-  checkpoints that no service renews.
-- Forks share the checkpoint where they started; it is erased with its last holder.
+- A job without an outcome always keeps its latest checkpoint. All other checkpoints are erased some time after their
+  job ended, or above a limit of bytes, those of the earliest ended jobs first.
+- The service renews the checkpoints of the rollouts that it remembers. A resources server erases checkpoints by age if
+  no service renews them.
+- Forks share the checkpoint where they started; the checkpoint is erased once no job holds it.
 
-:class:`SharedCheckpoints` is a folder that all services of a fleet see, so that a service can resume the rollouts of a
-lost one. Each rollout has a subfolder, named after its id at its service, with one file per turn. A file holds the
-whole checkpoint but the sandbox's files, which the environment's server keeps. Files are complete or absent. Only the
-service that runs a rollout writes under its id, and the next try has another id: a service that was cut off and goes
-on disturbs no other. The file ``after`` names the turn of another rollout from which a rollout resumed. Files are JSON
-and belong to the services' user, so only that user can make a service resume from them.
+:class:`SharedCheckpoints` is a folder that all services of a fleet share, so that a service can resume the rollouts of
+a lost service. Each rollout has a subfolder, named after its id at its service, with one file per turn. A file has
+the whole checkpoint except the sandbox's files, which the resources server keeps. Files appear atomically. Only the
+service that runs a rollout writes under its id, and the next try has another id. So a service that was cut off cannot
+overwrite files of the next try. The file ``after`` names the turn of another rollout from which a rollout resumed.
+Files are JSON and belong to the services' user, so only that user can make a service resume from them.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from nemo_gym_prorl.rollout.job import Checkpoint, Job, ResumePoint
 RENEW_S = 900.0
 """Seconds between two renewals of the checkpoints of remembered rollouts."""
 ORPHAN_S = 24 * 3600.0
-"""Seconds without renewal after which a checkpoint is an orphan; a service with a journal may be down for a night."""
+"""Seconds without renewal after which a checkpoint is an orphan: a service with a journal may be down for a night."""
 
 
 @runtime_checkable
 class SerializableState(Protocol):
-    """State of a checkpoint from which other services can resume."""
+    """Checkpoint state that other services can read."""
 
     def pack(self) -> bytes:
-        """Return the whole state as bytes, for the handler's ``unpack``."""
+        """Serialize the whole state, for the handler's ``unpack``."""
         ...
 
 
@@ -64,9 +64,9 @@ class CheckpointStore:
     Args:
         max_bytes: limit for all checkpoints; the latest checkpoints of live jobs may exceed the limit.
         keep_s: seconds for which the checkpoints of an ended job are kept.
-        erase: called with an environment and its checkpoints that no job holds any more.
-        clock: monotonic seconds.
-        shared: folder where other services find the checkpoints.
+        erase: called with an environment and those of its checkpoints that no job holds now.
+        clock: returns monotonic seconds.
+        shared: folder where other services find the checkpoints; ``None`` without one.
     """
 
     def __init__(
@@ -89,7 +89,6 @@ class CheckpointStore:
         """Bytes of all checkpoints."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint of a job, and return once other services can find the checkpoint."""
         try:
             if self._shared is not None:
                 await self._shared.write(job, checkpoint)
@@ -97,7 +96,6 @@ class CheckpointStore:
             self.add(job, checkpoint)
 
     def add(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Let a job hold a checkpoint."""
         job.checkpoints[checkpoint.turn] = checkpoint
         self._live[job] = None
         self.bytes += checkpoint.size if not self._holders[checkpoint] else 0
@@ -116,7 +114,6 @@ class CheckpointStore:
         return {environment: [*checkpoints] for environment, checkpoints in found.items()}
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint from a job, and erase the checkpoint once no job holds it."""
         job.checkpoints.pop(checkpoint.turn, None)
         self._holders[checkpoint] -= 1
         if not self._holders[checkpoint]:
@@ -125,7 +122,6 @@ class CheckpointStore:
             self._erase(job.environment, [checkpoint])
 
     def ended(self, job: Job, *, keep: bool) -> None:
-        """Note that a job has its outcome; erase its checkpoints unless ``keep``."""
         if job in self._live:
             del self._live[job]
             self._ended[job] = self._clock()
@@ -134,7 +130,7 @@ class CheckpointStore:
             self.tidy()
 
     def tidy(self) -> None:
-        """Erase checkpoints above the limits of age and size."""
+        """Erase checkpoints beyond the limits of age and bytes."""
         while self._ended:
             job, at = next(iter(self._ended.items()))
             if self.bytes <= self._most_bytes and self._clock() - at < self._keep_s:
@@ -153,27 +149,28 @@ class CheckpointStore:
 
 
 CHECKPOINT_FOLDER = "checkpoint_folder"
-"""Top-level key of Gym's configuration, since agents and resources servers read it: a folder that all nodes of a fleet
-see."""
+"""Top-level key of Gym's configuration, read by agents and resources servers: a folder that all nodes of a fleet
+share."""
 LOGGER = logging.getLogger(__name__)
 
 _ROLLOUTS, _NAME, _AFTER = "rollouts", "folder-id", "after"
 _MAX_RESTORED = 2
-"""The latest checkpoint, and one to fall back on: a power failure may damage the last file that a machine wrote."""
+"""The latest checkpoint and the one before, because a power failure may damage the last file that a machine wrote."""
 _MAX_LINKS = 100
+"""Resumptions that are followed back from a rollout; bounds a cycle in damaged files."""
 
 _StoredTurn = tuple[str, Path]
-"""Id under which a turn was written, and its file."""
+"""Id of the rollout that wrote a turn, and the turn's file."""
 
 
 class SharedCheckpoints:
-    """The shared checkpoint folder, as one service uses it.
+    """Checkpoint folder that the services of a fleet share, as used by one of them.
 
     Args:
         path: absolute path of the folder.
 
     Raises:
-        CallerError: the folder does not exist or is not writable.
+        CallerError: the path is relative, or the folder does not exist, is not writable or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -189,8 +186,8 @@ class SharedCheckpoints:
             raise CallerError(reason, field=CHECKPOINT_FOLDER) from error
 
     def _identify(self, path: Path) -> str:
-        """Return an id of the folder that is the same on every node, regardless of mount points. The first node
-        writes the id."""
+        """Return the folder's id, which is the same on every node, regardless of mount points. The first node writes
+        the id."""
         self._rollouts.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._rollouts):
             pass
@@ -199,11 +196,12 @@ class SharedCheckpoints:
         for _ in range(50):
             if len(found := (path / _NAME).read_text()) == 32:
                 return found
-            time.sleep(0.1)  # another node has created the file and is about to write it
+            time.sleep(0.1)  # another node has created the file and not yet written the id
         raise CallerError(f"{path / _NAME} is damaged; stop all nodes and remove it", field=CHECKPOINT_FOLDER)
 
     async def write(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint to the folder. If that fails, only this service can resume from the checkpoint."""
+        """Write a checkpoint to the folder, best-effort: after a failure, or if the state cannot be serialised, only
+        this service can resume from the checkpoint."""
         if not isinstance(checkpoint.state, SerializableState):
             return
         folder = self._folder(job.id)
@@ -222,7 +220,7 @@ class SharedCheckpoints:
         await asyncio.to_thread(_erase, paths)
 
     async def renew(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Reset the age of the checkpoints, borrowed ones included."""
+        """Reset the age of the checkpoints' folders, including those of other services."""
         folders = {self._folder(one.borrowed) for one in checkpoints if one.borrowed}
         folders |= {self._written[one].parent for one in checkpoints if one in self._written}
         await asyncio.to_thread(_renew, folders)
@@ -232,15 +230,15 @@ class SharedCheckpoints:
         return sorted(await asyncio.to_thread(self._lineage, rollout))
 
     async def restore(self, job: Job, read: Callable[[bytes], Any]) -> None:
-        """Attach the checkpoints at a job's resume point to the job; without any, note that the job restarts from its
-        row.
+        """Attach the checkpoints of a job's resume point to the job, and clear the resume point. If there are none,
+        record that the job restarts from its row.
 
         Args:
-            job: job whose ``resume_point`` is used up.
+            job: the job; no-op without a ``resume_point``.
             read: inverse of a state's ``pack``.
 
         Raises:
-            CallerError: the job is a fork, which cannot start without a checkpoint.
+            CallerError: the job is a fork, and its checkpoint is missing or damaged.
         """
         resume_point, job.resume_point = job.resume_point, None
         if resume_point is None:
@@ -266,7 +264,7 @@ class SharedCheckpoints:
         return self._rollouts / hashlib.sha256(rollout.encode(errors="replace")).hexdigest()[:40]
 
     def _lineage(self, rollout: str) -> dict[int, _StoredTurn]:
-        """Return the stored turns that led to the rollout's latest turn, by turn."""
+        """Return the stored turns of a rollout and of the rollouts from which it resumed, by number of the turn."""
         found: dict[int, _StoredTurn] = {}
         last: int | None = None
         for _ in range(_MAX_LINKS):
@@ -286,17 +284,17 @@ class SharedCheckpoints:
         owner = _expected_owner(resume_point.client, row_digest(job.row))
         found: list[tuple[Checkpoint, _StoredTurn]] = []
         for rollout in resume_point.tries:
-            for _turn, place in sorted(self._lineage(rollout).items(), reverse=True):
+            for _turn, stored in sorted(self._lineage(rollout).items(), reverse=True):
                 # A service with another journal may have used the same id for another job.
-                own = {"accepted": job.submitted_at, "client": job.client} if place[0] == job.id else {}
-                if len(found) < _MAX_RESTORED and (checkpoint := _read(place[1], owner | own, read)) is not None:
-                    found.append((checkpoint, place))
+                own = {"accepted": job.submitted_at, "client": job.client} if stored[0] == job.id else {}
+                if len(found) < _MAX_RESTORED and (checkpoint := _read(stored[1], owner | own, read)) is not None:
+                    found.append((checkpoint, stored))
             if found:
                 return found
         for rollout in resume_point.parents:
-            there = self._lineage(rollout).get(resume_point.turn or 0)
-            if there is not None and (checkpoint := _read(there[1], owner, read)) is not None:
-                return [(checkpoint, there)]
+            parent = self._lineage(rollout).get(resume_point.turn or 0)
+            if parent is not None and (checkpoint := _read(parent[1], owner, read)) is not None:
+                return [(checkpoint, parent)]
         return []
 
     def _write(
@@ -308,7 +306,7 @@ class SharedCheckpoints:
         *,
         begin: bool,
     ) -> Path:
-        if begin:  # files of an earlier rollout with the same id
+        if begin:  # the folder may have files of an earlier rollout with the same id
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if begin and after is not None:
@@ -333,11 +331,8 @@ class SharedCheckpoints:
 
 
 def restart_without_checkpoint(job: Job, why: str) -> None:
-    """Note as a failed attempt that a job cannot resume, and restarts from its row.
-
-    Raises:
-        CallerError: the job is a fork.
-    """
+    """Record as a failed attempt that a job cannot resume and restarts from its row; raise a ``CallerError`` for a
+    fork, which cannot start without its checkpoint."""
     if job.forked_from is not None:
         raise CallerError(f"the checkpoint of the fork is lost: {why}; fork another turn", field="turn")
     reason = f"cannot resume, so the rollout restarts from its row: {why}"
@@ -361,18 +356,18 @@ def _read(path: Path, owner: Mapping[str, Any], read: Callable[[bytes], Any]) ->
         if not path.is_file():
             raise ValueError("not a file")
         about, packed = zstandard.decompress(path.read_bytes()).split(b"\n", 1)
-        told = orjson.loads(about)
-        if any(told[name] != wanted for name, wanted in owner.items() if wanted is not None):
+        fields = orjson.loads(about)
+        if any(fields[name] != wanted for name, wanted in owner.items() if wanted is not None):
             raise ValueError("it belongs to another rollout")
         state = read(packed)
-        return Checkpoint(told["turn"], state, told["size"], told["spent_s"], tuple(told["lost"]))
+        return Checkpoint(fields["turn"], state, fields["size"], fields["spent_s"], tuple(fields["lost"]))
     except (OSError, zstandard.ZstdError, ValueError, KeyError, TypeError) as error:
         LOGGER.warning("checkpoint %s is skipped: %s", path, error)
         return None
 
 
 def _after(path: Path) -> tuple[int, str] | None:
-    """Return the turn and the rollout from which this rollout resumed, if any."""
+    """Return the turn and the id of the rollout from which a rollout resumed; ``None`` if it did not resume."""
     with suppress(OSError, ValueError, TypeError):
         match orjson.loads(path.read_bytes()) if path.is_file() else None:
             case [int(turn), str(rollout)]:
@@ -387,7 +382,6 @@ def _turns(folder: Path) -> list[int]:
 
 
 def _renew(paths: Iterable[Path]) -> None:
-    """Reset the modification times of the files and folders that exist."""
     for path in paths:
         with suppress(OSError):
             os.utime(path)

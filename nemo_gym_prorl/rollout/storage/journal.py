@@ -4,18 +4,18 @@
 
 Invariants:
 
-- One thread writes. A job is acknowledged, and an outcome becomes visible, only after the commit that holds it is on
-  the disk (WAL, ``synchronous=FULL``). Positions in the log follow the order of commits.
-- One process owns the folder, through a lock on it. SQLite's locks hold on one machine only, so a folder on a file
-  system that machines share is refused.
+- One thread writes. A job is acknowledged, and an outcome becomes visible, only after its commit is on the disk (WAL,
+  ``synchronous=FULL``). Positions in the log follow the order of commits.
+- One process owns the folder, by a lock on it. SQLite's locks work on one machine only, so a folder on a shared file
+  system is refused.
 - A failed commit is rolled back. The commit's outcomes stay invisible and are written again; its new jobs are
   refused.
 - Entries that arrive during a commit go into the next one, so a slow disk makes larger commits rather than a longer
   queue.
-- The oldest outcomes are forgotten by age and by bytes. Rows of forgotten outcomes stay without content, so that the
-  ids stay known.
+- The oldest outcomes are forgotten by age and by bytes. Table rows of forgotten outcomes stay without content, so that
+  the ids stay known.
 
-:mod:`.journal_records` serialises and reads.
+:mod:`.journal_records` serialises the entries and reads the journal.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ LOGGER = logging.getLogger(__name__)
 REMEMBERED_IDS = 1_000_000  # ids of forgotten outcomes, about 100 bytes each
 _FILE = "journal.sqlite"
 _COMMIT_INTERVAL_S = 0.05  # least time between two commits: a commit costs as much as a dozen jobs
-_RETRY_S = 1.0  # before a failed commit is tried again: a full disk causes no busy loop
+_RETRY_S = 1.0  # before a failed commit is retried, so that a full disk causes no busy loop
 _FORGET_INTERVAL_S = 60.0  # between two searches for old outcomes, which live for days
 
 _TABLES = (
-    # Accepted jobs without an outcome. node and name: the job's node in a fleet, and its id there.
+    # Accepted jobs without an outcome. life: number of the service's start. node, name: the job's node in a fleet, and
+    # its id there. asked: options of the job.
     """CREATE TABLE jobs (seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL, node TEXT,
         name TEXT, asked BLOB NOT NULL, row BLOB NOT NULL)""",
-    # The log of outcomes. about: fields of listings. content: row, result, tokens and steps, compressed.
-    # A forgotten outcome has neither, and no number.
+    # The log of outcomes. held: of an attached job. about: fields of listings. content: row, result, tokens and steps,
+    # compressed. A forgotten outcome has no number, about and content.
     """CREATE TABLE outcomes (position INTEGER PRIMARY KEY, id TEXT NOT NULL, number INTEGER, held INTEGER NOT NULL,
         state TEXT NOT NULL, job_group TEXT, ended_at REAL NOT NULL, bytes INTEGER NOT NULL, about BLOB,
         content BLOB)""",
@@ -75,9 +76,9 @@ _TABLES = (
 _INDEXES = (
     "CREATE INDEX outcomes_id ON outcomes (id)",
     "CREATE INDEX outcomes_group ON outcomes (job_group, number)",
-    "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # also covers the sums at the start
+    "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # covers the queries of _measure
 )
-# REPLACE: a damaged entry may have the same id.
+# REPLACE: an entry that was damaged, and so not recovered, may have the same id.
 _INSERT_JOB = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES (?, ?, ?, ?)"
 _PLACE_JOB = "UPDATE jobs SET node = ?, name = ? WHERE id = ?"
 _INSERT_OUTCOME = "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -107,45 +108,47 @@ class _Entry:
 
 
 class Journal(JournalReader):
-    """Journal of one service, for this process alone.
+    """Journal of one service, owned by this process alone.
 
     Args:
-        place: an absolute folder.
+        folder: absolute path of a folder on a local disk; created if missing.
         keep_s: age in seconds after which an outcome is forgotten.
-        keep_bytes: size limit of all outcomes, compressed; above it the oldest are forgotten.
-        keep_unread_s: seconds after a start of the service during which the outcomes of then are not forgotten.
+        keep_bytes: size limit of all outcomes, compressed; above the limit the oldest outcomes are forgotten.
+        keep_unread_s: seconds for which every outcome is kept in any case, from its end or from the start of this
+            process, whichever is later.
 
     Raises:
-        CallerError: the folder cannot be used, or another process uses it.
+        CallerError: the folder cannot be used, another process uses it, or another version wrote it.
     """
 
     def __init__(
         self,
-        place: str,
+        folder: str,
         keep_s: float = JOURNAL_KEEP_S,
         keep_bytes: int = JOURNAL_KEEP_BYTES,
         keep_unread_s: float = 3600.0,
     ) -> None:
         self._keep_s, self._keep_bytes, self._keep_unread_s = keep_s, keep_bytes, keep_unread_s
-        self._place = place
+        self._folder = folder
         self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True)
-        self._path = _checked_folder(place) / _FILE
+        self._path = _checked_folder(folder) / _FILE
         with contextlib.ExitStack() as undo:
             try:
                 self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = _locked(self._path.parent)
                 undo.callback(os.close, self._lock)
-                # Readable by the owner alone; SQLite's other files take the mode of this one.
+                # Readable only by the owner; SQLite gives its other files the mode of the database file.
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
                 for path in self._path.parent.glob(f"{_FILE}*"):
                     path.chmod(0o600)
                 self._writer = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
                 undo.callback(self._writer.close)
                 self.epoch, start_number = self._begin()
-                super().__init__(place, self._path, start_number)
+                super().__init__(folder, self._path, start_number)
                 self._measure()
             except (OSError, sqlite3.Error) as error:
-                raise _refusal(f"{place} cannot be opened: {error}; name a folder that this user can write") from error
+                complaint = f"{folder} cannot be opened: {error}; name a folder that this user can write"
+                raise _refusal(complaint) from error
             undo.pop_all()
         self.failing: str | None = None
         """Error of the last commit; ``None`` after a successful commit."""
@@ -155,18 +158,15 @@ class Journal(JournalReader):
         """Entries that are being written; they survive a restart of the thread's loop."""
         self._checked_at = 0.0
         self._ages: deque[tuple[float, int]] = deque()
-        """Ends of the log by monotonic time: ages that a change of the machine's clock does not affect."""
+        """Ends of the log by monotonic time: the ages of outcomes, independent of changes of the machine's clock."""
         self._thread = threading.Thread(
             target=PROCESS_LOOPS.run_thread, args=("journal", self._work), name="journal", daemon=True
         )
         self._thread.start()
 
     def _begin(self) -> tuple[str, int]:
-        """Create missing tables and count one more start; return the epoch and the number of starts.
-
-        Two pragmas of the file identify the log: ``application_id`` is its epoch, ``user_version`` the number of
-        starts.
-        """
+        """Create missing tables and count one more start; return the epoch of the log and the number of starts. The
+        file stores the epoch in its pragma ``application_id``, and the number of starts in ``user_version``."""
         for pragma in ("journal_mode=WAL", "synchronous=FULL"):
             self._writer.execute(f"PRAGMA {pragma}")
         with self._writing() as connection:
@@ -202,8 +202,8 @@ class Journal(JournalReader):
     # -- writing -------------------------------------------------------------------------------------------------
 
     async def accepted(self, job: Job, *, named: bool = True) -> bool:
-        """Write a new job and return once it is on disk. Return false if a job with its id has ended, which only a
-        ``named`` job can meet.
+        """Write a new job, and return ``True`` once the job is on disk. Return ``False`` if a job with its id has
+        ended, which is checked only for a job whose caller chose the id (``named``).
 
         Raises:
             JournalUnavailable: the journal cannot be written.
@@ -212,28 +212,24 @@ class Journal(JournalReader):
         return bool(await self._put(_Entry(self._future(), job.id, new=job_record(job), named=named)))
 
     async def placed(self, job_id: str, node: str, name: str) -> None:
-        """Write the node of an accepted job, and its id there; return once both are on disk."""
+        """Write the node of an accepted job, and the job's id there; return once both are on disk."""
         await self._put(_Entry(self._future(), job_id, placed=(node, name)))
 
     async def ended(self, job: Job, outcome: Outcome, finished_at: float) -> int | None:
-        """Write the outcome of a packed job, and return its position once it is on disk. Return ``None`` if
-        :meth:`close` came first; then the job has no outcome."""
+        """Write the outcome of a packed job, and return its position in the log once the outcome is on disk. Return
+        ``None`` if the journal was closed first; then the job has no outcome."""
         about, content = outcome_record(job, outcome, finished_at)
         columns = (job.id, job.number, job.attached, outcome.state.value, job.group, finished_at, about, content)
         position: int | None = await self._put(_Entry(self._future(), job.id, ended=columns))
         return position
 
     def check(self) -> None:
-        """Raise if the last commit failed.
-
-        Raises:
-            JournalUnavailable: with the error.
-        """
+        """Raise :class:`JournalUnavailable` if the last commit failed."""
         if self.failing is not None:
             raise self._fails()
 
     def stop_trying(self) -> None:
-        """Give up entries that cannot be written from now on."""
+        """From now on, give up the entries of a failed commit instead of retrying the commit."""
         self._closing = True
 
     async def close(self) -> None:
@@ -244,7 +240,7 @@ class Journal(JournalReader):
 
     def _fails(self) -> JournalUnavailable:
         return JournalUnavailable(
-            f"the journal at {self._place} cannot be written: {self.failing}; writing is retried"
+            f"the journal at {self._folder} cannot be written: {self.failing}; writing is retried"
         )
 
     def _future(self) -> asyncio.Future[Any]:
@@ -261,7 +257,7 @@ class Journal(JournalReader):
             next_at = time.monotonic() + _COMMIT_INTERVAL_S
             try:
                 done = self._write(self._batch)
-            except Exception as error:  # no other thread writes, so this one must survive every defect
+            except Exception as error:  # no other thread writes, so this thread must survive every error
                 self._batch = self._refuse(self._batch, error)
                 if self._batch:
                     time.sleep(_RETRY_S)
@@ -276,8 +272,8 @@ class Journal(JournalReader):
         os.close(self._lock)
 
     def _take(self, batch: list[_Entry], at: float) -> bool:
-        """Move entries from the queue to the batch at some time; wait for one if the batch is empty. Return true at
-        the end."""
+        """Move queued entries to the batch, not before time ``at``; wait for an entry if the batch is empty. Return
+        whether the journal is being closed."""
         try:
             entry = self._queue.get(timeout=0 if batch else _RETRY_S if self.failing else _FORGET_INTERVAL_S)
             if (early := at - time.monotonic()) > 0:
@@ -292,10 +288,10 @@ class Journal(JournalReader):
         return True
 
     def _refuse(self, batch: list[_Entry], error: Exception) -> list[_Entry]:
-        """Refuse the new jobs of a failed commit, and return the entries to try again."""
+        """Refuse the new jobs of a failed commit, and return the entries to retry."""
         if self.failing is None:
             trace = None if isinstance(error, sqlite3.Error | OSError) else error
-            LOGGER.error("journal at %s: commit failed: %s; it is retried", self._place, error, exc_info=trace)
+            LOGGER.error("journal at %s: commit failed: %s; it is retried", self._folder, error, exc_info=trace)
         self.failing = str(error)
         _resolve([(entry.future, self._fails()) for entry in batch if entry.new is not None])
         left = [entry for entry in batch if entry.new is None]
@@ -305,7 +301,8 @@ class Journal(JournalReader):
         return left
 
     def _write(self, batch: list[_Entry]) -> list[tuple[asyncio.Future[Any], Any]]:
-        """Commit a batch. An empty batch tests whether a failed disk is writable again."""
+        """Commit a batch, and return the results of its entries. After a failure, an empty batch tests whether the
+        disk is writable again."""
         if not batch and self.failing is None:
             return []
         done: list[tuple[asyncio.Future[Any], Any]] = []
@@ -338,12 +335,11 @@ class Journal(JournalReader):
         return done
 
     def _used(self, ids: Sequence[str]) -> set[str]:
-        """Return the ids of ended jobs among the given ids; at most one batch of ids."""
+        """Return those of at most :data:`MAX_BATCH` ids that belong to ended jobs."""
         found = self._writer.execute(f"SELECT id FROM outcomes WHERE NOT held AND id IN ({sql_marks(ids)})", ids)
         return {job_id for (job_id,) in found}
 
     def _forget(self) -> None:
-        """Forget the oldest outcomes above the limits of age and size."""
         now, tick = time.time(), time.monotonic()
         if self.bytes <= self._keep_bytes and 0 <= tick - self._checked_at < _FORGET_INTERVAL_S:
             return
@@ -357,7 +353,7 @@ class Journal(JournalReader):
             return
         oldest = self._writer.execute(
             "SELECT position, ended_at, bytes FROM outcomes WHERE position >= ? AND position < ? LIMIT ?",
-            (self.first, min(before, self.end - 1), MAX_BATCH),  # the last row holds the end of the log
+            (self.first, min(before, self.end - 1), MAX_BATCH),  # the last row is kept: it marks the log's end
         ).fetchall()
         first, left = self.first, self.bytes
         for position, ended_at, stored in oldest:
@@ -376,11 +372,11 @@ class Journal(JournalReader):
             )
             connection.execute("DELETE FROM outcomes WHERE position < ?", (first - REMEMBERED_IDS,))
         self.first, self.bytes = first, left
-        self._checked_at = 0.0  # there may be more
+        self._checked_at = 0.0  # search again at once: there may be more old outcomes
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Transaction of the only writer."""
+        """Open a transaction, which is rolled back on an exception."""
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             yield self._writer
@@ -391,12 +387,12 @@ class Journal(JournalReader):
             raise
 
 
-def _checked_folder(place: str) -> Path:
-    folder = Path(place).expanduser()
-    if re.match(r"\w[\w+.-]*://", place):
-        raise _refusal(f"{place.split('@')[-1]} is no folder; name a folder on this machine's own disk")
+def _checked_folder(given: str) -> Path:
+    folder = Path(given).expanduser()
+    if re.match(r"\w[\w+.-]*://", given):
+        raise _refusal(f"{given.split('@')[-1]} is no folder; name a folder on this machine's own disk")
     if not folder.is_absolute():
-        raise _refusal(f"{place!r} is a relative path; give a folder that begins with /")
+        raise _refusal(f"{given!r} is a relative path; give a folder that begins with /")
     if is_shared(folder):
         raise _refusal(
             f"{folder} is on a file system that machines share ({filesystem_type(folder)}), where SQLite loses data; "
@@ -420,7 +416,7 @@ def _refusal(complaint: str) -> CallerError:
 
 
 def _resolve(done: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Resolve futures of the event loop from the thread, in order."""
+    """Resolve futures of the event loop from the writer thread, in order."""
 
     def resolve() -> None:
         for future, result in done:

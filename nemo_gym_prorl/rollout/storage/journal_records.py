@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the journal: how jobs and outcomes are serialised, and how they are read back.
+"""Records of the journal: serialisation of jobs and outcomes, and the reader.
 
-Readers open connections of their own and never wait for the writer thread (:mod:`.journal`). Listings read ``about``
-alone. ``content`` is large: row, result, tokens and steps, byte for byte as they are served, compressed with zstd.
+Reads open connections of their own and never wait for the writer thread (:mod:`.journal`). Listings read only the
+column ``about``. The column ``content`` is large: row, result, tokens and steps as they are served, compressed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from nemo_gym_prorl.rollout.turn_records import NO_STEPS
 LOGGER = logging.getLogger(__name__)
 
 MAX_BATCH = 500
-"""Entries of a commit, and ids of a statement: both far below SQLite's limits."""
+"""Largest number of entries in a commit and of ids in a statement, far below SQLite's limits."""
 
 
 class Unfinished(NamedTuple):
-    """Job of an earlier process without an outcome; ``restarts`` counts the starts of the service since its
-    acceptance."""
+    """Accepted job of an earlier process that has no outcome. ``restarts`` counts the starts of the service since the
+    job was accepted. ``node`` and ``name`` are its node in a fleet and its id there, or ``None``."""
 
     job: Job
     restarts: int
@@ -48,16 +48,16 @@ class JournalReader:
     """Reader of the jobs and outcomes of a journal.
 
     Args:
-        place: the journal's folder, for messages.
+        folder: the journal's folder, for messages.
         path: the journal's database file.
-        life: number of the service's starts, the current one included.
+        start_number: number of the service's starts, including the current one.
     """
 
-    def __init__(self, place: str, path: Path, start_number: int) -> None:
-        self._place, self._path, self._start_number = place, path, start_number
+    def __init__(self, folder: str, path: Path, start_number: int) -> None:
+        self._folder, self._path, self._start_number = folder, path, start_number
 
     async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
-        """Return ended jobs by id; ``None`` for forgotten ones. Unknown ids are left out."""
+        """Return ended jobs by id; ``None`` for a forgotten job. Unknown ids are left out."""
 
         def read() -> dict[str, Job | None]:
             found: dict[str, Job | None] = {}
@@ -69,7 +69,8 @@ class JournalReader:
         return await asyncio.to_thread(read)
 
     async def between(self, start: int, end: int, *, content: bool) -> dict[int, Job]:
-        """Return the kept outcomes of these positions of the log."""
+        """Return the jobs at positions ``start`` to before ``end`` of the log, by position, except forgotten jobs. The
+        jobs have their rows and results only with ``content``."""
 
         def read() -> dict[int, Job]:
             rows = self._read("position >= ? AND position < ?", (start, end), content=content)
@@ -87,8 +88,8 @@ class JournalReader:
         limit: int | None = None,
         content: bool = False,
     ) -> list[Job]:
-        """Return ended jobs that match, with a ``number`` above ``after``, by number; jobs of attached callers are
-        left out."""
+        """Return the first ``limit`` ended jobs that match and have a ``number`` above ``after``, by number. Jobs of
+        attached callers are left out. ``content``: as for :meth:`between`."""
         where, given = "NOT held AND number > ?", list[Any]([after])
         for column, wanted in (("state", state and state.value), ("job_group", group)):
             if wanted is not None:
@@ -102,8 +103,8 @@ class JournalReader:
         return await asyncio.to_thread(read)
 
     def unfinished(self) -> list[str]:
-        """Return the ids of jobs of earlier processes without an outcome. Jobs at nodes come first, since they hold
-        slots there; the others in order of acceptance. Blocks."""
+        """Return the ids of jobs of earlier processes that have no outcome. Jobs at nodes come first, since they hold
+        slots there; the others follow in order of acceptance. Blocks."""
         with self._reading() as connection:
             found = connection.execute(
                 "SELECT id FROM jobs WHERE life < ? ORDER BY node IS NULL, seq", (self._start_number,)
@@ -111,8 +112,9 @@ class JournalReader:
             return [job_id for (job_id,) in found]
 
     def found(self, ids: Sequence[str]) -> list[Unfinished]:
-        """Return jobs in their accepted form. Blocks."""
-        zstd, order = zstandard.ZstdDecompressor(), {job_id: place for place, job_id in enumerate(ids)}
+        """Return accepted jobs without an outcome, in the order of ``ids``; damaged entries are logged and skipped.
+        Blocks."""
+        zstd, order = zstandard.ZstdDecompressor(), {job_id: index for index, job_id in enumerate(ids)}
         with self._reading() as connection:
             rows = connection.execute(f"SELECT * FROM jobs WHERE id IN ({sql_marks(ids)})", ids).fetchall()
         found = []
@@ -120,7 +122,7 @@ class JournalReader:
             try:
                 job = job_to_run(row["id"], row["asked"], zstd.decompress(row["row"]))
             except (zstandard.ZstdError, ValueError, LookupError, TypeError):  # a damaged entry blocks no other entry
-                LOGGER.exception("journal at %s: rollout %r is damaged and skipped", self._place, row["id"])
+                LOGGER.exception("journal at %s: rollout %r is damaged and skipped", self._folder, row["id"])
             else:
                 found.append(Unfinished(job, self._start_number - row["life"], row["node"], row["name"]))
         return found
@@ -137,8 +139,8 @@ class JournalReader:
             yield connection
 
     def _outcome(self, row: sqlite3.Row, *, content: bool) -> Job | None:
-        """Return the job of a row; ``None`` if it is forgotten. A damaged outcome becomes a masked failure: no trainer
-        uses it and the others stay readable."""
+        """Return the job of a table row; ``None`` if the job is forgotten. A damaged outcome becomes a masked failure,
+        so that no trainer uses it and the other outcomes stay readable."""
         if row["about"] is None:
             return None
         try:
@@ -156,46 +158,47 @@ def sql_marks(values: Sequence[Any]) -> str:
     return ", ".join("?" * len(values))
 
 
-_ASKED = (
+_JOB_FIELDS = (
     *("environment", "handler", "submitted_at", "group", "client", "run", "priority", "max_attempts", "forked_from"),
 )
 
 
 def job_record(job: Job) -> tuple[bytes, bytes]:
     """Return the options of a new job, and its row, as JSON."""
-    return orjson.dumps(_asked(job)), orjson.dumps(job.stored_row)
+    return orjson.dumps(_job_options(job)), orjson.dumps(job.stored_row)
 
 
-def job_to_run(job_id: str, asked: bytes, row: bytes) -> Job:
-    """Return the job of a :func:`job_record`."""
-    return _job(job_id, orjson.loads(asked), orjson.loads(row))
+def job_to_run(job_id: str, options: bytes, row: bytes) -> Job:
+    """Return the new job that :func:`job_record` wrote; raise a ``ValueError``, ``LookupError`` or ``TypeError`` for a
+    damaged record."""
+    return _job(job_id, orjson.loads(options), orjson.loads(row))
 
 
-def _asked(job: Job) -> dict[str, Any]:
-    asked = {
+def _job_options(job: Job) -> dict[str, Any]:
+    options = {
         "digest": job.digest.hex(),
         "budgets": job.budgets.model_dump(),
-        **{name: getattr(job, name) for name in _ASKED},
+        **{name: getattr(job, name) for name in _JOB_FIELDS},
     }
     optional = {"begin": job.resume_point, "tries": job.tries, "scope": job.scope}
-    return asked | {name: value for name, value in optional.items() if value}
+    return options | {name: value for name, value in optional.items() if value}
 
 
-def _job(job_id: str, told: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
-    asked = {name: told[name] for name in _ASKED} | {"budgets": Budgets(**told["budgets"])}
-    job = Job(job_id, row, bytes.fromhex(told["digest"]), **asked)
-    job.tries, job.scope = told.get("tries", []), told.get("scope")
-    if (begin := told.get("begin")) is not None:
+def _job(job_id: str, record: dict[str, Any], row: dict[str, Any] | bytes) -> Job:
+    options = {name: record[name] for name in _JOB_FIELDS} | {"budgets": Budgets(**record["budgets"])}
+    job = Job(job_id, row, bytes.fromhex(record["digest"]), **options)
+    job.tries, job.scope = record.get("tries", []), record.get("scope")
+    if (begin := record.get("begin")) is not None:
         job.resume_point = ResumePoint(**begin | {name: tuple(begin[name]) for name in ("tries", "parents")})
     return job
 
 
 def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes]:
-    """Return ``about`` and ``content`` of a packed job and its outcome. An attached job has no content: its caller has
-    the answer."""
+    """Return the columns ``about`` and ``content`` (not yet compressed) for a packed job and its outcome. An attached
+    job has an empty content, because its caller has the answer."""
     row = job.stored_row if isinstance(job.stored_row, bytes) else b"{}"
     parts = () if job.attached else (row, outcome.body, job.tokens, job.steps)
-    about = _asked(job) | {
+    about = _job_options(job) | {
         "held": job.attached,
         "number": job.number,
         "times": {stage.value: time for stage, time in job.times.items()},
@@ -219,34 +222,30 @@ def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[byte
 
 
 def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
-    """Return the job of an :func:`outcome_record` with compressed content. Without content the job has neither row nor
-    result.
-
-    Raises:
-        ZstdError, ValueError: the content is damaged.
-    """
-    told = orjson.loads(about)
-    parts = [] if content is None else _parts(content, told["sizes"])
+    """Return the ended job that :func:`outcome_record` wrote. ``content`` is compressed; with ``None`` the job has
+    neither row nor result. Raise a ``ZstdError`` or ``ValueError`` for a damaged content."""
+    record = orjson.loads(about)
+    parts = [] if content is None else _parts(content, record["sizes"])
     row, body, tokens, steps = parts or (b"{}", b"{}", NO_TOKENS, NO_STEPS)
-    job = _job(job_id, told, row)
-    job.state, job.attached, job.delivered = JobState(told["state"]), told["held"], told["held"]
-    job.number, job.finished_at, job.resumed = told["number"], told["finished_at"], told["resumed"]
-    job.kept_turns = told["kept_turns"]
-    job.times = {Stage(stage): StageTime(**time) for stage, time in told["times"].items()}
-    job.failures = [_failure(failure) for failure in told["failures"]]
-    versions = [{"first": label, "last": label} for label in told["labels"]]
-    job.progress = Progress(told["turns"], told["tool_calls"], told["finish_reason"], versions)
-    job.progress.harness, job.progress.token_in_rate = told.get("harness", {}), told.get("token_in_rate")
-    failure = _failure(told["failure"]) if told["failure"] else None
-    job.outcome = Outcome(job.state, body, told["reward"], failure, told["masked"])
+    job = _job(job_id, record, row)
+    job.state, job.attached, job.delivered = JobState(record["state"]), record["held"], record["held"]
+    job.number, job.finished_at, job.resumed = record["number"], record["finished_at"], record["resumed"]
+    job.kept_turns = record["kept_turns"]
+    job.times = {Stage(stage): StageTime(**time) for stage, time in record["times"].items()}
+    job.failures = [_failure(failure) for failure in record["failures"]]
+    versions = [{"first": label, "last": label} for label in record["labels"]]
+    job.progress = Progress(record["turns"], record["tool_calls"], record["finish_reason"], versions)
+    job.progress.harness, job.progress.token_in_rate = record.get("harness", {}), record.get("token_in_rate")
+    failure = _failure(record["failure"]) if record["failure"] else None
+    job.outcome = Outcome(job.state, body, record["reward"], failure, record["masked"])
     job.tokens, job.steps = tokens, steps
     return job
 
 
-def _failure(told: dict[str, Any]) -> Failure:
-    known = {field.name: told[field.name] for field in fields(Failure) if field.name in told}
-    stage = Stage(told["stage"]) if told["stage"] else None
-    return Failure(**known | {"kind": FailureKind(told["kind"]), "origin": Origin(told["origin"]), "stage": stage})
+def _failure(record: dict[str, Any]) -> Failure:
+    known = {field.name: record[field.name] for field in fields(Failure) if field.name in record}
+    stage = Stage(record["stage"]) if record["stage"] else None
+    return Failure(**known | {"kind": FailureKind(record["kind"]), "origin": Origin(record["origin"]), "stage": stage})
 
 
 def _parts(content: bytes, sizes: Sequence[int]) -> list[bytes]:

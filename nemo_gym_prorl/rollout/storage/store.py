@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a service: live jobs, the ordered log of terminal outcomes, and the stream of transitions.
+"""Job store of a service, in memory: jobs, the ordered log of terminal outcomes, and the stream of transitions.
 
 - Memory is bounded in bytes. Each result has a time to live, which ends when a client reads the result.
 - Above the limit the store forgets results whose time to live is over. If younger results fill the limit, the service
   refuses new jobs.
-- Nothing is forgotten silently: a cursor behind which outcomes are missing, and the id of a forgotten job, are errors.
+- Nothing is forgotten silently: a cursor behind which outcomes are missing and the id of a forgotten job are errors.
 
 With a journal an outcome is on disk before it enters the log. Results that memory forgot are then read from the
 journal, the log continues across restarts, and ids stay known.
@@ -32,7 +32,7 @@ from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, J
 from nemo_gym_prorl.rollout.scheduling.fair_queue import is_under_fair_share
 
 
-if TYPE_CHECKING:  # clients have no database
+if TYPE_CHECKING:  # so that clients of the job API import no database
     from nemo_gym_prorl.rollout.storage.journal import Journal
 
 
@@ -40,7 +40,7 @@ EVENT_HISTORY = 10_000
 """Transitions kept for subscribers that reconnect with the id of the last transition seen; bounds memory."""
 
 REMEMBERED_IDS = 100_000
-"""Ids of forgotten jobs that stay known, some 15 MB at most."""
+"""Number of ids of forgotten jobs that stay known; they take some 15 MB at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Transition:
 
 @dataclass(slots=True)
 class _Entry:
-    """Position and size of a job in the log of terminal outcomes."""
+    """Terminal job: its position in the log of outcomes, its size in bytes, and the monotonic time of its end."""
 
     position: int
     size: int
@@ -74,8 +74,8 @@ class JobStore:
     Args:
         retain_bytes: memory limit for terminal jobs.
         keep_unread_s: time to live, in seconds, of an unread result.
-        clock: monotonic seconds.
-        journal: keeps jobs and outcomes over a restart.
+        clock: returns monotonic seconds.
+        journal: keeps jobs and outcomes across a restart; ``None`` without one.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class JobStore:
         """Number of remembered jobs by state."""
         self._log: dict[int, Job] = {}
         self._log_length = self._expired_before = 0 if journal is None else journal.end
-        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # by time of end
-        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # by time of reading
+        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which the jobs ended
+        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which results were read
         self.retained_bytes = 0
         """Bytes of the terminal jobs."""
         self.retained_of: Counter[str] = Counter()
@@ -126,12 +126,12 @@ class JobStore:
 
     @property
     def full(self) -> bool:
-        """Return whether results whose time to live is not over fill the limit."""
+        """Whether results whose time to live is not over fill the memory limit; other results are forgotten first."""
         self._forget_over_bound()
         return self.retained_bytes >= self._retain_bytes and not self._read
 
     def add(self, job: Job, at: float) -> None:
-        """Remember a new job. A delivered job with the same id stays in the log only."""
+        """Add a new job. A delivered job with the same id then stays only in the log of outcomes."""
         self._submitted += 1
         job.number = self._submitted
         if (delivered := self._jobs.pop(job.id, None)) is not None:
@@ -145,7 +145,7 @@ class JobStore:
         self.record(job, at)
 
     def get(self, job_id: str) -> Job | None:
-        """Return a job in memory, or ``None``."""
+        """Return a job that is in memory, or ``None``."""
         return self._jobs.get(job_id)
 
     def is_forgotten(self, job_id: str) -> bool:
@@ -153,11 +153,11 @@ class JobStore:
         return _mark(job_id) in self._forgotten_ids
 
     def known(self, request: JobRequest, digest: bytes) -> Job | None:
-        """Return the remembered job that a request repeats; ``None`` for a new job.
+        """Return the job in memory that a request repeats; ``None`` for a new job.
 
         Args:
             request: the request.
-            digest: digest of the job's row.
+            digest: digest of the request.
 
         Raises:
             JobConflict: the id belongs to another job, or one of the two is attached to a connection.
@@ -176,7 +176,7 @@ class JobStore:
         """Refuse a new job while unread results fill the limit.
 
         Raises:
-            QueueFull: the limit is reached, and this client exceeds its share.
+            QueueFull: the limit is reached, and this client has its fair share.
         """
         if self.full and not is_under_fair_share(client, self._retain_bytes, self.retained_of, self.shares):
             raise QueueFull(
@@ -216,8 +216,8 @@ class JobStore:
         return [*(self._jobs[job_id] for job_id in self._groups.get(group, ())), *kept.values()]
 
     async def wait_for_recovery(self, *ids: str) -> None:
-        """Wait until the accepted jobs of an earlier process are recovered, or until none of these ``ids`` can be
-        among them."""
+        """Wait until the accepted jobs of an earlier process are recovered. With ``ids``, wait only if one of these
+        jobs is still to be recovered."""
         if self.arriving is None or self.arriving.done():
             return
         if ids and self.expected is not None:
@@ -247,12 +247,12 @@ class JobStore:
         return self._submitted
 
     def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
-        """Yield remembered jobs that match and have a ``number`` above ``after``, oldest first."""
+        """Yield jobs in memory that match and have a number above ``after``, oldest first; ``None`` matches all."""
         numbers = self._numbers
         if group is not None:
             numbers = sorted((self._jobs[job_id].number, job_id) for job_id in self._groups.get(group, ()))
-        for place in range(bisect_right(numbers, after, key=itemgetter(0)), len(numbers)):
-            number, job_id = numbers[place]
+        for index in range(bisect_right(numbers, after, key=itemgetter(0)), len(numbers)):
+            number, job_id = numbers[index]
             job = self._jobs.get(job_id)
             if job is not None and job.number == number and job.fits(state, group, after):
                 yield job
@@ -260,8 +260,8 @@ class JobStore:
     async def page(
         self, *, state: JobState | None, group: str | None, after: int, limit: int, content: bool
     ) -> list[Job]:
-        """Return jobs as :meth:`find` does, journal included; jobs from the journal have a result only with
-        ``content``."""
+        """Return the first ``limit`` jobs that match, as for :meth:`find`, from memory and journal. Jobs from the
+        journal have a result only with ``content``."""
         await self.wait_for_recovery()
         kept = await self._kept(state=state, group=group, after=after, limit=limit, content=content)
         here = islice(self.find(state=state, group=group, after=after), limit)
@@ -269,7 +269,7 @@ class JobStore:
         return [numbered[number] for number in sorted(numbered)][:limit]
 
     async def _kept(self, *, state: JobState | None, after: int = 0, **which: Any) -> dict[int, Job]:
-        """Return jobs that only the journal has, by number; also jobs that memory forgot during the read."""
+        """Return jobs that are only in the journal, by number, and jobs that memory forgot during the read."""
         if self.journal is None or not (state is None or state.terminal):
             return {}
         leaving: list[Job] = []
@@ -282,8 +282,8 @@ class JobStore:
         return {job.number: job for job in found if job.id not in self._jobs}
 
     async def persist_outcome(self, job: Job, outcome: Outcome, at: float) -> bool:
-        """Write the outcome of a packed job to the journal. Return false if the job has none: with a journal a
-        shutdown ends no job that can be resumed."""
+        """Write the outcome of a packed job to the journal, if any. Return ``False`` if the job stays without an
+        outcome, to be resumed by the next process: the service shuts down, or the journal was closed."""
         if self.journal is None:
             return True
         if not job.attached and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
@@ -324,7 +324,7 @@ class JobStore:
             self._log[self._log_length] = job
             self._log_length += 1
             if job.delivered or job.state is JobState.CANCELLED:
-                self.mark_read(job)  # the caller has the answer, or has cancelled
+                self.mark_read(job)  # the caller has the answer, or does not want one
             self._forget_over_bound()
         self._wake.set()
         self._wake = asyncio.Event()
@@ -343,7 +343,7 @@ class JobStore:
             del self.retained_of[job.client]  # callers choose client names, so the counter must not grow
 
     def deliver(self, job: Job) -> None:
-        """Drop row and result, and free the id: the attached caller has the answer."""
+        """Drop a job's row and result, and free its id, because the attached caller has the answer."""
         self.mark_read(job)
         job.deliver()
         if (entry := self._read.get(job)) is not None:
@@ -376,7 +376,7 @@ class JobStore:
 
     @property
     def _first(self) -> int:
-        """Position behind which all outcomes are known."""
+        """Position from which on all outcomes are in memory or in the journal."""
         return self._expired_before if self.journal is None else min(self._expired_before, self.journal.first)
 
     async def wait_for_end(self, cursor: Cursor, timeout: float) -> None:
@@ -394,14 +394,14 @@ class JobStore:
     # -- the stream of transitions -------------------------------------------------------------------------------
 
     def events(self, after: Cursor | None = None) -> AsyncIterator[Transition]:
-        """Follow transitions from now on, or from behind ``after``, a position of this log.
+        """Follow transitions from now on, or from behind the cursor ``after``.
 
-        A slow reader never blocks the service: the iterator raises :class:`CursorExpired` once the history is shorter
-        than the reader's delay.
+        A slow reader never blocks the service: the iterator raises :class:`CursorExpired` once transitions that the
+        reader has not seen are forgotten.
 
         Raises:
-            CursorExpired: the history does not reach back that far, or the cursor has another epoch.
-            CallerError: the cursor lies beyond the end.
+            CursorExpired: transitions behind the cursor are forgotten, or the cursor has another epoch.
+            CallerError: the cursor lies beyond the last transition.
         """
         return self._follow(
             self._seq if after is None else after.within(self.event_epoch, self._first_event, self._seq)
@@ -458,7 +458,7 @@ class JobStore:
         if not job.delivered and self.journal is None:
             self._remember_forgotten(job.id)
         if self._jobs.get(job.id) is not job:
-            return  # delivered, and its id is another job's by now
+            return  # delivered, and another job has its id by now
         del self._jobs[job.id]
         self._leave_group(job)
 
@@ -479,7 +479,7 @@ def same_job(known: Job, request: JobRequest, digest: bytes) -> Job:
     """Return the known job if the request repeats it.
 
     Raises:
-        JobConflict: the job differs, or one of the two is attached to a connection.
+        JobConflict: digest or training run differ, or one of the two is attached to a connection.
     """
     if known.attached or request.attached:
         raise JobConflict.with_anothers(request.id)
