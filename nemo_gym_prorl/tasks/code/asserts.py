@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert asserts of published data sets to tests of a function. Pure; the source is parsed and never run.
 
-An assert must contain a call with literal arguments: compared with a literal, within a tolerance (``abs(f(1) - 0.5) <
-1e-6``, ``math.isclose``), or as the whole assert if the function returns booleans. Arithmetic with literals is folded.
+Accepted are calls with literal arguments: compared with a literal, within a tolerance (``abs(f(1) - 0.5) < 1e-6``,
+``math.isclose``), or as the whole assert if the function returns booleans. Arithmetic with literals is folded.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _comparison(statement: ast.stmt) -> _Test:
 
 
 def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr]:
-    """Return the two sides of a comparison as call and expected result; either may come first."""
+    """Return the call and the expected result, whichever comes first."""
     for call, expected in ((one, other), (other, one)):
         if isinstance(call, ast.Call) and _called(call.func) not in ("float", "list"):
             return call, expected
