@@ -95,24 +95,24 @@ class ProrlSettings(_Block):
 
     Attributes:
         rollouts: ``gym`` starts the servers, ``service`` uses running servers.
-        agent: name of the ``prorl_agent`` server in ``env.nemo_gym``; ``null`` for the only ``prorl_agent`` server.
+        agent: name of the ``prorl_agent`` server in ``env.nemo_gym``, unless there is only one.
         services: URLs of ``prorl_agent`` servers, for ``rollouts: service``.
         models: URLs of the services' ``prorl_model`` servers.
         key_env: environment variable with the servers' control token.
-        max_staleness: maximum of weight versions between a rollout's first token and its training; 0 is on-policy.
+        max_staleness: maximum weight versions between a rollout's first token and its training; 0 is on-policy.
         mini_batches: optimizer steps of a batch. From the second step on, the policy differs from the policy of the
             log-probabilities in the loss, so the clip takes effect.
-        max_failures: infrastructure failures after which a group member is tried again; one more drops the group.
-        max_fruitless: number of consecutive groups without variance after which training ends.
-        max_dropped: number of consecutive groups that could not be run after which training ends.
+        max_failures: infrastructure failures of a group member before its group is dropped.
+        max_fruitless: consecutive groups without variance that end training.
+        max_dropped: consecutive groups that could not run, which end training.
         filter_on: verdict field that is the accuracy, by which groups vary; ``null``: the reward.
         agent_failures: ``zero`` reward, or ``mask``.
-        reference_share: share of prompts whose first tries are never cancelled, to measure bias.
-        prefix_tries: maximum number of groups that begin at a prefix after a group without variance. The gradient of
-            these groups differs from that of dynamic sampling (docs/train-your-own.md).
-        overlong: penalty for long rollouts; ``null`` for none.
-        reward_scaling: scaling of rewards, before the penalty; ``null`` for none.
-        skip_solved: number of consecutive solved groups after which a prompt is skipped; ``null`` skips none.
+        reference_share: share of prompts with uncancelled first tries, to measure bias.
+        prefix_tries: maximum groups that begin at a prefix after a group without variance. The gradient differs from
+            that of dynamic sampling (docs/train-your-own.md).
+        overlong: penalty for long rollouts.
+        reward_scaling: scaling of rewards, before the penalty.
+        skip_solved: consecutive solved groups after which a prompt is skipped.
     """
 
     rollouts: RolloutSource = RolloutSource.GYM

@@ -57,7 +57,7 @@ class PolicyConfig(BaseModel):
         model: model name as the backends serve it.
         engine: wire protocol; ``null`` is ``vllm`` with a tokenizer, else ``vllm_chat``. An engine with another
             protocol is refused at its handshake.
-        tokenizer: folder or Hugging Face name; ``null`` means ``model`` if that is a folder with a tokenizer.
+        tokenizer: folder or Hugging Face name; ``null``: that of a ``model`` folder.
         chat_template: Jinja file in place of the tokenizer's template.
         tool_call_parser: the model's call format, by vLLM's name; ``null`` detects the format from the chat template.
             For an engine that parses turns itself (``nemo_rl``, ``vllm_chat``), the format detects calls left in a
@@ -65,10 +65,10 @@ class PolicyConfig(BaseModel):
         thoughts: whether a leading ``<think>`` block is separated as reasoning.
         replace_developer_role_with_system: whether to replace the role even if the template has a role ``developer``,
             or the engine renders prompts.
-        history: ``keep`` tokens as sampled when the template would rewrite them, or start a ``branch``.
-        limit: maximum of live rollouts per engine.
+        history: ``keep`` tokens as sampled when the template would rewrite them, or ``branch``.
+        limit: live rollouts per engine.
         unreachable_s: seconds without a serving engine after which waiting turns fail.
-        keep_s: seconds after which the tokens of an unused rollout are forgotten.
+        keep_s: lifetime of an unused rollout's tokens.
         headers: headers of every request to these backends.
         backend_hosts: hosts, or patterns such as ``10.0.*``, of engines that may be added later.
         control_token: bearer token that every route requires.
