@@ -368,8 +368,3 @@ def resolve_variables(env: Mapping[str, str], variables: Mapping[str, str], tabl
                 raise CallerError(f"the variable {match[1]} is not set on this machine", field=f"{table}.{key}")
             resolved[key] = found
     return resolved
-
-
-def working_folder(config: TaskConfig, image_workdir: str) -> str:
-    """Return the folder in which commands of the agent and of a shared verifier run."""
-    return posixpath.normpath(config.environment.workdir or image_workdir or "/")

@@ -214,7 +214,7 @@ def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
     """Return whether two versions of a file have the same pytest settings; ``False`` if one cannot be parsed."""
     try:
         return bool(pytest_settings(path, before) == pytest_settings(path, after))
-    except (ValueError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):
         return False
 
 
@@ -223,6 +223,7 @@ def pytest_settings(path: str, content: bytes | None) -> Any:
 
     Raises:
         ValueError, RecursionError: the file cannot be parsed.
+        AttributeError: ``tool`` is not a table.
     """
     text = (content or b"").decode()
     if path.endswith(".toml"):
@@ -248,7 +249,8 @@ def _module(path: str, folder: str) -> str | None:
         return None
     name, slash, rest = path[len(folder) + 1 if folder else 0 :].partition("/")
     if not slash:
-        return name.partition(".")[0]
+        # A name without a suffix may be a link to a package.
+        return name.partition(".")[0] if "." not in name or name.endswith((".py", ".pyc", ".so")) else None
     return name if rest.partition(".")[0] == "__init__" else None
 
 

@@ -166,6 +166,9 @@ def test_runner_settings_are_protected_in_any_folder(folder: str, name: str) -> 
         ("lib/pygments/__init__.py", False),
         ("json/__init__.py", False),
         ("string.cpython-312-x86_64-linux-gnu.so", False),
+        ("json", False),
+        ("json.pyc", False),
+        ("json.txt", True),
         ("json/more.txt", True),
         ("own.py", True),
         ("bin/check", False),
@@ -209,6 +212,11 @@ SETTINGS = b"[metadata]\nname = a\n\n[tool:pytest]\naddopts = -q\n"
 )
 def test_settings_with_ambiguous_syntax_differ(after: bytes, same: bool) -> None:
     assert same_settings("setup.cfg", SETTINGS, after) is same
+
+
+@pytest.mark.parametrize("after", [b"tool = 1", b"[[tool]]", b"tool = [", b"\xff"])
+def test_tables_that_cannot_be_read_differ(after: bytes) -> None:
+    assert not same_settings("pyproject.toml", b"", after)
 
 
 BEFORE = {
