@@ -93,7 +93,10 @@ class UnitTests(BaseModel):
 
 
 class NamedChecker(BaseModel):
-    """Built-in comparison. Tolerances apply to ``float`` and to results of functions, ``wrapped`` only to results."""
+    """Built-in comparison. Tolerances apply to ``float`` and to results of functions, ``wrapped`` only to results.
+
+    ``applied`` is a builtin that is called with a function's result before the comparison; a set is sorted first.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -101,6 +104,7 @@ class NamedChecker(BaseModel):
     absolute: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     relative: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     wrapped: bool = False
+    applied: Literal["len", "list", "set", "sorted"] | None = None
 
 
 class ProgramChecker(BaseModel):

@@ -209,6 +209,9 @@ def _live_code_bench(record: Record) -> dict[str, Any]:
 
 
 def _deep_coder(record: Record) -> dict[str, Any]:
+    tests = parsed(record["tests"])
+    if isinstance(tests, list) and tests and all(isinstance(line, str) for line in tests):
+        return _listed_asserts(record)
     statement = _with_starter(question_of(record, record)[1], record)
     return _row(statement, _tests(record["tests"], "tests", _function_of(record)), DATA_SOURCE, dataset="deepcoder")
 
@@ -255,7 +258,7 @@ def _asserted(record: Record) -> dict[str, Any]:
 
 def _listed_asserts(record: Record) -> dict[str, Any]:
     """Convert records with a list of asserts (MBPP, sanitized MBPP, AceCode), or of inputs and outputs."""
-    field = next(name for name in ("test_list", "test_cases") if name in record)
+    field = next(name for name in ("tests", "test_list", "test_cases") if name in record)
     asserts = parsed(record[field])
     asked = next((name for name in ("text", "question", "problem") if record.get(name)), "prompt")
     if isinstance(asserts, list) and any(isinstance(case, Mapping) for case in asserts):
