@@ -82,16 +82,16 @@ class SandboxOptions(Checked):
 
     Attributes:
         network: ``none``, ``package-mirrors``, ``public``, ``host`` or a list of hosts.
-        package_mirrors: hosts to add to those of ``package-mirrors``.
-        root: whether commands run as root of the sandbox, or else as the image's published user or user id 1000.
-        users: whether the sandbox has all user ids, not only one. Needs an unpacked image, and for an ordinary user a
-            range of subordinate ids; see :mod:`.user_ids`.
-        start: ``direct`` without Apptainer, ``runtime`` with Apptainer, ``auto`` for ``direct`` where that works.
-        binds: host files and folders to mount, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
-        capabilities: further capabilities of the sandbox's root: ``SYS_PTRACE``, ``NET_ADMIN``.
-        memory_mib: memory of all processes, above which the largest process is killed. 0 for no limit.
-        cpus: number of CPUs; needs control groups. 0 for no limit.
-        processes: maximum number of processes and threads.
+        package_mirrors: further hosts of ``package-mirrors``.
+        root: run commands as root. Otherwise commands run as the image's published user, or under user id 1000.
+        users: map all the sandbox's user ids, not only one. Needs an unpacked image, and for an ordinary user a range
+            of subordinate ids; see :mod:`.user_ids`.
+        start: ``direct`` without Apptainer, ``runtime`` with Apptainer, ``auto``: direct where possible.
+        binds: host files or folders: ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
+        capabilities: further capabilities for root: ``SYS_PTRACE``, ``NET_ADMIN``.
+        memory_mib: memory of all processes, above which the largest is killed. 0 for no limit.
+        cpus: CPU limit; needs control groups. 0 for no limit.
+        processes: maximum processes and threads.
         disk_mib: written data, above which the sandbox is ended. 0 for no limit.
         shared_memory_mib: size of ``/dev/shm``.
     """
@@ -137,11 +137,11 @@ class ProviderOptions(SandboxOptions):
     """Options of the provider; fields of :class:`SandboxOptions` are the defaults of the provider's sandboxes.
 
     Attributes:
-        image: image of sandboxes that name none; ``None`` for the default image.
-        exec_timeout_s: time limit of commands for which Gym passes none; ``None`` for no limit.
+        image: image of sandboxes that name none. If unset, the default image.
+        exec_timeout_s: time limit of commands without one. Gym passes none for services of its Compose.
         output_limit: bytes kept of each output stream of a command.
-        pull: whether missing images are pulled.
-        snapshots: folder of snapshots; ``None`` for :func:`.snapshots.default_folder`.
+        pull: pull missing images.
+        snapshots: folder of snapshots; below ``PRORL_STATE`` if unset.
     """
 
     image: Text | None = None
