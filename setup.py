@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the sandbox launcher for each architecture, into the wheel or, for an editable install, next to its source.
 
-A wheel contains the compiled launchers, so its installation needs no compiler. A source tree needs a compiler unless
-its launchers are newer than their sources.
+A wheel contains the compiled launchers, so its installation needs no compiler. A build from a source tree needs a
+compiler unless every launcher is at least as new as its sources.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPILER = "ziglang==0.17.1"  # C cross compiler, installable with pip
 
 
 class BuildLauncher(Command):
-    """Command ``build_launcher``, which ``build`` runs."""
+    """Setuptools command that ``build`` runs: compiles the launchers, or copies current ones into the wheel."""
 
     description = "compile the sandbox launcher"
     user_options: list[tuple[str, str, str]] = []  # noqa: RUF012  # setuptools reads a class attribute

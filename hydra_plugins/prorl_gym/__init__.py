@@ -4,9 +4,9 @@
 
 Gym reads its command line with Hydra, and Hydra imports the packages in ``hydra_plugins``. In a process of Gym this
 plug-in sets two environment variables, which this project's configuration files use for ``uv_venv_dir`` and
-``skip_venv_if_present`` (:mod:`nemo_gym_prorl.deployment.venvs`). Other configurations are not affected, and options
-on the command line override both. A third variable holds Gym's process id; servers end together with that process
-(:mod:`nemo_gym_prorl.http.server_process`).
+``skip_venv_if_present`` (:mod:`nemo_gym_prorl.deployment.venvs`). Other configuration files are not affected, and
+options on the command line override both settings. A third variable holds Gym's process id, so that servers exit when
+that process has ended (:mod:`nemo_gym_prorl.http.server_process`).
 """
 
 import os

@@ -13,7 +13,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
 class Sums:
-    """Task of one row: add numbers."""
+    """Task: the policy writes the sum of a row's numbers into the file ``answer``."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self.tools = Workbench(("bash", "submit"), "/work", limits)
@@ -39,7 +39,7 @@ class Sums:
 
 
 class Server(TaskServer):
-    """Resources server of the task."""
+    """Gym resources server of :class:`Sums`."""
 
     own_image: ClassVar[str] = "default"  # a small Linux with Python; "kernel" also has IPython and numpy
 

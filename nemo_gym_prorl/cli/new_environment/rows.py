@@ -12,7 +12,7 @@ SYSTEM = "You work in a sandbox through tools. When you are done, call `submit`;
 
 
 def row(numbers: list[int], written: int) -> dict[str, object]:
-    """Return one row: prompt, tools, script and the grader's answer.
+    """Return one row: prompt, tools, script and the expected answer.
 
     Args:
         numbers: the numbers to add.
@@ -32,7 +32,7 @@ def row(numbers: list[int], written: int) -> dict[str, object]:
 
 
 def example() -> Iterator[str]:
-    """Yield five rows; the last script is wrong, so that both rewards occur."""
+    """Yield five rows as JSON; the script of the last row is wrong, so that both rewards occur."""
     for numbers in ([1, 2], [17, 25], [3, 5, 8], [100, 11], [2, 2]):
         yield json.dumps(row(numbers, 5 if numbers == [2, 2] else sum(numbers)))
 
