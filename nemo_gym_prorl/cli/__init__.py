@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The ``prorl`` command: ``app*.py`` declare commands and options, each other module does the work of one command."""
+"""The ``prorl`` command. Commands are declared in ``app``, ``admin``, ``data``, ``harness`` and ``image.commands``."""

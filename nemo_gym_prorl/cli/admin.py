@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands ``prorl key`` and ``prorl backends``, and options that several commands have.
-
-Each command imports its modules when it runs, so ``prorl --help`` stays fast.
-"""
+"""Commands ``prorl key`` and ``prorl backends``, and the options ``--url`` and ``--token`` of several commands."""
 
 from __future__ import annotations
 

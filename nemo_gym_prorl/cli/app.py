@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The ``prorl`` command: declares arguments and calls the library.
+"""Entry point of the ``prorl`` command, and the declarations of its main subcommands.
 
-Each command imports its modules when it runs, so ``prorl --help`` does not import web frameworks. A
-:class:`~nemo_gym_prorl.failures.RolloutError` prints one line and exits with code 1. Any other exception is a defect
-and prints a traceback.
+Each subcommand imports its modules when it runs, so ``prorl --help`` does not import web frameworks. A
+:class:`~nemo_gym_prorl.failures.RolloutError`, or a service's refusal (``ApiError``), prints one line and exits with
+code 1. Any other exception is a bug and prints a traceback.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def serve(
     """Serve environments until Ctrl-C, and restart dead servers."""
     from nemo_gym_prorl.cli.environments import check_extras
 
-    # First, because the imports below take seconds.
+    # A missing package is reported before the slow imports below.
     check_extras([word for word in words if "=" not in word])
 
     from rich.console import Console
@@ -216,7 +216,7 @@ def serve(
     from nemo_gym_prorl.cli.serve import GatewayOptions
 
     if tokenizer is not None and Path(tokenizer).is_dir():
-        tokenizer = str(Path(tokenizer).absolute())  # servers run in other folders
+        tokenizer = str(Path(tokenizer).absolute())  # servers have other working directories
     serving = command.serve(
         words,
         policy_url=policy_url,
@@ -230,7 +230,7 @@ def serve(
         gateway=GatewayOptions(host, head_port, token, keys_file, journal),
         console=Console(highlight=False),
     )
-    with contextlib.suppress(typer.Exit):  # an interrupt is a normal end
+    with contextlib.suppress(typer.Exit):  # Ctrl-C is the normal end, so the exit code is 0
         _run(serving)
 
 
@@ -252,7 +252,7 @@ def fleet(
     from nemo_gym_prorl.cli import serve as command
 
     options = command.GatewayOptions(host, port, token, keys_file, journal)
-    with contextlib.suppress(typer.Exit):  # an interrupt is a normal end
+    with contextlib.suppress(typer.Exit):  # Ctrl-C is the normal end, so the exit code is 0
         _run(command.serve_gateway(urls, options, Console(highlight=False)))
 
 
@@ -268,7 +268,7 @@ def scripted(
     """Run an inference endpoint that plays back the script in each row, without a language model. For tests."""
     from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, run
 
-    with contextlib.suppress(typer.Exit):  # an interrupt is a normal end
+    with contextlib.suppress(typer.Exit):  # Ctrl-C is the normal end, so the exit code is 0
         _run(run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
 
 
@@ -417,7 +417,6 @@ app.add_typer(key_app)
 
 
 def main() -> None:
-    """Entry point of the ``prorl`` script."""
     from nemo_gym_prorl.failures import RolloutError
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -437,12 +436,13 @@ def main() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise SystemExit in the main thread, so that the command cleans up."""
+    """Handle a signal by raising SystemExit in the main thread, so that the command cleans up."""
     sys.exit(128 + number)
 
 
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run an asynchronous command. SIGINT and SIGTERM cancel the command; a second signal cancels the clean-up."""
+    """Run an asynchronous command. SIGINT and SIGTERM cancel the command; a second signal cancels the clean-up. The
+    exit code of a cancelled command is 128 plus the signal's number."""
     import asyncio
 
     caught: signal.Signals | None = None

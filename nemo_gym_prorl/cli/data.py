@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands ``prorl data``: their arguments.
-
-Each command imports its modules when it runs, so ``prorl --help`` stays fast.
-"""
+"""Commands ``prorl data``: convert published datasets into rows, and build the search index of ``prorl_stem``."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
     """
     from nemo_gym_prorl.tasks import require_extras
 
-    require_extras("math")  # before the next import, which needs the extra
+    require_extras("math")  # before the next import, which would fail with a traceback
     from nemo_gym_prorl.tasks.math.task import require_readable_answers, row_of
 
     with require_readable_answers(row_of) as readable_row_of:
@@ -153,7 +150,7 @@ def swe(
 
     def row_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
         row = CONVERTERS[dataset](record, prefix)
-        parse_registry(row["image"])  # raises if the image is not a valid reference
+        parse_registry(row["image"])  # refuses the record if the image is no valid reference
         return row
 
     _convert(file, output, row_of, data_source, dry_run)

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl doctor``: checks of this machine, or of an inference endpoint, each with a fix.
+"""Command ``prorl doctor``: checks of this machine, of an inference endpoint or of Harbor tasks, each with a fix.
 
-Checks perform the operation where possible instead of reading settings. Starting a sandbox depends on many settings of
-kernel, distribution and container, so the doctor starts one in the same way as servers do. Checks leave nothing
-behind.
+Where possible, checks perform the operation instead of reading settings. For example, the start of a sandbox depends
+on many settings of kernel, distribution and container. Checks leave no files or processes behind.
 """
 
 from __future__ import annotations
@@ -65,15 +64,14 @@ MIN_GYM = (0, 4)
 COMFORTABLE_DISK_GB = 5.0
 """Free space of the cache folder below which the doctor warns: setup takes 0.6 GB, task images and overlays more."""
 
-
 ROLLOUTS = 1_000
-"""Number of concurrent rollouts for which the limit of open files must suffice."""
+"""Number of concurrent rollouts in one process for which the limit of open files must suffice."""
 
 SELINUX = Path("/sys/fs/selinux/enforce")
-"""Exists if SELinux is enabled; contains 1 if SELinux enforces its policy."""
+"""Kernel file that exists if SELinux is enabled, and contains 1 if SELinux enforces its policy."""
 
 PROBE = ". /etc/os-release; echo $PRETTY_NAME; touch /probe && cut -d: -f1 -s /proc/net/dev"
-"""Command of the test sandbox: prints the system, writes to the root folder, and prints the network devices."""
+"""Shell command of the test sandbox: prints the distribution, writes to the root folder, prints network devices."""
 
 _SETUP = "prorl setup"
 _STATE = "set PRORL_STATE to a writable folder on a local disk"
@@ -94,7 +92,10 @@ class Check:
     """Result of one check.
 
     Attributes:
-        fix: how to fix the problem; empty if there is none.
+        name: what was checked.
+        level: severity of the finding.
+        found: the finding.
+        fix: how to fix the problem; empty if there is no problem, or no fix.
     """
 
     name: str
@@ -104,7 +105,8 @@ class Check:
 
 
 def examine() -> Iterator[Check]:
-    """Run the checks of this machine in order, lazily."""
+    """Yield the results of this machine's checks; each check runs when its result is requested. An unusable Python
+    ends the checks, and a sandbox is started only if earlier checks found no obstacle."""
     python = _python()
     yield python
     if python.level is Level.MISSING:
@@ -121,7 +123,7 @@ def examine() -> Iterator[Check]:
         yield selinux
     image = default_image_path()
     yield _image("Default image", image if image.is_dir() else None)
-    if kernel := image_path(KERNEL):  # a missing image is built when a task needs it
+    if kernel := image_path(KERNEL):  # no finding if missing: a task that needs the image builds it
         yield _image("Image with IPython", kernel)
     unusable = namespaces.level is not Level.OK or (container is not None and container.level is Level.MISSING)
     if runtime and image.is_dir() and not unusable:
@@ -167,7 +169,7 @@ def _runtime(runtime: Runtime | None) -> Check:
 
 
 def user_namespaces_check(attempt: UserNamespaceProbe) -> Check:
-    """Check whether user namespaces can be created and give rights."""
+    """Check, by the result of a probe, whether user namespaces can be created and grant capabilities."""
     name = "User namespaces"
     if attempt.step is ProbeStep.DONE:
         return Check(name, Level.OK, "can be created")
@@ -177,7 +179,7 @@ def user_namespaces_check(attempt: UserNamespaceProbe) -> Check:
 
 
 def container_check() -> Check:
-    """Check the container around this process, if it has a user namespace of its own."""
+    """Check the container around this process, which must be in a user namespace other than the initial one."""
     name = "Container"
     ids = "one id" if has_single_id() else "several ids"
     found = f"in a user namespace with {ids}, as in containers of enroot, Pyxis and Apptainer"
@@ -205,7 +207,7 @@ def container_check() -> Check:
 
 
 def selinux_check(enforcing: str) -> Check | None:
-    """Check SELinux, given the text of :data:`SELINUX`; ``None`` unless SELinux enforces its policy."""
+    """Check SELinux, given the content of the file :data:`SELINUX`; ``None`` unless SELinux enforces its policy."""
     if enforcing.strip() != "1":
         return None
     found = "enforcing: sandboxes are untested with SELinux, and run with the server's label"
@@ -230,10 +232,11 @@ def _sandbox(runtime: Runtime, image: Path) -> Check:
 
 
 async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
-    """Start two sandboxes through a supervisor, as servers do; return the finding, and why the start was slow."""
+    """Start two sandboxes through a supervisor, as servers do. Return the finding, and why sandboxes were started by
+    the container runtime; the reason is empty after a direct start."""
     await SupervisorConnection.get()
     elapsed_ms = []
-    # The second start reuses the image's properties that the first one found.
+    # The first start inspects the image, and later starts reuse the result, so the finding has both durations.
     for _ in range(2):
         start = time.monotonic()
         async with await Container.start(ContainerSpec(image=image), runtime) as sandbox:
@@ -242,7 +245,7 @@ async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
     system, *devices = done.stdout.splitlines() or [""]
     if done.exit_code:
         raise InfrastructureError(f"a command failed in a sandbox: {_last_line(done.stderr)}")
-    # A kernel with tunnel modules adds idle devices to every network namespace.
+    # Other devices are allowed: kernels with tunnel modules add idle ones such as tunl0 to every network namespace.
     if any(device.strip().startswith(("eth", "en", "wl")) for device in devices):
         raise InfrastructureError(f"a sandbox has network devices: {' '.join(devices)}")
     first, second = elapsed_ms
@@ -257,7 +260,7 @@ def _limits() -> Check:
 
 
 def limits_check(found: Sequence[Limit]) -> Check:
-    """Check which limits of sandboxes the kernel enforces."""
+    """Check the limits of sandboxes: warn if the kernel does not enforce a limit other than the disk's."""
     name = "Sandbox limits"
     enforced = "enforced: " + ", ".join(
         f"{limit.name} ({limit.mechanism})" for limit in found if limit.enforcement is Enforcement.KERNEL
@@ -265,7 +268,7 @@ def limits_check(found: Sequence[Limit]) -> Check:
     weak = weak_limits(found)
     if not weak:
         return Check(name, Level.OK, enforced)
-    # No machine lets the kernel limit the size of an overlay, so there is nothing to fix.
+    # The disk limit is polled on every machine, so there is nothing to fix.
     level = (
         Level.OK
         if all(limit.name == "disk" for limit in found if limit.enforcement is not Enforcement.KERNEL)
@@ -336,7 +339,7 @@ def _state() -> Check:
 
 
 def state_check(folder: str, kind: str, free: int) -> Check:
-    """Check the folder for files of sandboxes, on a file system of type ``kind`` with ``free`` bytes."""
+    """Check the state folder, which holds the files of sandboxes, by its file system's type and free bytes."""
     name = "State folder"
     found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
     if is_in_memory(kind):
@@ -359,14 +362,13 @@ _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
 
 
 def show(console: Console, policy: Mapping[str, Any] | None = None, checks: Iterable[Check] | None = None) -> bool:
-    """Print the findings and their fixes; return whether rollouts can run.
+    """Print the findings and their fixes; return whether rollouts can run, i.e. no level is ``MISSING``.
 
     Args:
-        console: console for the table.
-        policy: settings of a :class:`PolicyConfig`; if given, its engine and tokenizer are checked, not the machine.
-        checks: results to show instead of checking the machine.
+        policy: settings of a :class:`PolicyConfig`, whose engine and tokenizer are checked; ``None`` checks no engine.
+        checks: results to print if ``policy`` is ``None``; ``None`` checks this machine.
     """
-    # The start of a sandbox logs warnings about limits, which are findings of a check.
+    # Starting a sandbox logs warnings about limits, which the doctor already reports as a check.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -391,12 +393,12 @@ def show(console: Console, policy: Mapping[str, Any] | None = None, checks: Iter
 
 
 def _printable(text: str) -> str:
-    """Escape text for rich and replace control characters, because an endpoint may send any text."""
+    """Escape rich's markup and replace control characters, because an endpoint may send any text."""
     return escape("".join(char if char.isprintable() else " " for char in text))
 
 
 async def _examine_policy(policy: Mapping[str, Any]) -> list[Check]:
-    from nemo_gym_prorl.policy.engine_checks import check_engine  # imports the model server, which checks do not need
+    from nemo_gym_prorl.policy.engine_checks import check_engine  # slow: imports the model server
     from nemo_gym_prorl.policy.runtime import PolicyConfig
 
     config = PolicyConfig.model_validate(policy)

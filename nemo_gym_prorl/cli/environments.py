@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments' configuration files: checks before a start, and ``prorl init``.
 
-Files are read without Gym and without server modules, whose imports take seconds; only overrides of settings need
-these. The folder ``new_environment`` is the template of ``prorl init``: a working environment under the name
-``my_environment``, so the linter, the type checker and the tests cover the template.
+Configuration files are read without importing Gym or server modules, which are slow to import; only overrides of
+server settings import server modules. The folder ``new_environment`` is the template of ``prorl init``: a working
+environment named ``my_environment``, so the linter, the type checker and the tests cover the template.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from nemo_gym_prorl.tasks import require_extras
 
 
 def check_extras(environments: Sequence[str]) -> None:
-    """Check that the packages of the environments' servers are installed.
+    """Check that the pip extras of the environments' resources servers are installed.
 
     Raises:
-        InfrastructureError: a package is missing; the error has the install command for all servers.
+        InfrastructureError: a package is missing; the error has one install command for all servers.
     """
     servers = [name for block in server_blocks(environments).values() for name in block.get("resources_servers", ())]
     require_extras(*(name.removeprefix("prorl_") for name in servers if name.startswith("prorl_")))
 
 
 def check_overrides(environments: Sequence[str], model_type: str, overrides: Sequence[str]) -> None:
-    """Check overrides before a start: servers that they name, prefixes, and settings of this project's servers.
+    """Check Hydra overrides before a start: server names, the prefix ``++``, and settings of this project's servers.
 
     Gym silently adds a new block for a misspelled server, and servers read their settings only after Ray's start.
-    Overrides may add a server if one of them sets its ``entrypoint``, and sandboxes that a server's
-    ``sandbox_provider`` names. Values with references are left to Gym.
+    Overrides may add a server if one override sets the server's ``entrypoint``, and a sandbox block that an override
+    of ``sandbox_provider`` names. Values with interpolations (``${…}``) are left to Gym. Only the syntax is checked if
+    a configuration file of :func:`server_blocks` cannot be read or an override sets ``config_paths``.
 
     Raises:
         CallerError: an override is wrong; names the setting.
@@ -65,7 +66,7 @@ def check_overrides(environments: Sequence[str], model_type: str, overrides: Seq
     servers = {name: block for name, block in blocks.items() if block.keys() & kinds}
     paths = [override.key_or_group.split(".") for override in parsed]
     if not servers or any(path[0] == "config_paths" for path in paths):
-        return  # Gym reports unreadable files, and `config_paths` may add servers
+        return  # Gym reports unreadable files, and the files of `config_paths` may add any server
     added = {path[0] for path in paths if path[-1] == "entrypoint"}
     added |= {str(one.value()) for one in parsed if one.key_or_group.endswith(".sandbox_provider")}
     given: dict[tuple[str, ...], DictConfig] = defaultdict(lambda: OmegaConf.create({}))
@@ -81,18 +82,20 @@ def check_overrides(environments: Sequence[str], model_type: str, overrides: Seq
                 known = known[name]
             if len(path) > len(owner) and "${" not in str(override.value()):
                 OmegaConf.update(given[owner], ".".join(path[len(owner) :]), override.value(), force_add=True)
-        if not (override.is_add() or override.is_force_add() or path[0] in _SET_BEFORE):
+        if not (override.is_add() or override.is_force_add() or path[0] in _KEYS_KNOWN_TO_HYDRA):
             raise CallerError("must begin with ++", field=override.key_or_group)
     for owner, settings in given.items():
         _check_settings(owner, OmegaConf.to_container(settings, resolve=False))
 
 
-_SANDBOXES = "singularity"  # this project's provider
-_SET_BEFORE = ("head_server", "hydra", "skip_venv_if_present", "uv_venv_dir")  # by GymCli, so that Hydra knows them
+_SANDBOXES = "singularity"  # key of a block with sandbox settings, where a server's block has its server type
+_KEYS_KNOWN_TO_HYDRA = ("head_server", "hydra", "skip_venv_if_present", "uv_venv_dir")
+"""Keys whose overrides need no ``++``: Hydra's own, and those that GymCli has added before."""
 
 
 def _check_settings(owner: tuple[str, ...], given: Any) -> None:
-    """Check settings of a server or of sandboxes by their models, whose imports take seconds."""
+    """Validate overridden settings of a server or sandbox block with the block's pydantic models. ``owner``: keys of
+    the block, ``(instance, server type, implementation)`` or ``(instance, "singularity")``."""
     where = ".".join(owner)
     if owner[1] == _SANDBOXES:
         try:
@@ -104,7 +107,7 @@ def _check_settings(owner: tuple[str, ...], given: Any) -> None:
         file = gym_cli.find_file("/".join((*owner[1:], "app.py")))
         names = runpy.run_path(str(file)) if "nemo_gym_prorl" in file.read_text() else {}
     except Exception:
-        return  # Gym and the server report the reason
+        return  # the same error ends the server's start, and Gym reports the error
     from nemo_gym_prorl.policy.runtime import PolicyConfig
     from nemo_gym_prorl.servers.server_base import ServerBase
 
@@ -118,7 +121,7 @@ def _check_settings(owner: tuple[str, ...], given: Any) -> None:
         try:
             model.model_validate(settings)
         except ValidationError as error:
-            # Settings that are left out are not missing: files have them.
+            # Only overrides are validated, so a missing setting may be in a configuration file.
             wrong = [each for each in error.errors() if each["type"] != "missing"]
             for each in wrong:
                 if each["type"] == "extra_forbidden":
@@ -129,10 +132,10 @@ def _check_settings(owner: tuple[str, ...], given: Any) -> None:
 
 
 def server_blocks(environments: Sequence[str], model_type: str | None = None) -> dict[str, dict[str, Any]]:
-    """Return the server blocks of environments and of a model server, by instance name.
+    """Return the top-level mappings in the configuration files of environments and a model server, by key. A server's
+    key is its instance name. Empty if a file cannot be read, because Gym reports the reason.
 
-    Empty if a file cannot be read, because Gym reports the reason.
-    """
+    ``model_type``: the model server, as ``IMPLEMENTATION`` or ``IMPLEMENTATION/CONFIG``; ``None`` for none."""
     paths = [f"environments/{name}/config.yaml" for name in environments]
     if model_type is not None:
         implementation, _, name = model_type.partition("/")
@@ -151,14 +154,11 @@ _NAME = "my_environment"
 
 
 def create(name: str, folder: Path) -> list[Path]:
-    """Create an environment from the template below ``folder``.
-
-    Returns:
-        The paths of the new files, relative to ``folder``.
+    """Create an environment from the template; return the paths of the new files, relative to ``folder``.
 
     Raises:
-        CallerError: the name is invalid or in use.
-        InfrastructureError: a file cannot be written.
+        CallerError: the name is invalid, in use, or the name of a standard library module.
+        InfrastructureError: a file cannot be written; files written before remain.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,60}", name):
         raise CallerError(f"must start with a letter and contain only a-z, 0-9 and _, not {name!r}", field="NAME")

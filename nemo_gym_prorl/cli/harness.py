@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands ``prorl harness``: install and list the agent programs that run in sandboxes.
-
-Each command imports its modules when it runs, so ``prorl --help`` stays fast.
-"""
+"""Commands ``prorl harness``: install and list the agent programs that run in sandboxes."""
 
 from __future__ import annotations
 

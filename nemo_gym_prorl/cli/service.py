@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands for a running service: ``prorl status``, ``tail``, ``cancel`` and ``backends``.
 
-The service is the one of ``--url``, else ``PRORL_URL``, else the ``prorl_agent`` listed by Gym's head server.
-:class:`Service` uses the standard library, because :mod:`nemo_gym_prorl.rollout.api.client` takes half a second to
-import.
+The rollout service is at ``--url``, else at ``PRORL_URL``, else the ``prorl_agent`` listed by Gym's head server. The
+model servers of ``prorl backends`` are at ``--url``, else all ``prorl_model`` servers listed by Gym's head server.
+:class:`Service` uses the standard library, because :mod:`nemo_gym_prorl.rollout.api.client` is slow to import.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from nemo_gym_prorl.http.keys import authorization, trusted_authorities
 
 
 DEFAULT_HEAD = "http://127.0.0.1:11000"
-"""Default address of Gym's head server."""
+"""Default URL of Gym's head server."""
 
-HEAD_S = 30.0  # read timeout of the head server, which may be busy starting servers
-CALL_S = 180.0  # read timeout of a service: a cancellation answers when the sandboxes are deleted
-STREAM_S = 60.0  # read timeout of the event stream: three missed heartbeats of 15 s
+HEAD_S = 30.0  # socket timeout of the head server, which may be busy starting servers
+CALL_S = 180.0  # socket timeout of a service: a cancellation answers when the sandboxes are deleted
+STREAM_S = 60.0  # socket timeout of the event stream: four heartbeats of 15 s
 
-_ENGINES_S = 5.0  # a hanging model server must not hold up `prorl status` for long
+_ENGINES_S = 5.0  # socket timeout of a model server, which must not delay `prorl status` for long
 _BACKENDS = "/v1/backends"
 _PAGE = 1000  # rollouts per request: the service's maximum
 
 
 class Service:
-    """Blocking client of one service; answers are parsed JSON."""
+    """Blocking client of a rollout service, model server or head server; answers are parsed JSON. A request fails
+    after ``timeout_s`` seconds without data."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float = CALL_S) -> None:
         self.url = url.rstrip("/")
@@ -50,16 +51,16 @@ class Service:
         self._timeout_s = timeout_s
 
     def get(self, path: str, *needed: str, **query: str | None) -> Any:
-        """Return the answer to a GET request; ``needed`` are its required fields."""
+        """Return the parsed answer to a GET request with query parameters; see :meth:`call`."""
         return self.call("GET", path, *needed, query=query)
 
     def rollout(self, rollout_id: str) -> dict[str, Any]:
-        """Return the current state of a rollout. The id is percent-encoded, because ids may be any printable text."""
+        """Return a rollout's ``JobView``. The id is percent-encoded, because ids may be any printable text."""
         found: dict[str, Any] = self.get(f"/v1/rollouts/{quote(rollout_id, safe='')}", "id", "state")
         return found
 
     def rollouts(self, **query: str | None) -> Iterator[dict[str, Any]]:
-        """Yield the rollouts that match a query, oldest first, without results."""
+        """Yield the ``JobView`` of each rollout that matches the query parameters, oldest first, without results."""
         page: str | None = None
         while True:
             listing = self.get("/v1/rollouts", "rollouts", limit=str(_PAGE), **{**query, "from": page})
@@ -68,10 +69,11 @@ class Service:
                 return
 
     def events(self, after: str | None) -> Iterator[dict[str, Any]]:
-        """Yield state changes after a cursor as they happen, until the service closes the stream.
+        """Yield state changes after a cursor, or only new ones for ``None``, until the service closes the stream.
 
         Raises:
-            ApiError: events after the cursor are no longer stored, or this reader was too slow.
+            ApiError: status 410: events after the cursor are no longer stored, or this reader was too slow.
+            InfrastructureError, CallerError: see :meth:`call`.
         """
         with self._answer("GET", "/v1/events", query={"after": after}, timeout_s=STREAM_S) as answer:
             kind = b""
@@ -86,11 +88,12 @@ class Service:
     def call(
         self, method: str, path: str, *needed: str, body: object = None, query: Mapping[str, str | None] | None = None
     ) -> Any:
-        """Send a request and return the parsed answer.
+        """Send a request and return the parsed answer, which must have the fields ``needed``. A ``body`` is sent as
+        JSON; query parameters of ``None`` are left out.
 
         Raises:
             ApiError: the service refuses the request.
-            InfrastructureError: the service does not answer, or is not a rollout service.
+            InfrastructureError: the service does not answer, or the answer is not JSON with the needed fields.
             CallerError: the URL is invalid.
         """
         with self._answer(method, path, body=body, query=query or {}) as answer:
@@ -105,7 +108,7 @@ class Service:
     ) -> Iterator[HTTPResponse]:
         given = {name: value for name, value in query.items() if value is not None}
         data = None if body is None else orjson.dumps(body)
-        headers = {name: value.encode() for name, value in self._headers.items()}  # a key may be non-ASCII
+        headers = {name: value.encode() for name, value in self._headers.items()}  # http.client encodes str as Latin-1
         headers |= {"Content-Type": b"application/json"} if data else {}
         with closing(self._connection(timeout_s or self._timeout_s)) as connection:
             try:
@@ -139,7 +142,7 @@ class Service:
                 return HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=trusted_authorities())
             if parts.scheme == "http" and parts.hostname:
                 return HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
-        except (ValueError, HTTPException):  # an invalid port
+        except (ValueError, HTTPException):  # an invalid host or port
             pass
         raise CallerError(f"must be a URL with http:// or https://, not {self.url!r}", field="url")
 
@@ -151,11 +154,11 @@ def _refusal(url: str, status: int, content: bytes) -> Exception:
 
 
 def connect(url: str | None, token: str | None) -> Service:
-    """Return a client of the service at ``url``, or of the service listed by the head server.
+    """Return a client of the service at ``url``; ``None`` finds the service by the head server.
 
     Raises:
-        CallerError: ``url`` has several services; see also :func:`find_service`.
-        InfrastructureError: see :func:`find_service`.
+        CallerError: ``url`` has several URLs; see also :func:`find_service`.
+        InfrastructureError, ApiError: see :func:`find_servers`.
     """
     urls = split_urls(url)
     if len(urls) > 1:
@@ -168,7 +171,7 @@ def split_urls(url: str | None) -> list[str]:
 
 
 def head_url() -> str:
-    """Return the URL of Gym's head server, or of a gateway; ``PRORL_HEAD`` may leave out the scheme."""
+    """Return the URL of the head server or gateway from ``PRORL_HEAD``; a URL without a scheme gets ``http://``."""
     head = os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
     return head if "://" in head else f"http://{head}"
 
@@ -196,6 +199,7 @@ def find_servers(head: str, token: str | None, implementation: str) -> dict[str,
         implementation: name of the implementation, such as ``prorl_agent``.
 
     Raises:
+        CallerError: the URL is invalid.
         InfrastructureError: no head server answers.
         ApiError: the key is missing or wrong.
     """
@@ -222,7 +226,7 @@ def find_servers(head: str, token: str | None, implementation: str) -> dict[str,
 
 
 def cancel(url: str | None, token: str | None, ids: list[str], group: str | None) -> int:
-    """Cancel rollouts; return the number of unknown ids, or 1 for an unknown group.
+    """Cancel rollouts and print their states; return the number of unknown ids, or 1 for an unknown group.
 
     Raises:
         CallerError: neither ids nor a group are given, or both.
@@ -242,11 +246,11 @@ def cancel(url: str | None, token: str | None, ids: list[str], group: str | None
     return len(answer["unknown"])
 
 
-# Engines of model servers. Each change is sent to all model servers, because each places its own rollouts.
+# Engines: every change is sent to all model servers, because each model server assigns its own rollouts to engines.
 
 
 def show_backends(url: str | None, token: str | None) -> None:
-    console = Console(highlight=False, emoji=False, soft_wrap=True, width=1000)  # URLs stay in one piece
+    console = Console(highlight=False, emoji=False, soft_wrap=True, width=1000)  # wide, so that no URL is wrapped
     for model in _models(url, token):
         found = model.get(_BACKENDS, "backends", "waiting")
         table = Table(box=None, pad_edge=False)
@@ -275,7 +279,7 @@ def add_backend(
 
 
 def drain_backend(url: str | None, token: str | None, engine: str) -> None:
-    """Drain an engine, given by id or URL, at each model server that has it.
+    """Drain an engine, given by id or URL, at each model server that has the engine.
 
     Raises:
         CallerError: no model server has the engine.
@@ -283,7 +287,7 @@ def drain_backend(url: str | None, token: str | None, engine: str) -> None:
     drained = 0
     for model in _models(url, token):
         known = model.get(_BACKENDS, "backends")["backends"]
-        # Ids differ between model servers, and a URL may occur once per training.
+        # Ids differ between model servers, and one model server may list a URL once per training run.
         for backend in [entry for entry in known if engine.rstrip("/") in (entry["id"], entry["url"])]:
             model.call("DELETE", f"{_BACKENDS}/{quote(backend['id'], safe='')}", query={"drain": "true"})
             print(f"{model.url}: {backend['id']} at {backend['url']} gets no new rollouts")
@@ -293,7 +297,7 @@ def drain_backend(url: str | None, token: str | None, engine: str) -> None:
 
 
 def _models(url: str | None, token: str | None) -> list[Service]:
-    """Return clients of the model servers."""
+    """Return clients of the model servers at ``url`` (comma-separated), else of those that the head server lists."""
     urls = split_urls(url) if url is not None else [*find_servers(head_url(), token, "prorl_model").values()]
     if not urls:
         raise CallerError(
@@ -303,7 +307,7 @@ def _models(url: str | None, token: str | None) -> list[Service]:
     return [Service(model, token) for model in urls]
 
 
-_RECONNECT_S = 2.0
+_RECONNECT_S = 2.0  # pause of `prorl tail` after a lost connection
 
 
 def pools(status: Mapping[str, Any]) -> Table:
@@ -340,13 +344,13 @@ def show_status(url: str | None, token: str | None) -> None:
 
 
 def engines_down(agent: str, token: str | None) -> Iterator[str]:
-    """Yield a line per engine that is down, and per model server that has no engine or does not answer; none if the
-    head server lists another deployment than the agent's."""
+    """Yield a line for each engine that is down, and for each model server that has no engine or does not answer.
+    Yields nothing if the head server lists no agent at this URL, because it then belongs to another deployment."""
     try:
         if agent not in (found.rstrip("/") for found in find_servers(head_url(), token, "prorl_agent").values()):
             return
         models = find_servers(head_url(), token, "prorl_model")
-    except Exception:  # no head server, or a gateway
+    except Exception:  # without a head server, the model servers are unknown
         return
     for name, model in models.items():
         try:
@@ -370,7 +374,8 @@ def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
 
 
 def show_rollouts(url: str | None, token: str | None, group: str | None, state: str | None, failed: bool) -> None:
-    """Print the rollouts that match, oldest first; with ``failed`` those with a failed attempt, and their failures.
+    """Print the rollouts of a group in a state, oldest first; ``None`` prints those of every group or state. With
+    ``failed``, print only rollouts with a failure or a failed attempt that were not cancelled, with their failures.
 
     Raises:
         CallerError: both a state and ``failed`` are given.
@@ -405,7 +410,7 @@ def _cells(job: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _print_failed(console: Console, job: Mapping[str, Any]) -> None:
-    """Print each distinct failure; the last one ended the rollout."""
+    """Print a rollout's distinct failures with tracebacks; a failure that ended the rollout comes last."""
     console.print(f"[bold]{escape(job['id'])}[/] [red]{job['state']}[/]", soft_wrap=True)
     for failure, times in distinct_failures(job):
         console.print(Padding(Text(visible(failure_line(failure, times))), (0, 0, 0, 2)))
@@ -414,13 +419,14 @@ def _print_failed(console: Console, job: Mapping[str, Any]) -> None:
 
 
 def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:
-    """Print state changes as they happen, until interrupted; reconnect if the service goes away."""
+    """Print state changes after a cursor (``None``: new ones only) of a group (``None``: of all rollouts), until
+    interrupted. Reconnect after a lost connection, but raise as :meth:`Service.call` if the first request fails."""
     from nemo_gym_prorl.http.problem_document import ApiError
 
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     seen = after
     service = connect(url, token)
-    service.get("/status", "stages")  # raises at once if the service is missing
+    service.get("/status", "stages")  # fails instead of reconnecting if the service is unreachable from the start
     while True:
         try:
             for event in service.events(seen):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl show``: a rollout as a table of input, turns, verdict and failures; and the reader of JSONL files.
+"""Command ``prorl show``: prints a rollout as a table of input, turns, verdict and failures. Also reads JSONL files.
 
 Text of a model or a sandbox is untrusted, so control characters are escaped before printing.
 """
@@ -26,32 +26,32 @@ from nemo_gym_prorl.rollout.turn_records import items, part, text_of, turns
 
 
 SHORT_CHARACTERS = 1600
-"""Characters of a cell without ``--full``: about one screen. The middle of a longer text is left out."""
+"""Maximum characters of a table cell without ``--full``: about one screen. The middle of a longer text is left out."""
 
 LINE_CHARACTERS = 100
-"""Longest value of a field that comes before the conversation."""
+"""Maximum characters of a row field that is shown above the conversation; longer fields are shown below it."""
 
 _NO_VERDICT = {"reward", "response", "responses_create_params", "rollout", "mask_sample"}
 _TEXT_FIELDS = ("summary", "content", "arguments", "output", "action")
-"""Fields of an item that may have its text; the first nonempty field is shown."""
-_RESULTS = ("verdict", "failure_")
-"""Beginnings of fields that come before the conversation, however long they are."""
+"""Fields that may contain an item's text; the first nonempty field is shown."""
+_RESULT_PREFIXES = ("verdict", "failure_")
+"""Prefixes of row fields that are shown above the conversation, whatever their length."""
 _TERMINAL = {"succeeded", "failed", "cancelled", "timed_out"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters of terminals, with those that change the direction of text, and unprintable characters."""
+"""Control characters except tab and line feed, characters that change the text direction, and lone surrogates."""
 
 
 def show(name: str, fetch: Callable[[str], dict[str, Any]], *, full: bool, as_json: bool) -> None:
-    """Print a rollout.
+    """Print a rollout, or a table of the rollouts in a file with several.
 
     Args:
         name: id of a rollout of the service, or a file of results, ``FILE`` or ``FILE:LINE``.
-        fetch: gets a rollout from the service by its id.
+        fetch: returns the service's ``JobView`` of a rollout by id; its errors pass through.
         full: whether to print long texts in full.
-        as_json: whether to print JSON.
+        as_json: whether to print JSON; for ``FILE``, of all its rollouts.
 
     Raises:
-        CallerError: the file does not exist, or the line has no rollout.
+        CallerError: a ``.jsonl`` file does not exist, a file has an invalid line, or the line has no rollout.
     """
     console = Console(highlight=False, emoji=False)
     path, line = _file(name)
@@ -78,22 +78,22 @@ def show(name: str, fetch: Callable[[str], dict[str, Any]], *, full: bool, as_js
 
 
 def rollout_table(row: Mapping[str, Any], *, full: bool) -> Table:
-    """Return a rollout as a table of three columns: turn, kind of item, text."""
+    """Return a rollout as a table with the columns turn, item and text; ``full``: whether to keep long texts."""
     given = part(row, "responses_create_params", "input")
     given = items([{"role": "user", "content": given}] if isinstance(given, str) else given)
     fields = [("", key, str(value)) for key, value in row.items() if isinstance(value, str | int | float | bool)]
     fields = [field for field in fields if field[1] not in _NO_VERDICT and not field[1].startswith("_")]
-    long = [field for field in fields if not field[1].startswith(_RESULTS) and _one_line(field[2]) != field[2]]
+    long = [field for field in fields if not field[1].startswith(_RESULT_PREFIXES) and _one_line(field[2]) != field[2]]
     cells = [*_ending(row), *(field for field in fields if field not in long), *(("", *_item(item)) for item in given)]
     for number, turn in enumerate(turns(items(part(row, "response", "output"))), 1):
         cells += [(str(number), *_item(item)) for item in turn]
-    cells += ((place, key, text if full else _one_line(text)) for place, key, text in long)
+    cells += ((turn, key, text if full else _one_line(text)) for turn, key, text in long)
     rows = (tuple(cell if full else shorten(cell) for cell in cells_of_row) for cells_of_row in cells)
     return _table(("turn", "item", "text"), rows)
 
 
 def file_table(found: Mapping[int, Mapping[str, Any]]) -> Table:
-    """Return the rollouts of a file as a table with one row per rollout."""
+    """Return a table with one row for each rollout; ``found``: rollouts by line of a results file."""
     cells = []
     for number, row in found.items():
         job = _job(row)
@@ -133,7 +133,7 @@ def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _reward(row: Mapping[str, Any], job: Mapping[str, Any] | None) -> str:
-    """Return the reward, or `-` if nothing was scored, and whether the row is masked."""
+    """Return the reward, or ``-`` if the rollout was not scored; followed by ``masked`` if the row is masked."""
     scored = "failure_kind" not in row if job is None else job["state"] == "succeeded"
     reward = row.get("reward") if job is None or job.get("reward") is None else job["reward"]
     number = f"{reward:g}" if isinstance(reward, int | float) else str(reward or "")
@@ -148,14 +148,14 @@ def _item(item: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def failure_line(failure: Mapping[str, Any], times: int) -> str:
-    """Return kind, stage, number of attempts, origin and reason of a failure as one line."""
+    """Return kind, stage, number of attempts (if above 1), origin and reason of a failure as one line."""
     where = f" in {failure['stage']}" if failure.get("stage") else ""
     where += f", {times} attempts" if times > 1 else ""
     return f"{failure.get('kind')}{where} ({failure.get('origin')}): {failure.get('reason')}"
 
 
 def distinct_failures(job: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return each distinct failure with its number of attempts; the failure that ended the rollout comes last."""
+    """Return distinct failures with their numbers of attempts; a failure that ended the rollout comes last."""
     last = job.get("failure")
     attempts = [orjson.dumps(failure) for failure in items(job.get("failed_attempts"))]
     times = Counter(attempts)
@@ -170,7 +170,7 @@ def _one_line(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """Replace the middle of a long text by the number of characters left out."""
+    """Replace the middle of a text above :data:`SHORT_CHARACTERS` by the number of characters left out."""
     head, tail = SHORT_CHARACTERS * 3 // 4, SHORT_CHARACTERS // 4
     left_out = len(text) - head - tail
     return text if left_out <= 0 else f"{text[:head]}\n[… {left_out} characters]\n{text[-tail:]}"
@@ -181,7 +181,7 @@ def visible(text: str) -> str:
 
 
 def _job(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the job of a row; ``None`` for Gym's own results, which have no job."""
+    """Return a row's report of its rollout; ``None`` if missing, as in Gym's own results, or malformed."""
     job = row.get("rollout")
     if not isinstance(job, dict) or not isinstance(job.get("id"), str) or not isinstance(job.get("state"), str):
         return None
@@ -204,19 +204,18 @@ _LONG_INTEGER = re.compile(rb"(?<![\d.eE])\d{19,}(?![\d.eE])")
 
 
 def json_value(text: bytes) -> Any:
-    """Parse JSON with exact integers; orjson alone parses integers beyond 64 bits as floats.
+    """Parse UTF-8 JSON with exact integers; orjson alone parses integers beyond 64 bits as floats.
 
     Raises:
-        JSONDecodeError: the text is not JSON.
+        orjson.JSONDecodeError: the text is not JSON.
     """
     value = orjson.loads(text)
     return json.loads(text) if _LONG_INTEGER.search(text) else value
 
 
 def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
-    """Yield the line numbers (from 1) and values of a JSONL file; skip empty lines.
-
-    An invalid line yields a :class:`CallerError` as its value.
+    """Yield the line numbers (from 1) and values of a JSONL file. An invalid line yields a :class:`CallerError` as its
+    value, and an empty line yields nothing.
 
     Args:
         path: the file; ``.gz`` files are decompressed.
@@ -241,10 +240,10 @@ def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]
 
 
 def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the rollouts of a file of results by line; the file may still be written.
+    """Return the rollouts of a results file by line number (from 1), without an incomplete last line.
 
     Raises:
-        CallerError: a line is not a rollout.
+        CallerError: the file cannot be read, or a line is not a rollout.
     """
     found: dict[int, dict[str, Any]] = {}
     for number, row in json_lines(path, growing=True):

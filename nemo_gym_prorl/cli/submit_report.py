@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input and output of ``prorl submit``: the file of rows, the file of results, and the report.
 
-All rows are validated before the first is submitted. Results are appended as they arrive, one per line; rows with a
-result are skipped. Each result names its submission, its line and a digest of its row, so results of other rows are
-refused.
+All rows are validated before the first is submitted. Results are appended as they arrive, one per line, and rollouts
+with a result are skipped. The digest in each :class:`ResultSource` reveals results of other rows, which are refused.
 
 The report counts failures beside rewards; a failed rollout never counts as reward 0. Failures have the same cause if
-kind, stage and reason agree, apart from ids, numbers and names in the reason.
+kind, stage and reason agree, apart from quoted texts and words with digits in the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class RowRepeat:
 
 
 class ResultSource(BaseModel):
-    """Origin of a result: submission, line, repeat and digest of the row."""
+    """Origin of a result: name of the submission, the row's line, the repeat, and a hexadecimal digest of the row."""
 
     run: str
     line: int
@@ -68,7 +67,7 @@ class ResultSource(BaseModel):
 
 
 def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[RefusedRow]]:
-    """Return the valid rows of a JSONL file by line, and the invalid lines; skip empty lines.
+    """Return the valid rows of a JSONL file by line (from 1), and the invalid lines; skip empty lines.
 
     Raises:
         CallerError: the file is no JSONL, has no rows, contains results, or cannot be read.
@@ -105,21 +104,21 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[RefusedRow]]:
 
 
 def _with_row_path(error: ErrorDetails) -> dict[str, Any]:
-    """Return a validation error whose location is the path in the row, where the rollout options are nested."""
+    """Return a validation error of a request, located by a path in the row: options are nested under ``rollout``."""
     path = error["loc"]
     return {**error, "loc": path if path[:1] == ("row",) else ("row", ROLLOUT_OPTIONS_KEY, *path)}
 
 
 class ResultsFile:
-    """JSONL file of results; a context manager that holds an exclusive lock.
+    """JSONL file of results; a context manager that locks and reads the file, and removes an incomplete last line.
 
     Args:
         path: the file, created with its folder if missing.
         rows: the rows of the submission by line.
-        run: name of the submission; ``None`` for that of an existing file.
+        run: name of the submission; ``None`` uses the name in the file's first result, if any.
 
     Raises:
-        CallerError: the file cannot be written, is locked, or has other contents.
+        CallerError: the file cannot be written, is locked, or has a line that is no result of ``rows``.
     """
 
     def __init__(self, path: Path, rows: dict[int, dict[str, Any]], run: str | None) -> None:
@@ -127,7 +126,7 @@ class ResultsFile:
         self._digests = {line: row_digest(row).hex()[:16] for line, row in rows.items()}
         self.run = run
         self.done: dict[RowRepeat, JobView] = {}
-        """Rollouts in the file when it was opened, without their results."""
+        """Rollouts in the file when the context was entered, without their results."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b")
@@ -151,14 +150,15 @@ class ResultsFile:
     ) -> None:
         self._file.close()
 
-    def write(self, run: str, place: RowRepeat, job: JobView) -> None:
-        """Append a result: the environment's row, with the rollout's report under ``rollout``."""
-        source = ResultSource(run=run, line=place.line, repeat=place.repeat, row=self._digests[place.line])
+    def write(self, run: str, position: RowRepeat, job: JobView) -> None:
+        """Append a result: the environment's row, with the rollout's report under ``rollout``. Raises
+        InfrastructureError if the file cannot be written."""
+        source = ResultSource(run=run, line=position.line, repeat=position.repeat, row=self._digests[position.line])
         about = job.model_dump(mode="json", exclude={"result"}) | {"source": source.model_dump()}
         result = {**(job.result or {}), "rollout": about}
         if gym_reads_trajectories():
             # Gym's tools identify rows by these indices.
-            result |= {"_ng_task_index": place.line, "_ng_rollout_index": place.repeat}
+            result |= {"_ng_task_index": position.line, "_ng_rollout_index": position.repeat}
             result["agent_ref"] = result.get("agent_ref") or _AGENT
             result[TRAJECTORY] = ng_trajectory(result)
         try:
@@ -204,17 +204,17 @@ def _json(line: bytes) -> bool:
 
 MAX_CAUSES = 20  # printed causes, about one screen; further causes are counted
 
-_REASON_CHARS = 400
+_REASON_CHARS = 400  # compared and printed characters of a failure's reason
 _MAX_BARS = 10  # of the histogram; more distinct rewards are grouped into intervals
-_BAR_CHARS = 40
+_BAR_CHARS = 40  # length of the longest bar
 
 _WORD = r"[^\s,;:=()\[\]]"
 _VARIABLE_PARTS = re.compile(rf"""(?<!\w)(?:'[^']*'|"[^"]*")|(?<!{_WORD})(?<!HTTP ){_WORD}*\d{_WORD}*""")
-"""Parts of a reason that differ between failures of one cause: quoted text, and words with digits except statuses."""
+"""Parts of a reason that differ between failures of one cause: quoted text, and words with digits (not statuses)."""
 
 
 def pass_at_k(rewards: Sequence[float], k: int) -> float:
-    """Return the expected maximum reward of ``k`` of these rollouts, drawn without replacement.
+    """Return the expected maximum reward of ``k`` rollouts, drawn without replacement from a row's rollouts.
 
     For rewards of 0 and 1 this is the unbiased estimator of pass@k, ``1 - C(n - c, k) / C(n, k)``. ``len(rewards)``
     must be at least ``k``.
@@ -226,7 +226,8 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
 
 @dataclass
 class RunSummary:
-    """Counts of a submission's outcomes so far. Rewards are grouped by the row's line."""
+    """Outcomes of a submission so far, among ``total`` rollouts of valid rows. ``failures`` has each failed rollout's
+    position and id; ``rewards`` are grouped by the row's line."""
 
     total: int
     refused: list[RefusedRow] = field(default_factory=list)
@@ -234,12 +235,12 @@ class RunSummary:
     failures: list[tuple[RowRepeat, str, FailureView]] = field(default_factory=list)
     rewards: dict[int, list[float]] = field(default_factory=dict)
 
-    def add(self, place: RowRepeat, job: JobView) -> None:
+    def add(self, position: RowRepeat, job: JobView) -> None:
         self.states[job.state] += 1
         if job.failure is not None:
-            self.failures.append((place, job.id, job.failure))
+            self.failures.append((position, job.id, job.failure))
         if job.reward is not None:
-            self.rewards.setdefault(place.line, []).append(job.reward)
+            self.rewards.setdefault(position.line, []).append(job.reward)
 
     @property
     def ended(self) -> int:
@@ -263,7 +264,7 @@ class RunSummary:
 
 
 def _group_by_cause[T](problems: Iterable[T], key: Callable[[T], tuple[str, ...]]) -> list[list[T]]:
-    """Group problems by cause, the most frequent cause first; the last element of ``key`` is the reason."""
+    """Group problems by key, the largest group first. A key's last string is a reason; variable parts are ignored."""
     by_cause: dict[tuple[str, ...], list[T]] = {}
     for problem in problems:
         *names, reason = key(problem)
@@ -272,7 +273,7 @@ def _group_by_cause[T](problems: Iterable[T], key: Callable[[T], tuple[str, ...]
 
 
 def print_report(console: Console, summary: RunSummary, repeats: int) -> None:
-    """Print the histogram of rewards, pass@k, the failures and the counts."""
+    """Print the histogram of rewards, pass@k, the failures and the counts; ``repeats``: rollouts per row."""
     if summary.rewards:
         console.print(_histogram([reward for of_row in summary.rewards.values() for reward in of_row]))
         if repeats > 1:
@@ -287,7 +288,7 @@ def print_report(console: Console, summary: RunSummary, repeats: int) -> None:
 
 
 def print_refused(console: Console, file: str, refused: Sequence[RefusedRow]) -> None:
-    """Print one line for each cause of refused rows."""
+    """Print a line for each cause of refused rows, the most frequent first, at most :data:`MAX_CAUSES` lines."""
     by_cause = _group_by_cause(refused, lambda row: (row.reason,))
     for rows in by_cause[:MAX_CAUSES]:
         first, more = rows[0], len(rows) - 1
@@ -303,7 +304,7 @@ def _print_rest(console: Console, by_cause: Sequence[Sequence[object]]) -> None:
 
 
 def _histogram(rewards: Sequence[float]) -> Table:
-    """Return a bar for each distinct reward, or for each of equal intervals if there are many."""
+    """Return a table with a bar for each distinct reward, or for each of 10 equal intervals if there are more."""
     counts: Counter[float] = Counter(rewards)
     bars = [(f"{reward:.6g}", count) for reward, count in sorted(counts.items())]
     if len(counts) > _MAX_BARS:
@@ -339,9 +340,9 @@ def _print_failures(console: Console, failures: Sequence[tuple[RowRepeat, str, F
     table.add_column("count", justify="right")
     table.add_column("example", overflow="fold")
     for same_cause in by_cause[:MAX_CAUSES]:
-        place, rollout_id, failure = same_cause[0]
+        position, rollout_id, failure = same_cause[0]
         reason = failure.reason[:_REASON_CHARS] + "…" * (len(failure.reason) > _REASON_CHARS)
-        example = f"row of line {place.line}, {rollout_id}: {reason}"
+        example = f"row of line {position.line}, {rollout_id}: {reason}"
         table.add_row(failure.kind, failure.stage or "", str(len(same_cause)), escape(visible(example)))
     console.print(table)
     _print_rest(console, by_cause)

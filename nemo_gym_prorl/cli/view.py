@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl view``: converts rollouts into Inspect's log format and shows them in its viewer, or as a static site.
+"""Command ``prorl view``: converts rollouts into Inspect's log format, and serves its viewer or writes a static site.
 
-The log has turns with reasoning, tool calls, times, tool output, reward and failure. Other fields become metadata of
-the sample. Text of a policy or a sandbox is untrusted: the log is marked so that the viewer shows plain text, because
-markup could load remote images. Neither the viewer nor the site needs the network.
+The log has turns with reasoning, tool calls, times, tool output, reward and failure. Other fields of a row become
+metadata of its sample. Text of a policy or a sandbox is untrusted: the log is marked so that the viewer shows plain
+text, because markup could load remote images. Neither the viewer nor the site needs the network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY, ParsedTurn,
 from nemo_gym_prorl.tasks import require_extras
 
 
-if TYPE_CHECKING:  # the import takes seconds
+if TYPE_CHECKING:  # functions import Inspect lazily, because the import is slow
     from inspect_ai.event import Event
     from inspect_ai.log import EvalLog, EvalSample
     from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelUsage
@@ -45,10 +45,10 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
     Args:
         results: JSONL file of ``prorl submit`` or of Gym.
         bundle: new folder for a static site; ``None`` serves the viewer on loopback until interrupted.
-        port: port of the viewer.
+        port: port of the viewer; unused with ``bundle``.
 
     Raises:
-        CallerError: the file has no rollouts, the folder exists or cannot be created, or the port is in use.
+        CallerError: the file is invalid or has no rollouts, ``bundle`` exists or cannot be made, or the port is used.
         InfrastructureError: Inspect is not installed; the error has the install command.
     """
     require_extras("view")
@@ -60,7 +60,7 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
     from inspect_ai.log import bundle_log_dir, write_eval_log
 
     with tempfile.TemporaryDirectory(prefix="prorl-view-") as folder:
-        name = re.sub(r"[^\w.-]", "_", results.stem)  # Inspect parses the path as a URL
+        name = re.sub(r"[^\w.-]", "_", results.stem)  # Inspect parses the path as a URL, where # and ? are special
         write_eval_log(inspect_log(rows, results.stem), f"{folder}/{name}.eval", format="eval")
         if bundle is not None:
             # Absolute, because Inspect uploads to the Hugging Face Hub for a relative path that starts with "hf/".
@@ -77,7 +77,7 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
 
 
 def _check(bundle: Path | None, port: int) -> None:
-    """Check folder and port before the conversion, which may take long."""
+    """Check ``bundle``, or the port if ``bundle`` is ``None``, before the slow conversion."""
     if bundle is not None:
         if bundle.exists():
             raise CallerError("exists already; choose a new folder", field="--bundle")
@@ -98,7 +98,7 @@ def _check(bundle: Path | None, port: int) -> None:
 
 
 def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
-    """Convert rollouts into Inspect's log: each rollout is a sample, the repeats of a row are its epochs."""
+    """Convert rollouts into Inspect's log: each rollout is a sample, and the repeats of a row are its epochs."""
     from inspect_ai.log import (
         EvalConfig,
         EvalDataset,
@@ -116,7 +116,7 @@ def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
     for row in rows:
         epochs[task := _task(row)] += 1
         samples.append(_sample(row, task, epochs[task]))
-    # The viewer shows samples × epochs, so the number of epochs is only set if all rows have the same.
+    # The viewer shows samples × epochs as the total, so epochs are set only if all rows have equally many rollouts.
     repeats = max(epochs.values()) if len({*epochs.values()}) == 1 else 1
     rewards = [sample.scores[_REWARD].as_float() for sample in samples if sample.scores]
     mean = {"mean": EvalMetric(name="mean", value=fmean(rewards))} if rewards else {}
@@ -193,7 +193,7 @@ def _sample(row: Mapping[str, Any], task: str, epoch: int) -> EvalSample:
 
 
 class _Transcript:
-    """Messages and events of a conversation."""
+    """Prompt, messages, events and token usage of one rollout in Inspect's types."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._model = _model(row)
@@ -318,7 +318,7 @@ def _about(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _task(row: Mapping[str, Any]) -> str:
-    """Return a name that the repeats of a row share: the row's index, line or group, and its task id."""
+    """Return a sample id that the repeats of a row share: the row's index, line or group, and its task id."""
     about = _about(row)
     names = (row.get("_ng_task_index"), part(about, "source", "line"), about.get("group"))
     index = next((str(name) for name in names if name is not None), "")
