@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command ``prorl doctor``: checks of this machine, of an inference endpoint or of Harbor tasks, each with a fix.
 
-Where possible, checks perform the operation instead of reading settings. For example, the start of a sandbox depends
-on many settings of kernel, distribution and container. Checks leave no files or processes behind.
+Where possible, a check performs an operation instead of reading settings. For example, the doctor starts a sandbox,
+which depends on many settings of kernel, distribution and container. Checks leave no files or processes behind.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Service:
             ApiError: status 410: events after the cursor are no longer stored, or this reader was too slow.
             InfrastructureError, CallerError: see :meth:`call`.
         """
-        with self._answer("GET", "/v1/events", query={"after": after}, timeout_s=STREAM_S) as answer:
+        with self._request("GET", "/v1/events", query={"after": after}, timeout_s=STREAM_S) as answer:
             kind = b""
             for line in answer:
                 if line.startswith(b"event: "):
@@ -96,14 +96,14 @@ class Service:
             InfrastructureError: the service does not answer, or the answer is not JSON with the needed fields.
             CallerError: the URL is invalid.
         """
-        with self._answer(method, path, body=body, query=query or {}) as answer:
+        with self._request(method, path, body=body, query=query or {}) as answer:
             found = orjson.loads(answer.read())
             if not all(name in found for name in needed):
                 raise ValueError(f"an answer without {', '.join(needed)}")
             return found
 
     @contextmanager
-    def _answer(
+    def _request(
         self, method: str, path: str, *, query: Mapping[str, str | None], body: object = None, timeout_s: float = 0
     ) -> Iterator[HTTPResponse]:
         given = {name: value for name, value in query.items() if value is not None}
@@ -171,7 +171,7 @@ def split_urls(url: str | None) -> list[str]:
 
 
 def head_url() -> str:
-    """Return the URL of the head server or gateway from ``PRORL_HEAD``; a URL without a scheme gets ``http://``."""
+    """Return ``PRORL_HEAD``, the URL of a head server or gateway, with a scheme; default :data:`DEFAULT_HEAD`."""
     head = os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
     return head if "://" in head else f"http://{head}"
 
@@ -251,7 +251,7 @@ def cancel(url: str | None, token: str | None, ids: list[str], group: str | None
 
 def show_backends(url: str | None, token: str | None) -> None:
     console = Console(highlight=False, emoji=False, soft_wrap=True, width=1000)  # wide, so that no URL is wrapped
-    for model in _models(url, token):
+    for model in _model_servers(url, token):
         found = model.get(_BACKENDS, "backends", "waiting")
         table = Table(box=None, pad_edge=False)
         for column in ("id", "url", "run", "health", "rollouts", "turns", "limit", "weights"):
@@ -273,7 +273,7 @@ def add_backend(
 ) -> None:
     fields = {"url": engine, "run": run, "weight_version": weight_version, "api_key": key}
     body = {name: value for name, value in fields.items() if value is not None}
-    for model in _models(url, token):
+    for model in _model_servers(url, token):
         added = model.call("POST", _BACKENDS, "id", "url", body=body)
         print(f"{model.url}: {added['id']} at {added['url']}")
 
@@ -285,7 +285,7 @@ def drain_backend(url: str | None, token: str | None, engine: str) -> None:
         CallerError: no model server has the engine.
     """
     drained = 0
-    for model in _models(url, token):
+    for model in _model_servers(url, token):
         known = model.get(_BACKENDS, "backends")["backends"]
         # Ids differ between model servers, and one model server may list a URL once per training run.
         for backend in [entry for entry in known if engine.rstrip("/") in (entry["id"], entry["url"])]:
@@ -296,7 +296,7 @@ def drain_backend(url: str | None, token: str | None, engine: str) -> None:
         raise CallerError(f"no model server has an engine {engine}; `prorl backends` lists engines", field="ENGINE")
 
 
-def _models(url: str | None, token: str | None) -> list[Service]:
+def _model_servers(url: str | None, token: str | None) -> list[Service]:
     """Return clients of the model servers at ``url`` (comma-separated), else of those that the head server lists."""
     urls = split_urls(url) if url is not None else [*find_servers(head_url(), token, "prorl_model").values()]
     if not urls:
@@ -307,7 +307,7 @@ def _models(url: str | None, token: str | None) -> list[Service]:
     return [Service(model, token) for model in urls]
 
 
-_RECONNECT_S = 2.0  # pause of `prorl tail` after a lost connection
+_RECONNECT_S = 2.0  # pause before `prorl tail` reconnects, so that a restarting service gets few requests
 
 
 def pools(status: Mapping[str, Any]) -> Table:
@@ -345,7 +345,7 @@ def show_status(url: str | None, token: str | None) -> None:
 
 def engines_down(agent: str, token: str | None) -> Iterator[str]:
     """Yield a line for each engine that is down, and for each model server that has no engine or does not answer.
-    Yields nothing if the head server lists no agent at this URL, because it then belongs to another deployment."""
+    Yields nothing if the head server does not list the URL ``agent``: the listed model servers are then unrelated."""
     try:
         if agent not in (found.rstrip("/") for found in find_servers(head_url(), token, "prorl_agent").values()):
             return
@@ -374,8 +374,8 @@ def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
 
 
 def show_rollouts(url: str | None, token: str | None, group: str | None, state: str | None, failed: bool) -> None:
-    """Print the rollouts of a group in a state, oldest first; ``None`` prints those of every group or state. With
-    ``failed``, print only rollouts with a failure or a failed attempt that were not cancelled, with their failures.
+    """Print the rollouts of ``group`` in ``state``, oldest first; ``None`` matches every group or state. With
+    ``failed``, print the failures of rollouts that failed or were retried, except cancelled rollouts.
 
     Raises:
         CallerError: both a state and ``failed`` are given.

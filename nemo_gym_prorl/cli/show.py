@@ -54,7 +54,7 @@ def show(name: str, fetch: Callable[[str], dict[str, Any]], *, full: bool, as_js
         CallerError: a ``.jsonl`` file does not exist, a file has an invalid line, or the line has no rollout.
     """
     console = Console(highlight=False, emoji=False)
-    path, line = _file(name)
+    path, line = _parse_argument(name)
     if path is not None:
         found = read_rollouts(path)
         if line is None and len(found) != 1 and not as_json:
@@ -84,7 +84,7 @@ def rollout_table(row: Mapping[str, Any], *, full: bool) -> Table:
     fields = [("", key, str(value)) for key, value in row.items() if isinstance(value, str | int | float | bool)]
     fields = [field for field in fields if field[1] not in _NO_VERDICT and not field[1].startswith("_")]
     long = [field for field in fields if not field[1].startswith(_RESULT_PREFIXES) and _one_line(field[2]) != field[2]]
-    cells = [*_ending(row), *(field for field in fields if field not in long), *(("", *_item(item)) for item in given)]
+    cells = [*_result(row), *(field for field in fields if field not in long), *(("", *_item(item)) for item in given)]
     for number, turn in enumerate(turns(items(part(row, "response", "output"))), 1):
         cells += [(str(number), *_item(item)) for item in turn]
     cells += ((turn, key, text if full else _one_line(text)) for turn, key, text in long)
@@ -112,7 +112,7 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
     return table
 
 
-def _ending(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _result(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if (job := _job(row)) is None:
         yield "", "reward", _reward(row, job)
     else:
@@ -189,7 +189,7 @@ def _job(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return job if valid else None
 
 
-def _file(argument: str) -> tuple[Path | None, int | None]:
+def _parse_argument(argument: str) -> tuple[Path | None, int | None]:
     name, colon, line = argument.rpartition(":")
     if colon and line.isdecimal() and Path(name).is_file():
         return Path(name), int(line)

@@ -210,7 +210,7 @@ _BAR_CHARS = 40  # length of the longest bar
 
 _WORD = r"[^\s,;:=()\[\]]"
 _VARIABLE_PARTS = re.compile(rf"""(?<!\w)(?:'[^']*'|"[^"]*")|(?<!{_WORD})(?<!HTTP ){_WORD}*\d{_WORD}*""")
-"""Parts of a reason that differ between failures of one cause: quoted text, and words with digits (not statuses)."""
+"""Parts of a reason that vary among failures of one cause: quoted text, and words with digits except HTTP statuses."""
 
 
 def pass_at_k(rewards: Sequence[float], k: int) -> float:
@@ -226,8 +226,8 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
 
 @dataclass
 class RunSummary:
-    """Outcomes of a submission so far, among ``total`` rollouts of valid rows. ``failures`` has each failed rollout's
-    position and id; ``rewards`` are grouped by the row's line."""
+    """Outcomes of a submission's ``total`` rollouts so far, and its refused rows. ``states`` counts outcomes by job
+    state, ``failures`` has the failed rollouts' positions and ids, and ``rewards`` has rewards by the row's line."""
 
     total: int
     refused: list[RefusedRow] = field(default_factory=list)

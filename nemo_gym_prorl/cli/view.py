@@ -52,7 +52,7 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
         InfrastructureError: Inspect is not installed; the error has the install command.
     """
     require_extras("view")
-    _check(bundle, port)
+    _check_output(bundle, port)
     rows = [*read_rollouts(results).values()]
     if not rows:
         raise CallerError("has no rollouts", field=str(results))
@@ -76,7 +76,7 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
             raise first from None
 
 
-def _check(bundle: Path | None, port: int) -> None:
+def _check_output(bundle: Path | None, port: int) -> None:
     """Check ``bundle``, or the port if ``bundle`` is ``None``, before the slow conversion."""
     if bundle is not None:
         if bundle.exists():
@@ -98,7 +98,7 @@ def _check(bundle: Path | None, port: int) -> None:
 
 
 def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
-    """Convert rollouts into Inspect's log: each rollout is a sample, and the repeats of a row are its epochs."""
+    """Convert rollouts into the log of a task ``name``: each rollout is a sample, the repeats of a row its epochs."""
     from inspect_ai.log import (
         EvalConfig,
         EvalDataset,
@@ -147,7 +147,7 @@ def _sample(row: Mapping[str, Any], task: str, epoch: int) -> EvalSample:
     from inspect_ai.model import ModelOutput
     from inspect_ai.scorer import Score
 
-    about = _about(row)
+    about = _rollout_report(row)
     transcript = _Transcript(row)
     error = _failure(row)
     score = None
@@ -303,7 +303,7 @@ def _prompt(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
 
 
 def _failure(row: Mapping[str, Any]) -> dict[str, str] | None:
-    failure = _about(row).get("failure")
+    failure = _rollout_report(row).get("failure")
     fields = failure if isinstance(failure, dict) else {}
     kind = fields.get("kind") or row.get("failure_kind")
     if kind is None:
@@ -312,14 +312,14 @@ def _failure(row: Mapping[str, Any]) -> dict[str, str] | None:
     return {"kind": str(kind), "reason": str(reason), "traceback": str(fields.get("traceback") or "")}
 
 
-def _about(row: Mapping[str, Any]) -> dict[str, Any]:
+def _rollout_report(row: Mapping[str, Any]) -> dict[str, Any]:
     about = row.get(ROLLOUT_OPTIONS_KEY)
     return about if isinstance(about, dict) else {}
 
 
 def _task(row: Mapping[str, Any]) -> str:
     """Return a sample id that the repeats of a row share: the row's index, line or group, and its task id."""
-    about = _about(row)
+    about = _rollout_report(row)
     names = (row.get("_ng_task_index"), part(about, "source", "line"), about.get("group"))
     index = next((str(name) for name in names if name is not None), "")
     task = next((str(row[name]) for name in ("task_id", "instance_id") if row.get(name) is not None), "")
