@@ -295,9 +295,9 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
         ("x = 1\ndef test(x):\n    assert f(x) == 2", None),
         ("x = 1\nif x:\n    x = 2\nassert f(x) == 2", None),
         ("x = g(1)\nassert f(x) == 2", None),
-        ("x = [1]\n" + "x = [x, x]\n" * 99 + "assert f(x) == 1", None),
-        ("x = [1]\n" + "x = sorted([x, x])\n" * 99 + "assert f(x) == 1", None),
-        ("x = 1\n" + "x = g(x, x)\n" * 99 + "assert f(x) == 1", None),
+        ("x = 1\n" + "x = (x, x)\n" * 30 + "assert f(x) == 1", None),
+        ("x = 1\n" + "x = sorted([x, x])\n" * 30 + "assert f(x) == 1", None),
+        ("x = 1\n" + "x = g(x, x)\n" * 30 + "assert f(x) == 1", None),
     ],
 )
 def test_asserts(source: str, kept: list[Any] | None) -> None:
