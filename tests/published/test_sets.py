@@ -274,6 +274,30 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
         ("for x in [1]:\n    assert f(x) == 2", None),
         ("import os\nos.remove('x')\nassert f(1) == 2", None),
         ("", None),
+        ("assert sorted(f(1)) == [1, 2]", [[[1], [1, 2]]]),
+        ("assert sorted([2, 1]) == sorted(f(1))", [[[1], [1, 2]]]),
+        ("assert set(f(1)) == {2, 1}", [[[1], [1, 2]]]),
+        ("assert set((4, 5)) == set(f(1))", [[[1], [4, 5]]]),
+        ("assert list(f(2)) == list(range(2))", [[[2], [0, 1]]]),
+        ("assert len(f(1)) == 2", [[[1], 2]]),
+        ("assert sorted(f(1)) == [1]\nassert f(2) == [2]", None),
+        ("assert sorted(f(1), reverse=True) == [1]", None),
+        ("assert sorted(f(1)) == sorted(g(2))", None),
+        ("assert set(f(1)) == {1, 'a'}", None),
+        ("x = [1, 2]\nassert f(x) == 3", [[[[1, 2]], 3]]),
+        ("def test():\n    x, = 1,\n    assert f(x) == 3", None),
+        ("def test():\n    x = 2\n    y = -1\n    got = f(x)\n    assert got == y", [[[2], -1]]),
+        ("s = Solution()\nassert s.f(1) == 2\nassert s.f(0) == 1", [[[1], 2], [[0], 1]]),
+        ("def check(g):\n    assert f(1) == 2\n\ncheck(f)", [[[1], 2]]),
+        ("x = [1]\nassert f(x) == 1\nassert f(x) == 2", None),
+        ("x = [1]\nassert f(x) == x", None),
+        ("x = 1\nx += 1\nassert f(x) == 2", None),
+        ("x = 1\ndef test(x):\n    assert f(x) == 2", None),
+        ("x = 1\nif x:\n    x = 2\nassert f(x) == 2", None),
+        ("x = g(1)\nassert f(x) == 2", None),
+        ("x = 1\n" + "x = (x, x)\n" * 30 + "assert f(x) == 1", None),
+        ("x = 1\n" + "x = sorted([x, x])\n" * 30 + "assert f(x) == 1", None),
+        ("x = 1\n" + "x = g(x, x)\n" * 30 + "assert f(x) == 1", None),
     ],
 )
 def test_asserts(source: str, kept: list[Any] | None) -> None:
@@ -350,6 +374,11 @@ def test_arguments_by_name_follow_the_signature(call: str, arguments: list[Any] 
         ("assert math.isclose(f(3), 2.0)", 2.000000001, 2.00000001),
         ("import math\nassert math.isclose(2, f(3), rel_tol=0.0, abs_tol=0.5)", 2.5, 2.6),
         ("assert abs(f(3) - 1.5) < 1e-6\nassert f(1) == 2", 1.5000009, 1.5000011),
+        ("assert f(3) == pytest.approx(1.5)", 1.5000014, 1.5000016),
+        ("assert f(3) == approx(1.5, abs=0.1)\nassert f(1) == approx(0, abs=0.1)", 1.59, 1.61),
+        ("assert f(3) == pytest.approx([1.5, 2], rel=0.1)", [1.6, 2.1], [1.6, 2.3]),
+        ("assert f(3) == pytest.approx(1.5, nan_ok=True)", None, None),
+        ("assert f(3) == pytest.approx('a')", None, None),
         ("assert abs(f(3) - 1.5) < 0.1\nassert f(1) == 2", None, None),
         ("assert abs(f(3) - 1.5) < 0.1\nassert abs(f(1) - 1.5) < 0.2", None, None),
         ("assert math.isclose(f(3), 2.0, rel_tol=x)", None, None),
@@ -359,7 +388,7 @@ def test_arguments_by_name_follow_the_signature(call: str, arguments: list[Any] 
         ("assert abs(f(3) - f(2)) < 0.1", None, None),
     ],
 )
-def test_asserted_tolerance(source: str, right: float | None, wrong: float | None) -> None:
+def test_asserted_tolerance(source: str, right: Any, wrong: Any) -> None:
     record = {"question": Q, "test": source}
     if right is None:
         with pytest.raises(UnusableRecord, match="its tests"):

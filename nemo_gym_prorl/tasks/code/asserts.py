@@ -3,7 +3,8 @@
 """Convert asserts of published data sets to tests of a function. Pure; the source is parsed and never run.
 
 Accepted are calls with literal arguments: compared with a literal, within a tolerance (``abs(f(1) - 0.5) < 1e-6``,
-``math.isclose``), or as the whole assert if the function returns booleans. Arithmetic with literals is folded.
+``math.isclose``, ``pytest.approx``), or as the whole assert if the function returns booleans. A builtin such as
+``sorted`` may get the result first. Arithmetic with literals is folded, and names are replaced by their values.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.records import UnusableRecord
 
 
+_BUILTINS: dict[str, Any] = {"list": list, "set": set, "sorted": sorted, "tuple": tuple}
+"""Builtins that tests call to make the values that they pass or expect."""
+_APPLIED = ("len", "list", "set", "sorted")  # builtins that tests call with a result
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
 """Fields that may define the function under test; what the policy sees comes first."""
@@ -56,10 +60,10 @@ def of_asserts(
     if isinstance(tree, Exception):
         raise CallerError(f"is not Python: {tree}", field=field) from tree
     lines = source.split("\n")
-    inputs, outputs, names = list[Any](), list[Any](), set[str]()
+    inputs, outputs, names = list[Any](), list[Any](), set[tuple[str, str | None]]()
     definitions = cache(lambda name: [*_definitions(record or {}, name)])
     tolerances, truths, boolean = set[tuple[float, float]](), list[str](), False
-    for statement in _statements(tree.body):
+    for statement in _statements(tree.body, {}):
         example = "".join(lines[statement.lineno - 1 : statement.lineno]).strip()
         try:
             test = _comparison(statement)
@@ -68,31 +72,34 @@ def of_asserts(
                 raise UnusableRecord("its tests call more than a function by its name")
             name = candidates[-1] if name in candidates else name
             inputs.append([_literal(value, tuples=False) for value in _positional(test.call, definitions(name))])
-            expected = _number(test.expected) if test.tolerance else _literal(test.expected)
+            expected = _literal(test.expected, sets=test.applied == "set")
+            expected = _floats(expected) if test.tolerance else expected
         except UnusableRecord as error:
             raise UnusableRecord(error.complaint, field=field, example=example) from None
-        names.add(name)
+        names.add((name, test.applied))
         outputs.append(json.dumps(expected))
         tolerances.add(test.tolerance or EXACT)
         truths += [example] if test.truth else []
         boolean |= isinstance(expected, bool) and not test.truth
     if len(names) > 1:
-        raise UnusableRecord("its tests call more than one function", field=field, example=", ".join(sorted(names)))
+        example = ", ".join(sorted(f"{applied}({name})" if applied else name for name, applied in names))
+        raise UnusableRecord("its tests call more than one function", field=field, example=example)
     if not names:
         raise UnusableRecord("its tests have no assert", field=field)
-    called = names.pop()
+    [(called, applied)] = names
     if truths and not boolean and not (definitions(called) and all(map(_returns_bool, definitions(called)))):
         raise UnusableRecord(
             "its tests check whether a result that may be no boolean is true", field=field, example=truths[0]
         )
     tests = {"inputs": inputs, "outputs": outputs, "fn_name": called}
+    checker = {"kind": "float"} | ({"applied": applied} if applied else {})
     if tolerances == {EXACT}:
-        return tests
+        return tests | ({"checker": checker} if applied else {})
     absolute, relative = map(min, zip(*tolerances, strict=True))
     # A result that must be exact may have a smaller tolerance than usual, and no larger one.
     if len(tolerances - {EXACT}) > 1 or (EXACT in tolerances and (absolute, relative) not in tolerances - {EXACT}):
         raise UnusableRecord("its tests have different tolerances", field=field)
-    return tests | {"checker": {"kind": "float", "absolute": absolute, "relative": relative}}
+    return tests | {"checker": checker | {"absolute": absolute, "relative": relative}}
 
 
 def _tree(source: str) -> ast.Module | Exception:
@@ -102,34 +109,64 @@ def _tree(source: str) -> ast.Module | Exception:
         return error
 
 
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of tests, also inside of functions, without imports and docstrings."""
+def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) -> Iterator[ast.stmt]:
+    """Yield the statements of tests, also inside of functions, without imports, docstrings and assignments."""
+    functions = {one.name for one in body if isinstance(one, ast.FunctionDef)}
     for statement in body:
         match statement:
-            case ast.FunctionDef(body=inner):
-                yield from _statements(inner)
-            case ast.Expr(value=ast.Constant()) | ast.Assign(targets=[ast.Name(id="METADATA")]):  # HumanEval has both
+            case ast.FunctionDef(body=inner, args=parameters):
+                yield from _statements(inner, values | {one.arg: None for one in parameters.args})
+            case ast.Expr(value=ast.Constant()):
                 pass
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in functions:  # as in HumanEval-X
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                is_call = isinstance(value, ast.Call) and _called(value.func) not in _BUILTINS
+                values[name] = _inlined(value, values) if is_call else value
             case _ if not isinstance(statement, _SCAFFOLDING):
-                yield statement
+                yield _inlined(statement, values)
+
+
+def _inlined[N: ast.AST](node: N, values: dict[str, ast.expr | None]) -> N:
+    """Replace names by their values; a list only once, since a function may change it.
+
+    Values are not visited, because nested ones would grow exponentially.
+    """
+
+    def value_of(part: Any) -> Any:
+        value = values.get(part.id) if isinstance(part, ast.Name) else None
+        if isinstance(value, ast.List | ast.Dict):
+            values[part.id] = None
+        return value or part
+
+    for parent in [*ast.walk(node)]:
+        for field, part in ast.iter_fields(parent):
+            setattr(parent, field, [*map(value_of, part)] if isinstance(part, list) else value_of(part))
+    return node
 
 
 class _Test(NamedTuple):
     """An assert.
 
     Attributes:
+        applied: builtin that is called with the result; its result is compared.
         tolerance: absolute and relative tolerance of the result; ``None`` for equality.
         truth: whether any true or false result would do.
     """
 
     call: ast.Call
     expected: ast.expr
+    applied: str | None = None
     tolerance: tuple[float, float] | None = None
     truth: bool = False
 
 
 def _comparison(statement: ast.stmt) -> _Test:
     match statement.test if isinstance(statement, ast.Assert) else None:
+        case ast.Compare(one, [ast.Eq()], [ast.Call(ast.Name("approx") | ast.Attribute(_, "approx"), [other], words)]):
+            given = _tolerances(words, "abs", "rel")
+            relative = given.get("rel", 0.0 if "abs" in given else 1e-6)
+            return _Test(*_sides(one, other), tolerance=(given.get("abs", 1e-12), relative))
         case ast.Compare(left=one, ops=[ast.Eq() | ast.Is()], comparators=[other]):
             return _Test(*_sides(one, other))
         case ast.Compare(
@@ -137,7 +174,7 @@ def _comparison(statement: ast.stmt) -> _Test:
             ops=[ast.Lt() | ast.LtE() as order],
             comparators=[limit],
         ):
-            if (bound := _number(limit)) <= 0:
+            if (bound := _float(_literal(limit))) <= 0:
                 raise UnusableRecord(_NO_COMPARISON)
             below = math.nextafter(bound, 0) if isinstance(order, ast.Lt) else bound
             return _Test(*_sides(one, other), tolerance=(below, 0.0))
@@ -146,9 +183,7 @@ def _comparison(statement: ast.stmt) -> _Test:
             args=[one, other],
             keywords=words,
         ):
-            given = {word.arg: _number(word.value) for word in words}
-            if not given.keys() <= {"abs_tol", "rel_tol"} or min(given.values(), default=0.0) < 0:
-                raise UnusableRecord(_NO_COMPARISON)
+            given = _tolerances(words, "abs_tol", "rel_tol")
             return _Test(*_sides(one, other), tolerance=(given.get("abs_tol", 0.0), given.get("rel_tol", 1e-9)))
         case ast.Call() as call:
             return _Test(call, ast.Constant(True), truth=True)
@@ -157,11 +192,22 @@ def _comparison(statement: ast.stmt) -> _Test:
     raise UnusableRecord(_NO_COMPARISON)
 
 
-def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr]:
-    """Return the call and the expected result, whichever comes first."""
-    for call, expected in ((one, other), (other, one)):
-        if isinstance(call, ast.Call) and _called(call.func) not in ("float", "list"):
-            return call, expected
+def _tolerances(words: Sequence[ast.keyword], *names: str) -> dict[str, float]:
+    given = {str(word.arg): _float(_literal(word.value)) for word in words}
+    if not given.keys() <= {*names} or min(given.values(), default=0.0) < 0:
+        raise UnusableRecord(_NO_COMPARISON)
+    return given
+
+
+def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr, str | None]:
+    """Return the call and the expected result, whichever comes first, and the builtin that gets the call's result."""
+    made = (*_BUILTINS, "float", "range")
+    for side, expected in ((one, other), (other, one)):
+        match side:
+            case ast.Call(ast.Name(name), [ast.Call(f) as call], []) if name in _APPLIED and _called(f) not in made:
+                return call, expected, name
+            case ast.Call(f) if _called(f) not in made:
+                return side, expected, None
     raise UnusableRecord(_NO_COMPARISON)
 
 
@@ -242,9 +288,10 @@ def _called(function: ast.expr) -> str | None:
     return None
 
 
-def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
+def _literal(node: ast.expr, *, tuples: bool = True, sets: bool = False) -> Any:
     try:
         value = ast.literal_eval(_Folder().visit(node))
+        value = sorted(value) if sets and isinstance(value, set) else value
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError):
         raise UnusableRecord("its tests compute what they pass or expect") from None
     if not _is_json(value, tuples=tuples):
@@ -252,16 +299,19 @@ def _literal(node: ast.expr, *, tuples: bool = True) -> Any:
     return value
 
 
-def _number(node: ast.expr) -> float:
-    value = _literal(node)
+def _float(value: Any) -> float:
     # A comparison with the largest float, since float() fails for a larger integer.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise UnusableRecord("its tests have a tolerance for a value that is no number")
     return float(value)
 
 
+def _floats(value: Any) -> Any:
+    return [*map(_floats, value)] if isinstance(value, list | tuple) else _float(value)
+
+
 class _Folder(ast.NodeTransformer):
-    """Replace arithmetic with literals, ``float("inf")`` and ``list(range(3))`` by values of bounded size."""
+    """Replace arithmetic with literals, ``float("inf")`` and calls such as ``list(range(3))`` by bounded values."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         one, other = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
@@ -282,6 +332,8 @@ class _Folder(ast.NodeTransformer):
                 numbers = range(*(ast.literal_eval(self.visit(part)) for part in parts))
                 if len(numbers) <= _FOLDED_CHARS:
                     return ast.List([ast.Constant(number) for number in numbers])
+            case ast.Call(func=ast.Name(id=name), args=[inner], keywords=[]) if name in _BUILTINS:
+                return ast.Constant(_BUILTINS[name](ast.literal_eval(self.visit(inner))))
         return node
 
 

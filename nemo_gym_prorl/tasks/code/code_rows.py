@@ -90,7 +90,10 @@ class UnitTests(BaseModel):
 
 
 class NamedChecker(BaseModel):
-    """Built-in comparison. ``wrapped`` and tolerances apply to results of functions and to ``float``."""
+    """Built-in comparison. ``wrapped`` and tolerances apply to results of functions and to ``float``.
+
+    ``applied`` is a builtin that is called with a function's result first; a set is sorted then.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -98,6 +101,7 @@ class NamedChecker(BaseModel):
     absolute: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     relative: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     wrapped: bool = False
+    applied: Literal["len", "list", "set", "sorted"] | None = None
 
 
 class ProgramChecker(BaseModel):

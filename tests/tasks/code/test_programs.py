@@ -106,6 +106,24 @@ async def test_all_tests_together_have_a_limit(judge: Judge) -> None:
     assert graded.fields["tests"]["run"] < 50
 
 
+@pytest.mark.parametrize(
+    ("test", "passes", "fails"),
+    [
+        ("assert sorted(f(2)) == [0, 1]", ["{1, 0}", "(1, 0)", "iter([1, 0])"], ["[0]", "[1, 0, 0]", "7"]),
+        ("assert set(f(2)) == {0, 1}", ["{1, 0}", "[1, 0, 0]"], ["{0}", "[[0], 1]"]),
+        ("assert list(f(2)) == [0, 1]", ["range(2)"], ["[1, 0]"]),
+        ("assert len(f(2)) == 2", ["'ab'", "[[], []]"], ["2", "[2]"]),
+    ],
+)
+async def test_builtin_is_applied_to_a_result(
+    judge: Judge, test: str, passes: Sequence[str], fails: Sequence[str]
+) -> None:
+    problem = read_problem(read_metadata(row_of({"question": "?", "test": test})), None)
+    for expressions, passed in ((passes, True), (fails, False)):
+        for expression in expressions:
+            assert (await judge(problem, f"def f(n): return {expression}")).passed == passed, expression
+
+
 def checked(source: str, expected: str = "9\n") -> CodeProblem:
     return CodeProblem([CodeTestCase("9\n", expected)], None, {"kind": "program", "source": source})
 

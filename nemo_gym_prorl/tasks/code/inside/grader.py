@@ -103,6 +103,7 @@ class ChildRunner:
         function: str | None,
         name: str,
         place: ScratchFolder,
+        applied: str | None = None,
     ) -> None:
         self.channel = zygote.channel
         self.limits = limits
@@ -110,6 +111,7 @@ class ChildRunner:
         self.time_s = limits["time_s"]
         self.place = place
         settings = {"source": source, "function": function, "name": name, "folder": place.folder}
+        settings["applied"] = applied
         # RLIMIT_CPU counts ticks coarsely, so the limit has a margin; the measured CPU time decides.
         given = file_of(json.dumps({**settings, **limits, "cpu_s": math.ceil(1.25 * self.time_s) + 1}).encode())
         send(self.channel, "load", (given,))
@@ -380,7 +382,8 @@ def told_of(test: dict[str, Any], ended: ChildResult, verdict: str, *, called: b
 def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: ScratchFolder) -> CandidateReport:
     tests, report = job["tests"], CandidateReport(len(job["tests"]))
     spent_s = 0.0
-    runner = ChildRunner(candidate, job["limits"], job["source"], job["function"], "solution.py", place)
+    applied = job["checker"].get("applied")
+    runner = ChildRunner(candidate, job["limits"], job["source"], job["function"], "solution.py", place, applied)
     answer = runner.ready(deadline_s(runner.time_s))
     if "refused" in answer:
         report.verdict, report.detail = "syntax_error", answer["refused"]

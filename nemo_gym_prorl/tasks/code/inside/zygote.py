@@ -48,6 +48,9 @@ REPORT = 3
 
 WHY_CHARS = 300
 
+APPLIED: dict[str, Any] = {"len": len, "list": list, "set": lambda value: sorted(set(value)), "sorted": sorted}
+"""Builtins that a checker may apply to a function's result; JSON has no sets."""
+
 ADD_SEALS = 1033
 """``F_ADD_SEALS``, missing in Python 3.8. All four seals make a file immutable."""
 
@@ -380,6 +383,8 @@ def call_function(job: dict[str, Any], code: types.CodeType, prelude_names: dict
             report("no_solution", f"{job['name']} defines no function {job['function']}")
             return 1
         answer = function(*arguments)
+        if job["applied"]:
+            answer = APPLIED[job["applied"]](answer)
     except BaseException as error:
         report_error(error)
         return 1
