@@ -311,7 +311,7 @@ def submit(
     from nemo_gym_prorl.failures import CallerError
 
     try:
-        file = rows if rows.is_file() else find_file(str(rows))
+        file = rows if rows.exists() else find_file(str(rows))
     except FileNotFoundError as error:
         raise CallerError(str(error), field="ROWS") from None
     options = SubmitOptions(file, repeats, run, environment, client, priority, output, detach)

@@ -38,6 +38,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.turns import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 
 
+_NO_ROWS = "must be JSONL with a row in each line; make rows of a dataset's records by `prorl data`"
 _AGENT = {"type": "responses_api_agents", "name": "prorl_agent"}
 
 
@@ -70,11 +71,15 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[RefusedRow]]:
     """Return the valid rows of a JSONL file by line, and the invalid lines; skip empty lines.
 
     Raises:
-        CallerError: the file has no rows, contains results, or cannot be read.
+        CallerError: the file is no JSONL, has no rows, contains results, or cannot be read.
     """
+    if path.is_dir():
+        raise CallerError(_NO_ROWS, field=str(path))
     rows: dict[int, dict[str, Any]] = {}
     refused: list[RefusedRow] = []
     for number, row in json_lines(path):
+        if not isinstance(row, dict) and not rows and not refused:
+            raise CallerError(_NO_ROWS, field=str(path))
         if isinstance(row, dict) and {"reward", "response"} <= row.keys():
             raise CallerError(
                 "is a result, not a row; use `prorl show` or `prorl view` for results", field=f"{path}:{number}"

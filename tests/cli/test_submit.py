@@ -21,7 +21,7 @@ from nemo_gym_prorl.cli.submit_report import RowRepeat, RunSummary, pass_at_k, p
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin, Stage
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import FailureView
-from tests.cli.command_line import DEFECT, GOOD, LONG, TOKEN, begin, service, write
+from tests.cli.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
 from tests.rollout.handlers import Bench
 from tests.rollout.standalone import standalone
 
@@ -94,6 +94,28 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
 async def test_a_file_without_rows_is_refused(tmp_path: Path, line: str, complaint: str) -> None:
     with pytest.raises(CallerError, match=complaint):
         await submit(SubmitOptions(write(tmp_path / "rows.jsonl", line)), "http://127.0.0.1:9", TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", "question,answer\n1,2\n"),
+        ("rows.parquet", "PAR1\x15\x04"),
+        ("rows.json", '[{"question": "1"}]'),
+        ("rows.json", '[\n  {"question": "1"}\n]\n'),
+        ("rows.jsonl", "? 1\n"),
+        ("folder", None),
+    ],
+)
+async def test_what_is_no_jsonl_is_refused_with_the_way_to_rows(
+    tmp_path: Path, name: str, content: str | None
+) -> None:
+    file = tmp_path / name
+    file.mkdir() if content is None else file.write_text(content)
+    code, said = await prorl("submit", str(file), url="http://127.0.0.1:9")
+    assert (code, len(said.splitlines())) == (1, 1), said
+    assert f"{file}: must be JSONL" in said
+    assert "make rows of a dataset's records by `prorl data`" in said
 
 
 @pytest.mark.parametrize(
