@@ -386,10 +386,13 @@ def _exceptions(lines: list[str]) -> list[str]:
 
 
 def _invalid_fields(lines: Sequence[str], count: int) -> str:
-    """Return pydantic's invalid fields with reasons: a line with the name, then an indented line with the reason."""
-    names = [number for number, line in enumerate(lines[:-1]) if not line.startswith(" ")][:count]
-    pairs = [(lines[number], lines[number + 1].strip().split(" [type=")[0]) for number in names]
-    return "; ".join(why if why.startswith(f"{name}: ") else f"{name}: {why}" for name, why in pairs)
+    """Return pydantic's invalid fields with reasons: a line with the name, then an indented line with the reason.
+
+    An error of the model as a whole has no line with a name.
+    """
+    found = re.findall(r"(?:^(\S.*)\n)?^  (\S.*?)(?: \[type=.*)?$", "\n".join(lines), re.MULTILINE)
+    pairs = [(name, why.removeprefix("Value error, ")) for name, why in found[:count]]
+    return "; ".join(f"{name}: {why}" if name and not why.startswith(f"{name}: ") else why for name, why in pairs)
 
 
 RAY_FOLDERS = Path("/tmp")

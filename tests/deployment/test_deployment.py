@@ -148,6 +148,13 @@ CHAIN = "\nThe above exception was the direct cause of the following exception:\
             "policy_model: stages.run: Input should be a number; stage: there is no such setting",
         ),
         (
+            f"{TRACEBACK}pydantic_core._pydantic_core.ValidationError: 3 validation errors for Config\n"
+            "  Value error, folder: must exist [type=value_error, input_value={'a': 1}, input_type=dict]\n"
+            "    For further information visit it\nstages.run\n  Value error, must be odd [type=value_error]\n"
+            f"    For further information visit it\n  Value error, port: no\nINFO: up\n{ENDED}",
+            "policy_model: folder: must exist; stages.run: must be odd; port: no",
+        ),
+        (
             f"{TRACEBACK}ValueError: no\n(math) Traceback (most recent call last):\n(math)   File\n"
             f"(math) SystemExit: 15\n{ENDED}",
             "policy_model: ValueError: no",
