@@ -329,7 +329,7 @@ def show_status(url: str | None, token: str | None) -> None:
         f"{name} cannot be reached since {_clock(held['since'])}, so its rollouts are on hold: {held['reason']}"
         for name, held in status["held"].items()
     ]
-    down += _engines_down(service.url, token)
+    down += engines_down(service.url, token)
     states = ", ".join(f"{count} {state}" for state, count in status["states"].items() if count) or "no rollouts"
     more = "; draining" if status["draining"] else ""
     console = Console(highlight=False, emoji=False)
@@ -339,9 +339,9 @@ def show_status(url: str | None, token: str | None) -> None:
     )
 
 
-def _engines_down(agent: str, token: str | None) -> Iterator[str]:
-    """Yield a line per engine that is down, and per model server that does not answer; none if the head server lists
-    another deployment than the agent's."""
+def engines_down(agent: str, token: str | None) -> Iterator[str]:
+    """Yield a line per engine that is down, and per model server that has no engine or does not answer; none if the
+    head server lists another deployment than the agent's."""
     try:
         if agent not in (found.rstrip("/") for found in find_servers(head_url(), token, "prorl_agent").values()):
             return
@@ -350,7 +350,10 @@ def _engines_down(agent: str, token: str | None) -> Iterator[str]:
         return
     for name, model in models.items():
         try:
-            for engine in Service(model, token, _ENGINES_S).get(_BACKENDS, "backends")["backends"]:
+            engines = Service(model, token, _ENGINES_S).get(_BACKENDS, "backends")["backends"]
+            if not engines:
+                yield f"model server {name} has no engine; add one by `prorl backends add`"
+            for engine in engines:
                 if (since := engine.get("down_since")) is not None:
                     yield f"engine {engine['url']} of {name} is down since {_clock(since)}"
         except Exception as error:

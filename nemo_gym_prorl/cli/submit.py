@@ -18,14 +18,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from pydantic import ValidationError
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_gym_prorl.cli.service import find_service, head_url, pools, pools_line, split_urls
+from nemo_gym_prorl.cli.service import engines_down, find_service, head_url, pools, pools_line, split_urls
 from nemo_gym_prorl.cli.submit_report import (
     RefusedRow,
     ResultsFile,
@@ -55,6 +55,7 @@ PATIENCE_S = 600.0
 PROGRESS_S = 30.0  # between two lines of progress without a terminal, so that log files stay readable
 FIND_S = 5.0
 """Interval at which the service's URL is read from the head server: a restarted deployment has new ports."""
+NO_PROGRESS_S = 10.0  # without the end of a rollout, until engines that are down are reported
 _ID_CHARACTERS = "must not contain / ? # or control characters such as line ends"
 _POLL_S = 0.5
 _CANCEL_TIMEOUT_S = 30.0  # for the cancellation of all rollouts after Ctrl-C: sandboxes end within seconds
@@ -125,6 +126,7 @@ async def submit(options: SubmitOptions, url: str | None, token: str | None) -> 
                 services(url, token) as clients,
                 SubmittedRun(clients, name, options, summary, results, say) as run,
             ):
+                stack.callback(asyncio.create_task(_report_engines(clients, token, summary, say)).cancel)
                 at = ", ".join(client.url for client in clients)
                 await (_detach(run, pending, console) if options.detach else _follow(run, at, pending, console))
         print_refused(console, str(options.rows), summary.refused[len(refused) :])
@@ -175,6 +177,21 @@ def _progress(run: SubmittedRun, console: Console, what: str) -> Iterator[Callab
 
     with Live(bar, console=console, transient=True) as live:
         yield show
+
+
+async def _report_engines(
+    clients: Sequence[RolloutClient], token: str | None, summary: RunSummary, say: Callable[[str], None]
+) -> NoReturn:
+    """Report each engine that is down once, while no rollout ends: rollouts wait for an engine without failing."""
+    said = set[str]()
+    while True:
+        ended = summary.ended
+        await asyncio.sleep(NO_PROGRESS_S)
+        for client in clients if ended == summary.ended else ():
+            for line in await asyncio.to_thread(list, engines_down(client.url, token)):
+                if line not in said:
+                    said.add(line)
+                    say(line)
 
 
 @contextlib.asynccontextmanager

@@ -6,13 +6,15 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 
+from nemo_gym_prorl.cli import submit
 from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.policy.http.api import add_control_routes
-from tests.cli.command_line import TOKEN, prorl, service
+from tests.cli.command_line import GOOD, TOKEN, prorl, service, write
 from tests.policy.runtimes import hosted
 from tests.rollout.serving import serve
 
@@ -61,27 +63,34 @@ async def test_engines_are_listed_added_and_drained_at_each_model_server(models:
     [
         (True, "down", r"engine http://127.0.0.1:9/v1 of m0 is down since \d\d:\d\d:\d\d"),
         (True, "away", "model server m0 cannot say which engines are down: no rollout service answers at "),
+        (True, "none", "model server m0 has no engine; add one by `prorl backends add`"),
         (True, "up", None),
         (False, "down", None),
     ],
-    ids=["engine down", "model server away", "up", "another deployment"],
+    ids=["engine down", "model server away", "no engine", "up", "another deployment"],
 )
-async def test_status_names_the_engines_that_are_down(of_the_agent: bool, health: str, expected: str | None) -> None:
+async def test_status_and_a_waiting_submit_name_the_engines_that_are_down(
+    of_the_agent: bool, health: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "NO_PROGRESS_S", 0.3)
+    rows = write(tmp_path / "rows.jsonl", GOOD | {"plan": {"run": [{"seconds": 1.5}]}})
     head, app = FastAPI(), FastAPI()
     async with hosted() as runtime, service() as (agent, _):
         add_control_routes(app, runtime)
         async with serve(app) as model, serve(head) as url:
-            runtime.dispatcher.apply(runtime.pool.add("e", ENGINE))
+            if health != "none":
+                runtime.dispatcher.apply(runtime.pool.add("e", ENGINE))
             if health == "down":
                 runtime.pool.backends["e"].failed(time.monotonic())
             model = "http://127.0.0.1:9" if health == "away" else model
             servers = {"prorl_agent": agent if of_the_agent else "http://127.0.0.1:9", "prorl_model": model}
             listed = [{"process_name": "m0", "name": name, "url": at} for name, at in servers.items()]
             head.get("/server_instances")(lambda: listed)
-            code, said = await prorl("status", url=agent, PRORL_HEAD=url)
-    assert code == 0, said
-    assert re.search(expected or "no rollouts;", said), said
-    assert ("down" in said) == (expected is not None)
+            for words, otherwise in ((["status"], "no rollouts;"), (["submit", str(rows)], "1 succeeded")):
+                code, said = await prorl(*words, url=agent, PRORL_HEAD=url)
+                assert code == 0, said
+                assert len(re.findall(expected or otherwise, said)) == 1, said
+                assert ("engine" in said) == (expected is not None), said
 
 
 @pytest.mark.parametrize(
