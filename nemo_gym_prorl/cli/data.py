@@ -62,9 +62,21 @@ def stem(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
     """
-    from nemo_gym_prorl.tasks.stem.problems import row_of
+    from nemo_gym_prorl.tasks.stem.problems import AnswerKind, problem_of, row_of
 
-    _convert(file, output, row_of, data_source, dry_run)
+    judged = set[int]()
+
+    def counted_row_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        row = row_of(record)
+        if problem_of(row).kind is AnswerKind.TEXT:
+            judged.add(hash((row["question"], row["expected_answer"])))
+        return row
+
+    try:
+        _convert(file, output, counted_row_of, data_source, dry_run)
+    finally:
+        if judged:
+            typer.echo(f"{len(judged)} of them have a free-text answer and need judge_model_server", err=True)
 
 
 @data_app.command("index")

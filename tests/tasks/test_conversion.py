@@ -199,6 +199,15 @@ def test_dropped_records_are_counted_with_the_first_of_each_reason(tmp_path: Pat
     assert (done.exit_code, "1 kept, 7 dropped, 0 refused" in done.stderr) == (0, True)
 
 
+def test_science_rows_that_need_a_judge_are_counted(tmp_path: Path) -> None:
+    answers = ["5 m/s", "The Krebs cycle", "The Krebs cycle", "By osmosis"]
+    file = written(tmp_path / "set.jsonl", [{"question": "How?", "answer": answer} for answer in answers])
+    done = prorl_data("stem", file, "--dry-run")
+    assert "3 kept, 1 dropped, 0 refused\n2 of them " in done.stderr
+    assert "judge_model_server" in done.stderr
+    assert "judge" not in prorl_data("stem", written(file, [{"question": "How?", "answer": "5 m/s"}])).stderr
+
+
 def test_output_must_not_be_the_dataset(tmp_path: Path) -> None:
     file, link = written(tmp_path / "data.jsonl", RECORDS), tmp_path / "link.jsonl"
     link.symlink_to(file)
