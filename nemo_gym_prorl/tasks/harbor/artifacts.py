@@ -116,8 +116,8 @@ def sanitize(archives: Archives, target: Path) -> None:
 def keep(artifacts: Sequence[Artifact], archives: Archives, folder: Path) -> list[dict[str, Any]]:
     """Unpack archives into a new folder of the host, laid out as Harbor does; return Harbor's manifest.
 
-    The manifest also counts ``files``, ``bytes`` and ``left_out``: links, special files, files above a limit, and 1
-    for a copy that ended early. No link is made, so none is followed.
+    The status of an absent artifact is ``missing``. The manifest also counts ``files``, ``bytes`` and ``left_out``:
+    links, special files, files above a limit, and 1 for a copy that ended early. No link is made, so none is followed.
 
     Raises:
         OSError: the host's disk failed.
@@ -133,13 +133,16 @@ def keep(artifacts: Sequence[Artifact], archives: Archives, folder: Path) -> lis
             status = "skipped"
         elif number in archives:
             path, archive = archives[number]
+            status = "missing"  # unless the archive has a member
             for member, data in _Merged([path]).members(path, archive):
+                status = "failed"
                 left_out += member is None or not _write(member, data, target, path, left)
             if target.exists():
                 status = "empty" if target.is_dir() and not any(target.iterdir()) else "ok"
         claimed.append(place)
         entry: dict[str, Any] = {"source": artifact.source, "destination": f"artifacts/{place}", "status": status}
-        entry |= {"type": "file" if target.is_file() else "directory", "exclude": list(artifact.exclude)}
+        kind = ("file" if target.is_file() else "directory") if target.exists() else None
+        entry |= {"type": kind, "exclude": list(artifact.exclude)}
         manifest.append(entry | {name: before[name] - left[name] for name in left} | {"left_out": left_out})
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2))
     return manifest

@@ -23,7 +23,7 @@ DECLARED = """\
 artifacts = ["answer", "/data/out", { source = "/data", destination = "copy", exclude = ["*.log"] }, "/data/out/late"]
 """
 
-FEW = {"logs/artifacts": "empty", "answer": "ok", "data/out": "failed", "copy": "failed", "data/out/late": "skipped"}
+FEW = {"logs/artifacts": "empty", "answer": "ok", "data/out": "missing", "copy": "missing", "data/out/late": "skipped"}
 
 KEPT: dict[str, tuple[str, str | None, dict[str, object]]] = {
     "files and folders": (
@@ -163,6 +163,26 @@ def test_a_full_disk_of_the_host_is_no_fault_of_the_agent(
     monkeypatch.setattr(tarfile.TarFile, "addfile", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         artifacts.sanitize(archives, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        (None, ("failed", None)),
+        ([], ("missing", None)),
+        (["other"], ("failed", None)),
+        (["data"], ("ok", "file")),
+        (["data/a"], ("ok", "directory")),
+    ],
+)
+def test_an_absent_artifact_is_missing(tmp_path: Path, members: list[str] | None, expected: tuple[str, str]) -> None:
+    (tmp_path / "a").write_text("x")
+    with tarfile.open(tmp_path / "raw", "w") as archive:
+        for name in members or ():
+            archive.add(tmp_path / "a", name)
+    archives = {} if members is None else {0: ("data", tmp_path / "raw")}
+    [entry] = artifacts.keep([Artifact(source="/data")], archives, tmp_path / "kept")
+    assert (entry["status"], entry["type"]) == expected
 
 
 def test_an_archive_that_is_cut_off_ends_early(tmp_path: Path) -> None:
