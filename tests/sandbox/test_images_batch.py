@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from nemo_gym_prorl.cli.image import images
-from nemo_gym_prorl.cli.image.images import ImageJob, ImageOutcome, ImageState, build_all, make_images, write_report
+from nemo_gym_prorl.cli.image.images import ImageJob, ImageOutcome, ImageState, build_all, make_images, report
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress, machine
@@ -45,7 +46,7 @@ def written(rows: Path, *made: Mapping[str, Any]) -> Path:
 
 
 def run(rows: Path, store: ImageStore, runtime: Runtime, max_gb: float | None = None) -> dict[str, ImageOutcome]:
-    outcomes = build_all(rows, Puller(store, runtime, tries=1), 2, max_gb, Console(quiet=True))
+    outcomes = [*build_all(rows, Puller(store, runtime, tries=1), 2, max_gb, Console(quiet=True))]
     assert len({one.name for one in outcomes}) == len(outcomes)
     return {one.name: one for one in outcomes}
 
@@ -102,9 +103,9 @@ def test_images_of_rows_are_made_once_and_failures_stop_nothing(
     assert (made / "usr/bin/env").samefile(base / "usr/bin/env")
     assert not (made / "etc/passwd").samefile(base / "etc/passwd")
     assert "x" not in (base / "etc/passwd").read_text().splitlines()
-    report = tmp_path / "report.jsonl"
-    write_report(list(outcomes.values()), report)
-    lines = {line["image"]: line for line in map(json.loads, report.read_text().splitlines())}
+    file = tmp_path / "report.jsonl"
+    assert [*report(outcomes.values(), file)] == [*outcomes.values()]
+    lines = {line["image"]: line for line in map(json.loads, file.read_text().splitlines())}
     assert lines[broken["image"]]["line"] == 3
     assert lines[good["image"]].keys() == {"image", "state", "seconds", "mib"}
     assert lines[good["image"]]["mib"] < 40
@@ -154,7 +155,18 @@ def test_rows_without_an_image_are_refused_by_line(tmp_path: Path) -> None:
                        ('{"image": "a", "instance_id": "b", "harbor": {}}', ":1: harbor.folder")):  # fmt: skip
         rows.write_text(text)
         with pytest.raises(CallerError, match=said):
-            build_all(rows, Puller(ImageStore(tmp_path), None), 1, None, Console(quiet=True))  # type: ignore[arg-type]
+            next(build_all(rows, Puller(ImageStore(tmp_path), None), 1, None, Console(quiet=True)))  # type: ignore[arg-type]
+
+
+def test_report_has_an_outcome_before_the_next_is_known(tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", {"image": "unknown"}, {"image": UNREACHABLE})
+    made = build_all(rows, Puller(ImageStore(tmp_path), None), 1, None, Console(quiet=True))  # type: ignore[arg-type]
+    with closing(made):
+        next(report(made, tmp_path / "report.jsonl"))
+    [line] = map(json.loads, (tmp_path / "report.jsonl").read_text().splitlines())
+    assert (line["image"], line["state"]) == ("unknown", "failed")
+    with pytest.raises(CallerError, match="--report: cannot be written"):
+        next(report((), tmp_path))
 
 
 def stored(store: ImageStore, name: str, mib: int) -> Path:

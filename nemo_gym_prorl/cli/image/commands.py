@@ -135,6 +135,8 @@ def build_all_images(
 
     Rows of `prorl data harbor` have Dockerfiles, whose commands have your rights. Stages are shared between tasks.
     """
+    from contextlib import closing
+
     from rich.console import Console
 
     from nemo_gym_prorl.cli.image import images as commands
@@ -144,9 +146,8 @@ def build_all_images(
 
     console = Console(highlight=False)
     puller = Puller(ImageStore(), require_runtime(), credentials=credentials, tries=tries)
-    outcomes = commands.build_all(rows, puller, jobs, max_gb, console)
-    if report:
-        commands.write_report(outcomes, report)
+    with closing(commands.build_all(rows, puller, jobs, max_gb, console)) as made:
+        outcomes = [*(commands.report(made, report) if report else made)]
     if not commands.print_outcomes(outcomes, console):
         raise typer.Exit(1)
 

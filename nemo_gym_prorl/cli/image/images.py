@@ -198,17 +198,18 @@ def progress_step(console: Console, title: str) -> Iterator[Callable[[str], None
 
 def pull(puller: Puller, images: Sequence[RegistryImage], jobs: int, console: Console) -> bool:
     """Pull images with a progress bar; return whether all are present."""
-    return print_outcomes(_run([pull_job(puller, one) for one in images], puller.store, jobs, None, console), console)
+    wanted = [pull_job(puller, one) for one in images]
+    return print_outcomes([*_run(wanted, puller.store, jobs, None, console)], console)
 
 
 def _run(
     jobs: Sequence[ImageJob], store: ImageStore, parallel: int, max_gb: float | None, console: Console
-) -> list[ImageOutcome]:
-    """Make images with a progress bar; return the outcomes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    found: list[ImageOutcome] = []
+) -> Generator[ImageOutcome]:
+    """Make images as :func:`make_images`, with a progress bar."""
     if not jobs:
-        return found
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    failed = 0
     max_bytes = None if max_gb is None else int(max_gb * GIB)
     with (
         Progress(*columns, console=console) as bar,
@@ -216,10 +217,9 @@ def _run(
     ):
         task = bar.add_task("images", total=len(jobs))
         for outcome in outcomes:
-            found.append(outcome)
-            failed = sum(bool(one.reason) for one in found)
+            failed += bool(outcome.reason)
             bar.update(task, advance=1, description=f"images, {failed} failed" if failed else "images")
-    return found
+            yield outcome
 
 
 def print_outcomes(outcomes: Sequence[ImageOutcome], console: Console) -> bool:
@@ -276,8 +276,10 @@ class _HarborBuild:
         return build_dockerfile(request, store, runtime, ignore_progress)
 
 
-def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, console: Console) -> list[ImageOutcome]:
-    """Pull or build the images of all rows, with a progress bar; return one outcome for each.
+def build_all(
+    rows: Path, puller: Puller, jobs: int, max_gb: float | None, console: Console
+) -> Generator[ImageOutcome]:
+    """Pull or build the images of all rows, with a progress bar; yield one outcome for each, in order of completion.
 
     Bases of Dockerfiles are pulled first, each once. The builds on an unavailable base fail by its name.
 
@@ -285,7 +287,6 @@ def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, conso
         CallerError: a row names no image, or is no valid row of a Harbor task; names the line.
     """
     store = puller.store
-    outcomes: list[ImageOutcome] = []
     pulls: dict[RegistryImage, None] = {}
     builds: list[_HarborBuild] = []
     for name, task in _images_of_rows(rows).items():
@@ -294,24 +295,27 @@ def build_all(rows: Path, puller: Puller, jobs: int, max_gb: float | None, conso
                 pulls[wanted] = None
             elif task is None or ((entry := store.entry_named(name)) and store.payload(entry)):
                 store.find(name)
-                outcomes.append(ImageOutcome(name, ImageState.PRESENT))
+                yield ImageOutcome(name, ImageState.PRESENT)
             else:
                 with refusing_anything():
                     builds.append(_HarborBuild.of(name, task))
         except CallerError as error:
-            outcomes.append(ImageOutcome(name, ImageState.FAILED, error.reason))
+            yield ImageOutcome(name, ImageState.FAILED, error.reason)
     bases = [base for build in builds for base in build.bases]
     wanted_first = [pull_job(puller, one) for one in dict.fromkeys([*pulls, *bases])]
-    outcomes += _run(wanted_first, store, jobs, max_gb, console)
-    missing = {outcome.name for outcome in outcomes if outcome.reason}
-    todo = []
+    missing, todo = set[str](), []
+    with closing(_run(wanted_first, store, jobs, max_gb, console)) as outcomes:
+        for outcome in outcomes:
+            if outcome.reason:
+                missing.add(outcome.name)
+            yield outcome
     for build in builds:
         if lost := [base.uri for base in build.bases if base.uri in missing]:
             hint = "rows made by `prorl data harbor --replace` name another base"
-            outcomes.append(ImageOutcome(build.name, ImageState.FAILED, f"its base {lost[0]} is missing; {hint}"))
+            yield ImageOutcome(build.name, ImageState.FAILED, f"its base {lost[0]} is missing; {hint}")
         else:
             todo.append(ImageJob(build.name, lambda: None, partial(build.make, store, puller.runtime)))
-    return outcomes + _run(todo, store, jobs, max_gb, console)
+    yield from _run(todo, store, jobs, max_gb, console)
 
 
 def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
@@ -336,22 +340,27 @@ def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
     return found
 
 
-def write_report(outcomes: Sequence[ImageOutcome], file: Path) -> None:
-    """Write outcomes as JSON lines, with the line of the Dockerfile that failed.
+def report(outcomes: Iterable[ImageOutcome], file: Path) -> Iterator[ImageOutcome]:
+    """Write each outcome as a JSON line, with the line of the Dockerfile that failed, before the next one is awaited.
 
     Raises:
         CallerError: the file cannot be written.
     """
-    lines = []
+
+    def write(mode: str, text: str) -> None:
+        try:
+            with file.open(mode) as lines:
+                lines.write(text)
+        except OSError as error:
+            raise CallerError(f"cannot be written: {error.strerror}", field="--report") from error
+
+    write("w", "")
     for one in outcomes:
         line = re.search(r"\bDockerfile: line (\d+)\b", one.reason)
         facts = {"image": one.name, "state": one.state, "seconds": round(one.seconds, 1), "mib": one.bytes >> 20}
         failure = {"line": int(line[1]) if line else None, "reason": one.reason} if one.reason else {}
-        lines.append(json.dumps({**facts, **failure}) + "\n")
-    try:
-        file.write_text("".join(lines))
-    except OSError as error:
-        raise CallerError(f"cannot be written: {error.strerror}", field="--report") from error
+        write("a", json.dumps({**facts, **failure}) + "\n")
+        yield one
 
 
 def show(store: ImageStore, console: Console) -> None:
