@@ -266,7 +266,11 @@ def test_packed_tests_of_any_protocol_and_no_size() -> None:
         ("assert math.isclose(f(1), 2.0, other=1)", None),
         ("assert f(list(range(60000))) == 1", None),
         ("assert f(g(1)) == 2", None),
-        ("assert f((1, 2)) == 2", None),
+        ("assert f((1, 2), 'a\\nb') == 2", [["(1, 2)\n'a\\nb'", 2]]),
+        ("assert f({1}, set()) == 2", [["{1}\nset()", 2]]),
+        ("assert f({(0, 1): 'a'}) == 2\nassert f(1) == 2", [["{(0, 1): 'a'}", 2], ["1", 2]]),
+        ("assert f((float('inf'), 1)) == 2", None),
+        ("assert f(frozenset([1])) == 2", None),
         ("assert f(1) == {1, 2}", None),
         ("assert f('a').lower() == 'a'", None),
         ("assert np.f([1]) == 1", None),
@@ -308,10 +312,8 @@ def test_asserts(source: str, kept: list[Any] | None) -> None:
     row = {"verifier_metadata": {"unit_tests": of_asserts(source, "test", ("candidate", "f"))}}
     problem = read_problem(read_metadata(row), None)
     assert problem.function == "f"
-    # A result that is no list is JSON, so that a text beside arguments stays a text.
-    values = [
-        test.expected if isinstance(test.expected, list) else json.loads(test.expected) for test in problem.tests
-    ]
+    # Beside a list of arguments, a result that is no list is JSON, so that a text stays a text.
+    values = [json.loads(test.expected) if isinstance(test.expected, str) else test.expected for test in problem.tests]
     assert [[test.input, value] for test, value in zip(problem.tests, values, strict=True)] == kept
 
 

@@ -30,6 +30,7 @@ _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
 """Fields that may define the function under test; fields that the policy sees come first."""
 _COLON = re.compile(":")
+_NOT_IN_JSON = "its tests have values that JSON does not have"
 _NO_COMPARISON = "its tests do more than compare the result of a call with a value"
 _FOLDED_CHARS = 1 << 12
 """Maximum characters or items of a value that tests compute from literals, to bound memory."""
@@ -52,6 +53,9 @@ def of_asserts(
         candidates: names of the function under test; the last one is its real name.
         record: record whose texts may define the function; arguments passed by name need its signature.
 
+    Returns:
+        ``inputs``, ``outputs`` (JSON text), ``fn_name``, and ``arguments`` and ``checker`` if the defaults do not fit.
+
     Raises:
         CallerError: the source is not Python; names the field.
         UnusableRecord: a test is no such assert; ``example`` contains the first such test.
@@ -71,8 +75,8 @@ def of_asserts(
             if name is None or any(word.arg is None for word in test.call.keywords):
                 raise UnusableRecord("its tests call more than a function by its name")
             name = candidates[-1] if name in candidates else name
-            inputs.append([_literal(value, tuples=False) for value in _positional(test.call, definitions(name))])
-            expected = _literal(test.expected, sets=test.applied == "set")
+            inputs.append([_argument(value) for value in _positional(test.call, definitions(name))])
+            expected = _expected(test.expected, sets=test.applied == "set")
             expected = _floats(expected) if test.tolerance else expected
         except UnusableRecord as error:
             raise UnusableRecord(error.complaint, field=field, example=example) from None
@@ -91,7 +95,9 @@ def of_asserts(
         raise UnusableRecord(
             "its tests check whether a result that may be no boolean is true", field=field, example=truths[0]
         )
-    tests = {"inputs": inputs, "outputs": outputs, "fn_name": called}
+    tests: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "fn_name": called}
+    if not all(_is_json(value, tuples=False) for given in inputs for value in given):
+        tests |= {"inputs": ["\n".join(map(repr, given)) for given in inputs], "arguments": "python"}
     checker = {"kind": "float"} | ({"applied": applied} if applied else {})
     if tolerances == {EXACT}:
         return tests | ({"checker": checker} if applied else {})
@@ -174,7 +180,7 @@ def _comparison(statement: ast.stmt) -> _Test:
             ops=[ast.Lt() | ast.LtE() as order],
             comparators=[limit],
         ):
-            if (bound := _float(_literal(limit))) <= 0:
+            if (bound := _float(_evaluated(limit))) <= 0:
                 raise UnusableRecord(_NO_COMPARISON)
             below = math.nextafter(bound, 0) if isinstance(order, ast.Lt) else bound
             return _Test(*_sides(one, other), tolerance=(below, 0.0))
@@ -193,7 +199,7 @@ def _comparison(statement: ast.stmt) -> _Test:
 
 
 def _tolerances(words: Sequence[ast.keyword], *names: str) -> dict[str, float]:
-    given = {str(word.arg): _float(_literal(word.value)) for word in words}
+    given = {str(word.arg): _float(_evaluated(word.value)) for word in words}
     if not given.keys() <= {*names} or min(given.values(), default=0.0) < 0:
         raise UnusableRecord(_NO_COMPARISON)
     return given
@@ -288,15 +294,31 @@ def _called(function: ast.expr) -> str | None:
     return None
 
 
-def _literal(node: ast.expr, *, tuples: bool = True, sets: bool = False) -> Any:
+def _argument(node: ast.expr) -> Any:
+    """Return an argument, which may also be a tuple, a set, or a dictionary with any keys."""
+    value = _evaluated(node)
+    try:
+        if _is_json(value, tuples=False) or ast.literal_eval(repr(value)) == value:
+            return value
+    except (ValueError, RecursionError, MemoryError):
+        pass
+    raise UnusableRecord(_NOT_IN_JSON)
+
+
+def _expected(node: ast.expr, *, sets: bool) -> Any:
+    """Return an expected result: a JSON value, in which a tuple counts as a list; a set is sorted if ``sets``."""
+    value = _evaluated(node, sets=sets)
+    if not _is_json(value, tuples=True):
+        raise UnusableRecord(_NOT_IN_JSON)
+    return value
+
+
+def _evaluated(node: ast.expr, *, sets: bool = False) -> Any:
     try:
         value = ast.literal_eval(_Folder().visit(node))
-        value = sorted(value) if sets and isinstance(value, set) else value
+        return sorted(value) if sets and isinstance(value, set) else value
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError):
         raise UnusableRecord("its tests compute what they pass or expect") from None
-    if not _is_json(value, tuples=tuples):
-        raise UnusableRecord("its tests have values that JSON does not have")
-    return value
 
 
 def _float(value: Any) -> float:

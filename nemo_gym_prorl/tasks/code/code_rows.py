@@ -13,6 +13,7 @@ reproducible.
 
 from __future__ import annotations
 
+import ast
 import base64
 import hashlib
 import json
@@ -69,7 +70,8 @@ def _integer(digits: str) -> Any:
 class UnitTests(BaseModel):
     """Tests of a problem: inputs and expected outputs, or ``packed``, which is base64 of zlib of their JSON.
 
-    ``fn_name`` is the function under test; ``None`` for a program. Gym's LiveCodeBench rows are packed.
+    ``fn_name`` is the function under test; ``None`` for a program. Gym's LiveCodeBench rows are packed. With
+    ``arguments: python`` each line of an input is a Python literal, such as a tuple, and not JSON.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -90,6 +92,7 @@ class UnitTests(BaseModel):
     inputs: list[Any] = Field(min_length=1, max_length=MAX_TESTS)
     outputs: list[Any] = Field(min_length=1, max_length=MAX_TESTS)
     fn_name: Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")] | None = None
+    arguments: Literal["json", "python"] = "json"
 
 
 class NamedChecker(BaseModel):
@@ -198,7 +201,7 @@ def read_problem(metadata: Metadata, tests_folder: Path | None) -> CodeProblem:
         field, tests = f"{METADATA}.tests_file", _read_file(metadata, tests_folder)
     if len(tests.inputs) != len(tests.outputs):
         raise CallerError(f"has {len(tests.outputs)} outputs for {len(tests.inputs)} inputs", field=f"{field}.outputs")
-    one = _call if tests.fn_name else _run
+    one = (_call if tests.arguments == "json" else _python_call) if tests.fn_name else _run
     cases = [one(*pair, field, index) for index, pair in enumerate(zip(tests.inputs, tests.outputs, strict=True))]
     size = sum(_size(value) for pair in zip(tests.inputs, tests.outputs, strict=True) for value in pair)
     if size > MAX_TEST_BYTES:
@@ -270,6 +273,18 @@ def _call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
     if not isinstance(given, list):
         raise CallerError("must be a list of arguments", field=f"{field}.inputs.{index}")
     return CodeTestCase(given, expected)
+
+
+def _python_call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
+    """Parse a test of a function whose arguments are Python literals, one per line; they are read in the sandbox."""
+    try:
+        for line in given.split("\n"):
+            ast.literal_eval(line)
+    except (AttributeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise CallerError(
+            f"must have a Python literal in each line: {error}", field=f"{field}.inputs.{index}"
+        ) from error
+    return CodeTestCase(given, _call("", expected, field, index).expected)
 
 
 def _size(value: Any) -> int:

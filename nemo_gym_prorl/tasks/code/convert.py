@@ -103,7 +103,8 @@ def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
     inputs = [
         "\n".join(map(json.dumps, given)) if isinstance(given, list) and given else given for given in tests["inputs"]
     ]
-    return {"inputs": inputs, "outputs": [_result(value) for value in tests["outputs"]], "fn_name": tests["fn_name"]}
+    kept = {name: tests[name] for name in ("fn_name", "arguments") if name in tests}
+    return {"inputs": inputs, "outputs": [_result(value) for value in tests["outputs"]], **kept}
 
 
 def _result(value: Any) -> str:

@@ -124,6 +124,16 @@ async def test_builtin_is_applied_to_a_result(
             assert (await judge(problem, f"def f(n): return {expression}")).passed == passed, expression
 
 
+async def test_arguments_that_json_does_not_have(judge: Judge) -> None:
+    row = row_of({"question": "?", "test": "assert f((1, 2), {3: 'a\\nb'}, {4}) == 'a\\nb'"})
+    problem = read_problem(read_metadata(row), None)
+    kinds = "(type(a), type(b), type(c)) == (tuple, dict, set)"
+    assert (await judge(problem, f"def f(a, b, c): return b[sum(a)] if {kinds} and 4 in c else ''")).passed
+    grade = await judge(problem, "def f(a, b, c): return 'a'")
+    assert grade.verdict == "wrong_answer"
+    assert "(1, 2)" in grade.detail
+
+
 def checked(source: str, expected: str = "9\n") -> CodeProblem:
     return CodeProblem([CodeTestCase("9\n", expected)], None, {"kind": "program", "source": source})
 

@@ -364,10 +364,15 @@ def finish() -> None:
 
 
 def call_function(job: dict[str, Any], code: types.CodeType, prelude_names: dict[str, Any]) -> int:
-    """Call the function under test with the JSON list on standard input, and return the exit status."""
+    """Call the function under test with the JSON list on standard input, and return the exit status.
+
+    A JSON text instead of a list has a Python literal in each line.
+    """
     module = main_module("solution", job["name"], prelude_names)
     with open(0, encoding="utf-8", closefd=False) as file:
         arguments = json.loads(file.read())
+    if isinstance(arguments, str):
+        arguments = [*map(ast.literal_eval, arguments.split("\n"))]
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     try:
