@@ -206,11 +206,11 @@ async def test_ids_of_any_script_keep_their_tokens(name: str) -> None:
 
 
 async def test_a_turn_that_waits_for_longer_than_rollouts_are_kept_is_no_disuse() -> None:
-    async with serve() as engine, client(engine, keep_s=0.5) as agent:
+    async with serve() as engine, client(engine, keep_s=2.0) as agent:
         _, first = await agent.turn("r")
         assert (await agent.call("POST", "/v1/backends/pause", {}))[0] == 200
         turn = asyncio.create_task(agent.turn("r", previous_response_id=first["id"]))
-        await agent.until_waited("r", 0.8)
+        await agent.until_waited("r", 2.3)
         assert (await agent.call("POST", "/v1/backends/resume", {}))[0] == 200
         status, second = await turn
         assert status == 200
