@@ -10,7 +10,7 @@ Gym detects optional capabilities by method names. Snapshots are in :mod:`.snaps
 Results of a command, as ``error_type`` and exit code:
 
 - ``None`` and the command's own exit code: the command ran.
-- ``timeout`` and 124, with the output so far: the command was stopped at its time limit.
+- ``timeout`` and 124, with the output so far: the command was killed at its time limit.
 - ``sandbox`` and 125, with the reason as stderr: the command could not run.
 """
 
@@ -235,6 +235,7 @@ class SingularityProvider(SnapshotSupport):
         """Run a command with ``/bin/sh``; the module's docstring lists the results.
 
         Args:
+            cwd, env, user: as for :meth:`.Container.spawn`.
             timeout_s: time limit in seconds; ``None`` for the option ``exec_timeout_s``.
 
         Raises:
@@ -362,8 +363,8 @@ class SingularityProvider(SnapshotSupport):
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
-        """Return a handle on a sandbox of another process, by its :meth:`serialize_handle`. The sandbox ends with its
-        own process.
+        """Return a handle on a sandbox of another process, by the result of its :meth:`serialize_handle`. The sandbox
+        still ends with the process that created the sandbox.
 
         Raises:
             ValueError: the description is from another provider, machine or user.

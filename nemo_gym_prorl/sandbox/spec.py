@@ -270,8 +270,8 @@ def create_request(
             "set PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
     added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network == HOST)
-    # Programs with SYS_PTRACE could control the sandbox's first process. Started by the runtime, that process has more
-    # capabilities than the programs; after a direct start it has none.
+    # Programs with SYS_PTRACE could control the sandbox's first process. A first process that the runtime starts has
+    # more capabilities than the programs; after a direct start the first process has none.
     traces = privilege.GRANTABLE_CAPABILITIES["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
     if spec.start == "runtime":

@@ -31,11 +31,8 @@ from nemo_gym_prorl.sandbox.images import rootfs
 
 @dataclass(frozen=True, slots=True)
 class IgnoreRules:
-    """Rules of a ``.dockerignore``; the last rule that matches a path decides.
-
-    Attributes:
-        rules: regular expression for a path relative to the context, and whether the rule excludes the path.
-    """
+    """Rules of a ``.dockerignore``: regular expression for a path relative to the context, and whether a match is
+    excluded. The last rule that matches a path decides."""
 
     rules: tuple[tuple[re.Pattern[str], bool], ...] = ()
 
@@ -51,7 +48,7 @@ class IgnoreRules:
         return cls(tuple(rules))
 
     def excludes(self, path: str) -> bool:
-        """Return whether a path relative to the context is ignored, by its own or a parent folder's name."""
+        """Return whether a path relative to the context is ignored, by its own or a parent folder's path."""
         parts = path.split("/")
         out = False
         for pattern, excludes in self.rules:
@@ -156,7 +153,7 @@ def write_archive(plan: CopyPlan, step: CopyStep, target: Path) -> None:
                 archive.addfile(_owned(info, step), io.BytesIO(body))
                 continue
             info = archive.gettarinfo(entry.path, entry.name)
-            if info.islnk():  # tarfile makes a second hard link to a packed file a link; store the contents again
+            if info.islnk():  # a second hard link to a packed file: store the contents again
                 info.type, info.linkname, info.size = tarfile.REGTYPE, "", entry.path.stat().st_size
             if info.isreg():
                 with entry.path.open("rb") as file:
@@ -303,7 +300,7 @@ def _error(step: CopyStep, reason: str) -> CallerError:
 
 
 def read_ignore_rules(context: Path, dockerfile: Path) -> IgnoreRules:
-    """Return the rules in ``DOCKERFILE.dockerignore``, or else in the context's ``.dockerignore``; empty without."""
+    """Return the rules in ``DOCKERFILE.dockerignore``, or else in the context's ``.dockerignore``, if any."""
     for path in (dockerfile.with_name(f"{dockerfile.name}.dockerignore"), context / ".dockerignore"):
         if path.is_file():
             return IgnoreRules.parse(text_of(path, "surrogateescape"))

@@ -26,7 +26,7 @@ _HEREDOC_INSTRUCTIONS = frozenset({"ADD", "COPY", "RUN"})
 MAX_BYTES = 1 << 20
 """Maximum bytes of an untrusted Dockerfile, and maximum characters to which all its variables may expand."""
 
-MAX_INSTRUCTIONS = 1000  # of an untrusted Dockerfile
+MAX_INSTRUCTIONS = 1000  # bounds the work for an untrusted Dockerfile
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ UNRECOGNIZED_NAME = bytes((21, 3, 1, 0, 2, 2, 112))
 """TLS record with the fatal alert ``unrecognized_name``."""
 
 _CLIENT_HELLO = 1
-_VERSION_AND_RANDOM = 34
+_VERSION_AND_RANDOM = 34  # bytes of these fields of a ClientHello
 _SERVER_NAME, _HOST_NAME = 0, 0
 
 
@@ -116,7 +116,7 @@ MAX_LOOKUPS = 4
 LOOKUP_THREADS = 64  # for all sandboxes; each concurrent lookup blocks a thread
 
 HEAD_TIMEOUT_S = 30.0
-"""Time for a program to send a request's header section."""
+"""Time limit for a program's header section, so that idle connections do not use up the port's connections."""
 
 MAX_LOGGED_HOSTS = 256
 """Number of hosts of one sandbox that are counted separately; further hosts are counted together as ``*``."""

@@ -268,7 +268,7 @@ def _path(request: BuildRequest, store: ImageStore) -> Path:
 
 
 def _named(name: str, image: Path) -> Path:
-    """Make ``name`` denote an image again, if another version of this package has changed that; return the image."""
+    """Bind a short name to an image again if another version of this package has bound it; return the image."""
     store = ImageStore()
     # A cache that another user maintains is not writable.
     if store.entry_named(name) != image.parent.name and os.access(store.images.folder, os.W_OK):

@@ -70,11 +70,7 @@ class ImageInfo:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image in the store.
-
-    Attributes:
-        unpacked: whether the image is a root folder or has an unpacked copy on this machine.
-    """
+    """One image in the store; ``unpacked``: whether it is a root folder or has an unpacked copy on this machine."""
 
     entry: Entry
     info: ImageInfo
@@ -108,7 +104,7 @@ def config_of(image: Path) -> OciConfig | None:
 
 
 UNPACKED_SIZE_FACTOR = 4
-"""Disk space reserved for an unpacked copy, as a multiple of the SIF's size; three is usual."""
+"""Disk space reserved for an unpacked copy, as a multiple of the SIF's size; the usual ratio is three."""
 
 UNPACK_TIMEOUT_S = 1800.0
 
@@ -233,7 +229,7 @@ class ImageStore:
             made: root folder or SIF, on the file system of ``work``.
             entry: name of the entry.
             info: description of the image, whose ``bytes`` are set here.
-            base: root folder of this store; equal files of a root folder are replaced by hard links to its files.
+            base: root folder in this store on which the image is built; equal files become hard links to its files.
         """
         folder = work / "entry"
         folder.mkdir()
@@ -311,7 +307,6 @@ class ImageStore:
         return removed, swept
 
     def _lock(self, image: Path) -> Lock | None:
-        """Lock an image of this store against removal; return ``None`` for an image outside of the store."""
         if not image.is_relative_to(self.images.folder):
             return None
         hold = self.images.use(image.relative_to(self.images.folder).parts[0])

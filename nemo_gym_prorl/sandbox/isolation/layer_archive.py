@@ -59,7 +59,8 @@ _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAM
 def pack(
     namespaces: SandboxNamespaces, layer: Path, order: CreateRequest, header: str, target: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Write the layer of a running sandbox into the file with the descriptor ``target``; runs in a forked child.
+    """Archive a sandbox's layer in the file with the descriptor ``target``; return the archive's size. Runs in a
+    forked child. ``header`` is stored under :data:`HEADER`. Programs in the sandbox must not change files meanwhile.
 
     Raises:
         OSError: ``EFBIG``: the archive would exceed the sandbox's disk limit. ``EBUSY``: a file changed meanwhile.

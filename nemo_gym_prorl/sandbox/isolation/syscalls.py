@@ -56,7 +56,6 @@ F_ADD_SEALS, SEAL_SIZE = 1033, 0x06
 _ALL_SEALS = 0x0F
 """All seals of a memfd: no writes, no change of size, no further seals. Some Python builds lack the constants."""
 
-
 _CLONE3 = 435
 _CLONE_INTO_CGROUP = 0x200000000
 _CLONE_ARGUMENTS = struct.Struct("11Q")
@@ -97,8 +96,7 @@ def die_with_parent(parent: int) -> None:
 def fork_into_cgroup(group: int) -> int:
     """Fork a child that starts in a control group, given the descriptor of the group's folder; needs Linux 5.7.
 
-    The process must have one thread: a child of a process with several threads may wait for a lock forever. Moving the
-    child between groups later would be slower."""
+    The process must have one thread: a child of a process with several threads may wait for a lock forever."""
     arguments = _CLONE_ARGUMENTS.pack(_CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
     pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
     _check(pid, "clone3")

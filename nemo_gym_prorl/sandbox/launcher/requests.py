@@ -259,14 +259,14 @@ def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
 
 
 def stop(namespaces: SandboxNamespaces) -> Request:
-    """Return the request to send SIGSTOP to all processes of a sandbox except the first; replied with 1 if sent."""
+    """Return the request to send SIGSTOP to all of a sandbox's processes except the first; the reply is 1 if sent."""
     request = Request(RequestKind.STOP)
     _add_namespaces(request, namespaces)
     return request
 
 
 def listen(namespaces: SandboxNamespaces, port: int) -> Request:
-    """Return the request to open a listening TCP socket on the sandbox's loopback device; replied with the socket."""
+    """Return the request to open a listening TCP socket on the sandbox's loopback device; the reply carries it."""
     request = Request(RequestKind.LISTEN)
     _add_namespaces(request, namespaces)
     request.words(port)

@@ -53,7 +53,7 @@ class HostFacts:
     """Properties of the machine that decide how limits are enforced.
 
     Attributes:
-        controllers: control group controllers that limit each sandbox.
+        controllers: names of the control group controllers that limit each sandbox.
         kernel: Linux version, major and minor.
         exempt: whether sandboxed processes run as the machine's root user, to whom no process limit applies.
     """
@@ -70,13 +70,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How one limit is enforced.
-
-    Attributes:
-        name: the limited resource.
-        enforcement: strictness of the enforcement.
-        mechanism: kernel interface or measurement that enforces the limit, in a few words.
-    """
+    """Enforcement of the limit of one resource; ``mechanism`` names the kernel interface or measurement for people."""
 
     name: str
     enforcement: Enforcement
@@ -136,7 +130,6 @@ def _processes(facts: HostFacts) -> Limit:
 
 
 def file_size_violation(mib: int) -> str:
-    """Return the text for a sandbox in which a file reached the size limit of ``mib`` MiB."""
     return f"file size: a file reached the limit of {mib} MiB"
 
 
@@ -238,8 +231,8 @@ def raise_supervisor_file_limit() -> None:
 
 
 def program_file_limits() -> tuple[int, int] | None:
-    """Return soft and hard limit of open files for programs in a sandbox. The soft limit is this process's before
-    :func:`raise_supervisor_file_limit`; ``None`` without such a call."""
+    """Return soft and hard limit of open files for programs in a sandbox; ``None`` before the call of
+    :func:`raise_supervisor_file_limit`, which saves the soft limit."""
     if not _initial_soft_limit:
         return None
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -29,8 +29,7 @@ Client = Connection[Message, list[int]]
 """The supervisor's end of a client's connection: receives requests, sends replies and events."""
 
 STUCK_S = 5.0
-"""Seconds of closing a sandbox until processes that survive SIGKILL are reported; SIGKILL usually takes milliseconds.
-"""
+"""Seconds of closing a sandbox until processes that survive SIGKILL are reported; a kill usually takes milliseconds."""
 
 
 class SandboxStage(StrEnum):
@@ -111,8 +110,8 @@ class Sandbox:
         paused: whether programs have SIGSTOP, and new programs are refused.
         pausing: serialises pauses and resumes, so that the last request takes effect last.
         reported_limits: texts of the limits that were reported to the clients.
-        oom_kills: OOM kills in the control group that were handled already.
-        machine_kills: OOM kills on the whole machine until the sandbox was up.
+        oom_kills: number of OOM kills in the control group that were handled already.
+        machine_kills: number of OOM kills on the machine, from its boot until the sandbox was up.
         over_memory: text of the last memory violation; empty if there was none.
         over_memory_at: loop time of the last memory violation.
         changed: set when a process of the closing sandbox has ended, so that closing continues.
