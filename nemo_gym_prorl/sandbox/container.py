@@ -160,8 +160,8 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Add environment variables, and set the working directory, of all later commands. ``workdir`` is created if
-        missing; ``None`` keeps the working directory.
+        """Change environment variables and working directory of all later commands: ``env`` is added, ``workdir`` is
+        created if missing, and ``None`` keeps the working directory.
 
         Raises:
             CallerError: ``workdir`` is not an absolute path, or cannot be created.
@@ -324,7 +324,7 @@ class Container:
             raise
 
     def give(self, descriptor: int) -> int:
-        """Permit the sandbox's user to open a pipe or memory file by its name under ``/dev/fd``."""
+        """Let the sandbox's user open a pipe or memory file by its name under ``/dev/fd``; return the descriptor."""
         if is_machine_root():
             os.fchown(descriptor, self._host_id, self._host_id)
         if self.spec.users:
@@ -366,7 +366,7 @@ class Container:
             raise
 
     async def check(self) -> list[str]:
-        """Return the limits that the sandbox has reached, unless the sandbox or the machine has failed.
+        """Return the limits that the sandbox has reached, as text for people.
 
         Raises:
             AgentError: programs in the sandbox have ended the sandbox.
@@ -409,6 +409,7 @@ class Container:
         self.paused = True
 
     async def resume(self) -> None:
+        """Continue all programs after :meth:`pause`, and accept commands again."""
         await self.ask(ResumeRequest(self.name))
         self.paused = False
 

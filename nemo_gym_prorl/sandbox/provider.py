@@ -257,9 +257,11 @@ class SingularityProvider(SnapshotSupport):
         return SandboxExecResult(done.stdout, done.stderr, done.exit_code)
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
+        """Copy a file of the host into the sandbox; see :meth:`.FileTransfer.upload`."""
         await container_of(handle).files.upload(Path(source_path), target_path)
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
+        """Copy a file of the sandbox to the host; see :meth:`.FileTransfer.download`."""
         await container_of(handle).files.download(source_path, Path(target_path))
 
     async def read_file(self, handle: SandboxHandle, path: str, *, limit: int) -> bytes:
@@ -337,7 +339,7 @@ class SingularityProvider(SnapshotSupport):
     async def shell(
         self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None, user: str | int | None = None
     ) -> Shell:
-        """Start a persistent shell in the sandbox's working folder, which the caller closes; see :class:`.Shell`.
+        """Start a persistent shell in the sandbox's working folder; the caller closes the shell. See :class:`.Shell`.
 
         Raises:
             InfrastructureError: the image has no bash, or bash does not answer.
@@ -345,7 +347,7 @@ class SingularityProvider(SnapshotSupport):
         return await Shell.start(container_of(handle), env=env, user=user)
 
     async def kernel(self, handle: SandboxHandle) -> Kernel:
-        """Start an IPython kernel in the sandbox's working folder, which the caller closes; see :class:`.Kernel`.
+        """Start an IPython kernel in the sandbox's working folder; the caller closes the kernel. See :class:`.Kernel`.
 
         Raises:
             InfrastructureError: the image has no IPython, or the kernel does not answer.

@@ -101,7 +101,7 @@ class Snapshot:
 
 
 def default_folder() -> Path:
-    """Return the default folder of snapshots, below the folder ``PRORL_STATE`` on this machine's disk."""
+    """Return the default folder of snapshots, in :func:`.state_root`."""
     return state_root() / "snapshots"
 
 

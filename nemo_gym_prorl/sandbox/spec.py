@@ -138,7 +138,7 @@ class ProviderOptions(SandboxOptions):
 
     Attributes:
         image: image of sandboxes that name none. If unset, the default image.
-        exec_timeout_s: time limit of commands without one. Gym passes none for services of its Compose.
+        exec_timeout_s: default time limit of commands. Gym sets no limit for commands of Compose services.
         output_limit: bytes kept of each output stream of a command.
         pull: pull missing images.
         snapshots: folder of snapshots; below ``PRORL_STATE`` if unset.

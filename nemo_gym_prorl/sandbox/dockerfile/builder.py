@@ -214,7 +214,7 @@ _UNKNOWN_FOLDER = "/.of-the-base"  # stands for the working folder of a base tha
 
 def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
     """Return the images that a Dockerfile builds on or copies from, and the user and working folder that it sets.
-    User or working folder is empty if a base decides it. Pulls and builds no image.
+    The user or the working folder is empty if a base image decides it. Pulls and builds no image.
 
     Raises:
         CallerError: the Dockerfile is wrong, or an instruction is not supported; names the line.

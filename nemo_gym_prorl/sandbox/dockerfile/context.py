@@ -96,6 +96,7 @@ class CopyPlan:
     single: str
 
     def digest(self) -> str:
+        """Return a hash of the names, permissions and contents of all files."""
         summary = hashlib.sha256()
         for entry in self.entries:
             summary.update(os.fsencode(f"{entry.name}\0{self.single}\0"))
@@ -186,7 +187,7 @@ def _repack(packed: Path, archive: tarfile.TarFile) -> None:
 
 
 def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
-    """Set the step's owner in a member; tar looks up user names in the image, and falls back to the numeric ids."""
+    """Set the step's owner and mode in a tar member; tar looks up user names in the image, or else uses the ids."""
     user, _, group = step.owner.partition(":")
     group = group or user
     info.uid, info.uname = (int(user), "") if user.isdecimal() else (0, user or "root")

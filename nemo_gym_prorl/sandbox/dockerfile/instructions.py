@@ -127,7 +127,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def _escape_character(lines: Sequence[str]) -> str:
-    """Return the escape character, which also continues lines, by the directives at the top of a Dockerfile."""
+    """Return the escape character, which also continues lines, as set by a directive at the top of a Dockerfile."""
     escape = "\\"
     for number, line in enumerate(lines, 1):
         match = _DIRECTIVE.fullmatch(line.strip())

@@ -318,7 +318,7 @@ def _upstream_proxy(request: Request) -> SplitResult | None:
 
 
 def _is_own(address: Address) -> bool:
-    """Return whether an address is one of this machine's: the kernel then uses the address itself as the source."""
+    """Return whether an address is this machine's: the kernel then connects to the address from the same address."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((str(address), 9))  # for UDP, connect only looks up the route and sends no packet

@@ -137,7 +137,7 @@ def open_base_root(base: Path, store: ImageStore, runtime: Runtime, held: ExitSt
     """Return the root folder of an image to build on, which is locked against removal until ``held`` closes.
 
     Raises:
-        CallerError: the image belongs to another user, or has device nodes, which cannot be copied; names one.
+        CallerError: the image belongs to another user, or has device nodes, which cannot be copied; names the first.
         InfrastructureError: the image cannot be unpacked here.
     """
     for path in base.glob("dev/*"):
@@ -149,7 +149,7 @@ def open_base_root(base: Path, store: ImageStore, runtime: Runtime, held: ExitSt
 
 
 def _identity(base: str, store: ImageStore) -> str:
-    """Return a text that identifies the content of a base, as far as possible without reading the content."""
+    """Return a text that identifies the content of a base image, as far as possible without reading the image."""
     if base == APT_BASE:
         return debian.base_identity()
     reference = parse(base, "base")

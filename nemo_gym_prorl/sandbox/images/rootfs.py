@@ -103,9 +103,9 @@ def _sanitize_entry(name: str, folder: int, uid: int, gid: int) -> int:
 
 
 def link_unchanged(root: Path, base: Path) -> int:
-    """Replace files in ``root`` by hard links to equal files in ``base``; return the bytes saved.
-    Both folders must be sanitized and never written again. Files are equal if path, contents, owner, permissions and
-    modification time are equal. Symlinks in ``base`` are not followed. A file that cannot be linked stays."""
+    """Replace files in ``root`` by hard links to equal files in ``base``; return the bytes saved. Both folders must be
+    sanitized and never written again. Files are equal if path, contents, owner, permissions and modification time are
+    equal. Symlinks in ``base`` are not followed. A file that cannot be linked stays."""
     saved, fresh = 0, root.with_name("fresh-link")
     top = os.open(base, OPEN_FOLDER_FLAGS)
     try:

@@ -185,7 +185,7 @@ class ImageStore:
                 return found
 
     def find(self, text: str) -> Path | None:
-        """Parse a reference to an image, and return :meth:`locate` of it."""
+        """Return the path of an image, given a textual reference; otherwise as :meth:`locate`."""
         return self.locate(parse(text))
 
     def payload(self, entry: str) -> Path | None:
@@ -210,8 +210,8 @@ class ImageStore:
         return self._copy(entry) or self._unpack(image, entry, runtime, progress)
 
     def identity(self, image: Path) -> str:
-        """Return a text that identifies the image at a path, without reading the image: the name of its entry, or
-        for an image outside of the store path, size and modification time."""
+        """Return a text that identifies the image at a path, without reading the image: the name of its entry. Outside
+        of the store, the text has path, size and modification time."""
         if image.is_relative_to(self.images.folder):
             return f"entry:{image.relative_to(self.images.folder).parts[0]}"
         found = image.stat()
@@ -244,6 +244,7 @@ class ImageStore:
         return self.images.publish(folder, entry) / target.name
 
     def name(self, name: str, entry: str) -> None:
+        """Make the short name ``name`` denote an entry, atomically, in place of an earlier entry."""
         folder = self.images.folder / _NAMES
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".", delete=False) as fresh:

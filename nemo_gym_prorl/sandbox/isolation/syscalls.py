@@ -214,6 +214,9 @@ def mount_as_owner(source: str, target: str, owner: int | None) -> None:
         source: file or folder; other users need not be able to traverse its parents.
         target: existing file or folder, of the same type as ``source``.
         owner: descriptor of the user namespace whose id maps are applied; ``None`` keeps the owners.
+
+    Raises:
+        OSError: a mount fails, for example because the file system does not support idmapped mounts.
     """
     tree = open_tree(source)
     if owner is not None:

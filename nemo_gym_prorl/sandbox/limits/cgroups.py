@@ -91,8 +91,8 @@ def delegation_base(group: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Delegation:
-    """Folder of a control group below which this process may create groups, and the members of :data:`CONTROLLERS` that
-    these groups can have."""
+    """Folder of a control group below which this process may create groups, and the members of :data:`CONTROLLERS`
+    that these groups can have."""
 
     base: Path
     controllers: frozenset[str]
@@ -145,7 +145,7 @@ def is_delegated(base: Path) -> bool:
 
 
 def _can_start_in(group: Group) -> bool:
-    """Return whether a process can start in ``group``. A child tests this, since :meth:`Group.fork` needs one thread."""
+    """Return whether a process can start in ``group``; tested in a child, as :meth:`Group.fork` needs one thread."""
     child = os.fork()
     if child == 0:
         failed = 1
@@ -198,9 +198,8 @@ def _move_to_subgroup(base: Path) -> None:
 
 
 def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
-    """Return the text by name of the control group files that limit bytes of memory, processes with threads, and CPUs.
-
-    A limit of 0, or one whose controller is not enabled, is left out."""
+    """Return the contents, by name, of the control group files that limit memory (bytes), processes and threads, and
+    CPUs. Limits of 0, and limits whose controller is not enabled, are left out."""
     wanted = {
         "memory": ("memory.max", str(memory) if memory else ""),
         "pids": ("pids.max", str(processes) if processes else ""),
@@ -233,6 +232,7 @@ class Group:
             swap.write_text("0")
 
     def fork(self) -> int:
+        """Fork a child that starts in the group; otherwise as :func:`.syscalls.fork_into_cgroup`."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return syscalls.fork_into_cgroup(descriptor)

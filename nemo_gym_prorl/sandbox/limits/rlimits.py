@@ -78,6 +78,7 @@ class Limit:
 
 
 def enforced_limits(facts: HostFacts) -> tuple[Limit, ...]:
+    """Return how each limit of a sandbox is enforced on a machine with the properties ``facts``."""
     return (
         Limit("memory", Enforcement.KERNEL, "memory.max, no swap")
         if "memory" in facts.controllers
@@ -191,7 +192,7 @@ def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:
 
 
 def process_limit_here(wanted: int) -> int:
-    """Return :func:`process_limit` on this machine, reduced to this process's hard limit (``ulimit -Hu``)."""
+    """Return :func:`process_limit` on this machine, but at most this process's hard limit (``ulimit -Hu``)."""
     kernel = HostFacts.of_host(frozenset()).kernel
     machine = min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
     own, hard = resource.getrlimit(resource.RLIMIT_NPROC)

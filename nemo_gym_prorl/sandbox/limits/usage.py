@@ -166,6 +166,7 @@ def oom_kills() -> int:
 
 
 def available_memory() -> int:
+    """Return the machine's available memory in bytes; 0 if unknown."""
     with open("/proc/meminfo", "rb") as file:
         found = _AVAILABLE.search(file.read())
     return int(found[1]) << 10 if found else 0

@@ -42,8 +42,8 @@ SCAN_PAUSE_S = 2.0
 """Minimum seconds between the starts of two scans of one sandbox."""
 
 PROC_SCAN_FRACTION = 0.002
-"""Fraction of time for scans of all processes of the machine, where no control group lists a sandbox's processes. Such
-a scan finds processes that a restarted watchdog does not know. Each measurement finds descendants of known processes."""
+"""Fraction of time for scans of all processes of the machine, where no control group lists a sandbox's processes. They
+find processes that a restarted watchdog does not know; each measurement finds descendants of known processes."""
 
 MAX_MEASUREMENTS_OVER_LIMIT = 10
 """Consecutive measurements above the memory limit after which a sandbox is ended, since killing has not helped."""

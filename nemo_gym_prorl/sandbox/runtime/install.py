@@ -7,8 +7,8 @@ newer C library than the machine's, so the programs are patched to load the C li
 patched programs contain its path, so after a move of the cache folder the private copy is built again.
 
 ``pinned.json`` lists one version of each package with its SHA-256. Debian's mirrors have these versions while they are
-current, and Debian's snapshot archive keeps them. A package with another checksum is refused. So no trust in a mirror or
-in the network is needed, and neither apt nor its keys.
+current, and Debian's snapshot archive keeps them. A package with another checksum is refused. So mirrors and network
+need not be trusted, and neither apt nor its keys are needed.
 
 Invariants: a folder with the final name is complete, and its ``apptainer`` has run once. The folder's marker lists the
 packages and their SHA-256. The folder with ``apptainer`` contains no other program, so this folder on PATH hides none.

@@ -31,7 +31,7 @@ from nemo_gym_prorl.sandbox_results import CellResult
 START_TIMEOUT_S = 60.0  # importing IPython takes seconds on a busy machine
 CELL_TIMEOUT_S = 180.0  # Gym's default for a command
 INTERRUPT_GRACE_S = 2.0
-"""Seconds from SIGINT to a cell until its kernel is killed; compiled code in the cell delays the handling of SIGINT."""
+"""Seconds from SIGINT to a cell until its kernel is killed; compiled code in the cell may delay the handling."""
 
 DRIVER = ("python3", "-c", Path(__file__).with_name("kernel_driver.py").read_text())
 """Command that starts a kernel."""

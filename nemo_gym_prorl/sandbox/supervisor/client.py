@@ -191,7 +191,7 @@ class SupervisorConnection:
         return f"{self._name}-{self._number}"
 
     async def spawn(self, request: SpawnRequest, files: Sequence[int]) -> SandboxProcess:
-        """Start a process with the open files ``files``; errors as for :meth:`ask`. Cancellation kills the process."""
+        """Start a process with descriptors ``files``; errors as for :meth:`ask`. Cancellation kills the process."""
         name = request.spawn
         ended = self._exits[name] = self._loop.create_future()
         try:

@@ -58,7 +58,8 @@ MAX_CONCURRENT_STARTS = 2 * (os.cpu_count() or 1)
 
 
 class StartLimiter:
-    """Limits concurrent sandbox starts (FIFO); above :data:`MAX_CONCURRENT_STARTS`, to one start per image."""
+    """Limits concurrent sandbox starts (FIFO) to :data:`MAX_CONCURRENT_STARTS`. As many again may start if no other
+    sandbox of the same image is starting."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
@@ -230,7 +231,7 @@ class Creation:
         await self._make_layer(sandbox)
 
     async def _make_layer(self, sandbox: Sandbox) -> None:
-        """Create the writable layer, empty or restored from a snapshot. The start's time limit excludes the restoring."""
+        """Create the writable layer, empty or restored from a snapshot. The start's time limit excludes restoring."""
         make_overlay(sandbox)
         request = sandbox.request
         if not request.snapshot:

@@ -117,7 +117,7 @@ class DestroyRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnRequest:
-    """Start a program in a sandbox. The attached descriptors become the program's files 0, 1, ..., or 3, 4, ... with a terminal.
+    """Start a program in a sandbox. Attached descriptors become its files from 0 on; with ``tty``, from 3 on.
 
     Attributes:
         spawn: name of the program in a :class:`SignalRequest` and in the program's ``exit`` event.
@@ -183,8 +183,8 @@ class EgressRequest:
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """Forward the sandbox's ``POLICY_PORT`` to the base URL of a policy, with the bearer token ``key``. An empty ``url``
-    closes the port."""
+    """Forward the sandbox's ``POLICY_PORT`` to the base URL of a policy, with the bearer token ``key``. An empty
+    ``url`` closes the port."""
 
     sandbox: str
     url: str = ""

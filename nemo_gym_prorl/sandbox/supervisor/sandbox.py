@@ -29,7 +29,7 @@ Client = Connection[Message, list[int]]
 """The supervisor's end of a client's connection: receives requests, sends replies and events."""
 
 STUCK_S = 5.0
-"""Seconds of closing a sandbox until processes that survive SIGKILL are reported; a kill usually takes milliseconds."""
+"""Seconds of closing a sandbox until processes that survive SIGKILL are reported; a kill takes milliseconds."""
 
 
 class SandboxStage(StrEnum):
@@ -50,7 +50,7 @@ class Step:
         kill_init: kill the first process of the PID namespace; the kernel then kills all others.
         kill_starter: kill the supervisor's child for the sandbox.
         delete: delete the sandbox's files, since all processes have ended.
-        report: report to callers that wait for the end that closing takes too long.
+        report: report an error to callers that wait for the sandbox's end, since closing takes too long.
     """
 
     kill_init: bool = False
@@ -64,8 +64,7 @@ def step_down(*, starter: bool, init: bool | None, closing_s: float) -> Step:
 
     Args:
         starter: whether the supervisor's child for the sandbox is not reaped yet.
-        init: whether the first process of the sandbox's PID namespace is alive, which ends after all others; ``None``
-            if no PID namespace is recorded.
+        init: whether the sandbox's first process, which ends after all others, is alive; ``None`` if not recorded.
         closing_s: seconds since closing began.
     """
     late = closing_s > STUCK_S

@@ -285,7 +285,7 @@ def sweep(root: Path) -> list[Path]:
 
 
 def remove_if_dead(folder: Path, patience_s: float = 5.0) -> bool:
-    """Clear the folder of a supervisor if the supervisor is dead, as :func:`clear`; return whether the folder is gone."""
+    """Clear a supervisor's folder, as :func:`clear`, if the supervisor is dead; return whether the folder is gone."""
     try:
         lock = _lock_of_dead_owner(folder)
     except FileNotFoundError:
