@@ -378,7 +378,7 @@ class Container:
         return self.notes
 
     async def has_room(self) -> bool:
-        """Return whether the host's disk with all sandboxes' files has at least :data:`MIN_FREE_BYTES` free."""
+        """Return whether the disk with all sandboxes' files has :data:`MIN_FREE_BYTES` free; ``True`` if unknown."""
         try:
             disk = await asyncio.to_thread(os.statvfs, self._supervisor.folder)
         except OSError:

@@ -158,8 +158,8 @@ def _release_opened(opening: asyncio.Future[OpenImage]) -> None:
         opening.result().release()
 
 
-TIMED_OUT = 124
-NOT_RUN = 125
+TIMED_OUT = 124  # as timeout(1)
+NOT_RUN = 125  # as timeout(1) if timeout itself fails
 
 
 class SandboxStartError(InfrastructureError, SandboxCreateError):  # type: ignore[misc]  # Gym has no types
@@ -273,7 +273,7 @@ class SingularityProvider(SnapshotSupport):
         return await container_of(handle).files.write_file(path, data)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
-        """Return ``running`` while the sandbox is up, ``paused`` after :meth:`pause`, else ``stopped``."""
+        """Return ``running``, ``paused`` (``unknown`` with Gym 0.4), or ``stopped`` once the sandbox has ended."""
         container = container_of(handle)
         if not container.alive:
             return SandboxStatus.STOPPED
@@ -365,8 +365,8 @@ class SingularityProvider(SnapshotSupport):
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
-        """Return a handle on a sandbox of another process, by the result of its :meth:`serialize_handle`. The sandbox
-        still ends with the process that created the sandbox.
+        """Return a handle on a sandbox of another process, by the description that its :meth:`serialize_handle`
+        returned. The sandbox still ends with the process that created the sandbox.
 
         Raises:
             ValueError: the description is from another provider, machine or user.

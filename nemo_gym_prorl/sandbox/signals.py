@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from nemo_gym_prorl.sandbox.limits import usage
 
 
-_PF_EXITING = 0x4
+_PF_EXITING = 0x4  # the kernel's flag of processes that are exiting
 
 
 def start_time(pid: int) -> int | None:

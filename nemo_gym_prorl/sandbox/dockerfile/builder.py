@@ -65,7 +65,7 @@ _WORK = "/.prorl-build"
 
 _FOLDER_MODE = "755"
 
-_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name
+_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name; 48 bits make collisions unlikely
 
 _PRELUDE = f"""\
 set -e

@@ -121,7 +121,7 @@ HEAD_TIMEOUT_S = 30.0
 MAX_LOGGED_HOSTS = 256
 """Number of hosts of one sandbox that are counted separately; further hosts are counted together as ``*``."""
 
-MAX_TRIED_ADDRESSES = 4  # of one name, each for at most CONNECT_TIMEOUT_S
+MAX_TRIED_ADDRESSES = 4  # of one name; bounds the wait to as many CONNECT_TIMEOUT_S
 
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@]+):(\d{1,5})")
 _URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@]+)(?::(\d{1,5}))?([/?][^#]*)?", re.IGNORECASE)

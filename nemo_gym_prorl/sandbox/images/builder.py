@@ -43,9 +43,9 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 APT_BASE = "apt:"
 """Base that consists of packages of the machine's own distribution, without a registry."""
 
-BUILD_TIMEOUT_S = 3600.0
+BUILD_TIMEOUT_S = 3600.0  # per image or stage, which may compile packages
 
-WHEELS_TIMEOUT_S = 600.0
+WHEELS_TIMEOUT_S = 600.0  # wheels are downloaded and not compiled
 
 MIN_FREE_BYTES = 1 << 30
 """Free bytes that a build's disk must have at the start; a build on less would fail later."""
@@ -60,7 +60,7 @@ Python checks the compiled files by modification time, so an agent's edit of a l
 ignored, since some packages contain invalid Python on purpose.
 """
 
-_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name
+_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name; 48 bits make collisions unlikely
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ DERIVED_IMAGES = {
 }
 """Base, another shipped image, and additional wheels, by name of a shipped image."""
 
-SELF_TEST_TIMEOUT_S = 120.0
+SELF_TEST_TIMEOUT_S = 120.0  # starts a container and imports packages, possibly from a slow disk
 
 
 def default_image_path() -> Path:

@@ -70,7 +70,7 @@ UNSEEN_USE_S = 24 * 3600.0
 
 _LOCKS = ".locks"
 
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of flock on file systems without locks
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,9 +106,9 @@ def config_of(image: Path) -> OciConfig | None:
 UNPACKED_SIZE_FACTOR = 4
 """Disk space reserved for an unpacked copy, as a multiple of the SIF's size; the usual ratio is three."""
 
-UNPACK_TIMEOUT_S = 1800.0
+UNPACK_TIMEOUT_S = 1800.0  # an image may have tens of gigabytes
 
-_NAMES = ".names"
+_NAMES = ".names"  # folder with one file per short name, which contains the name of the entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ _RECORD_BYTES = 10_240
 _NAMES = ("--numeric-owner", "--xattrs", "--xattrs-include=user.*")
 _CREATE = (
     *("--create", "--file=-", "--format=posix", "--sparse", *_NAMES),
-    # Among the overlay's extended attributes, only "opaque" stays valid over another mount of the image.
+    # Among the overlay's extended attributes, only "opaque" stays valid over another mount of the image. The patterns
+    # match all other names: those that do not begin with "o", and "origin".
     *("--xattrs-exclude=user.overlay.[!o]*", "--xattrs-exclude=user.overlay.or*"),
 )
 _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAMES)

@@ -252,7 +252,7 @@ class Group:
             return []
 
     def is_full(self) -> bool:
-        """Return whether the group has as many processes as its limit; ``False`` without the pids controller."""
+        """Return whether processes and threads use up the group's limit; ``False`` without the pids controller."""
         if "pids" not in self.controllers:
             return False
         allowed = (self.path / "pids.max").read_text().strip()

@@ -70,7 +70,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Enforcement of the limit of one resource; ``mechanism`` names the kernel interface or measurement for people."""
+    """Enforcement of the limit of the resource ``name``; ``mechanism`` describes a kernel interface or measurement."""
 
     name: str
     enforcement: Enforcement

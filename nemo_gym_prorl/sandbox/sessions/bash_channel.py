@@ -395,7 +395,7 @@ class TerminalOutput:
         self._loop.add_reader(terminal, self._read)
 
     def stop(self) -> None:
-        """Stop reading. Must be called before the terminal's descriptor is closed."""
+        """Stop reading; call this before the terminal's descriptor is closed."""
         if self._terminal >= 0:
             self._loop.remove_reader(self._terminal)
             self._terminal = -1
