@@ -83,7 +83,7 @@ def check_image_folder(image: str, state: Path) -> None:
     """Refuse an image that contains the host's own files: sandboxes of root could read all files of root.
 
     Raises:
-        CallerError: the image contains the supervisors' folder, ``/proc`` or ``/sys``, or lies in one of the latter.
+        CallerError: the image contains the supervisors' folder, or contains or lies in ``/proc`` or ``/sys``.
     """
     source = Path(os.path.realpath(image))
     if Path(os.path.realpath(state)).is_relative_to(source) or any(
@@ -136,8 +136,8 @@ def _check_target(bind: _CheckedBind, image: Path, earlier: Sequence[_CheckedBin
         if target == "/etc" or target in mounts.RUNTIME_MOUNTED_FILES:
             reason = "has files that are made for each sandbox: bind other single files of /etc, or upload the file"
             raise _refusal(bind.text, f"{target} {reason}")
-    # The deepest earlier bind above the target has the files at the target, or else the image. The files of an image
-    # that is not unpacked cannot be checked.
+    # The target lies in the deepest earlier bind above the target, or else in the image. The files of an image that is
+    # not unpacked cannot be checked.
     all_above = (one for one in earlier if bind.target.startswith(f"{one.target}/"))
     above = max(all_above, key=lambda one: len(one.target), default=None)
     root, path = (above.source, bind.target.removeprefix(above.target)) if above else (image, bind.target)

@@ -86,7 +86,7 @@ class Container:
         paused: whether :meth:`pause` has suspended all programs.
         environment: environment variables of commands.
         workdir: working directory of commands.
-        sessions_started: programs, such as ``bash``, of which a session has started in the sandbox.
+        sessions_started: names of the programs, such as ``bash``, that have started a persistent session.
         published: working folder and user that the image's registry configuration names; each empty if not named.
     """
 
@@ -101,7 +101,7 @@ class Container:
         self.fallback_reason = ""
         self.alive = True
         self._fault: AgentError | None = None
-        """Error of a sandbox that its own programs have ended; ``None`` otherwise."""
+        """Error that calls raise after the sandbox's own programs have ended the sandbox; ``None`` before."""
         self.paused = False
         self.sessions_started: set[str] = set()
         self.environment: dict[str, str] = {}
@@ -125,7 +125,7 @@ class Container:
             spec: the specification; ``image`` must be an unpacked root folder.
             runtime: the container runtime; ``None`` looks it up.
             held_files: descriptors, such as an image's lock, that the supervisor keeps open until the sandbox is gone.
-            snapshot: archive of another sandbox of the same image, from which the writable layer is restored.
+            snapshot: archive of the writable layer of another sandbox of the image; ``None`` for an empty layer.
 
         Raises:
             CallerError: the specification is wrong; names the field.
@@ -160,11 +160,11 @@ class Container:
         return container
 
     async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Add environment variables, and set the working directory, of all later commands. ``workdir`` is created if
-        missing; ``None`` keeps the working directory.
+        """Change environment variables and working directory of all later commands: ``env`` is added, ``workdir`` is
+        created if missing, and ``None`` keeps the working directory.
 
         Raises:
-            CallerError: the directory cannot be created.
+            CallerError: ``workdir`` is not an absolute path, or cannot be created.
         """
         self.environment = {**self.environment, **env}
         if workdir:
@@ -181,7 +181,7 @@ class Container:
         return self._supervisor.folder / self.name
 
     def describe(self) -> dict[str, Any]:
-        """Return a JSON description of the sandbox for :meth:`attach`."""
+        """Return a description of the sandbox for :meth:`attach`, as a JSON object."""
         return {
             "sandbox_id": self.name,
             "supervisor": str(self._supervisor.folder),
@@ -194,7 +194,10 @@ class Container:
 
     @classmethod
     async def attach(cls, description: Mapping[str, Any]) -> Container:
-        """Connect to a sandbox of another process of the same user and machine, by its :meth:`describe`.
+        """Connect to a sandbox of another process of the same user and machine.
+
+        Args:
+            description: result of :meth:`describe` in the other process.
 
         Raises:
             SandboxLost: the sandbox has ended.
@@ -286,7 +289,7 @@ class Container:
 
         Args:
             argv: the program, looked up on the sandbox's PATH, and its arguments.
-            files: descriptors of the program from 0 on; with a terminal, which takes the first three, from 3 on.
+            files: become the program's descriptors 0, 1, ...; with a terminal 3, 4, ..., after the terminal's 0 to 2.
             cwd: working directory; ``None`` for the sandbox's.
             env: additional environment variables.
             terminal: rows and columns of a new terminal; ``None`` for no terminal.
@@ -321,7 +324,7 @@ class Container:
             raise
 
     def give(self, descriptor: int) -> int:
-        """Permit the sandbox's user to open a pipe or memory file by its name under ``/dev/fd``; return it."""
+        """Let the sandbox's user open a pipe or memory file by its name under ``/dev/fd``; return the descriptor."""
         if is_machine_root():
             os.fchown(descriptor, self._host_id, self._host_id)
         if self.spec.users:
@@ -363,11 +366,11 @@ class Container:
             raise
 
     async def check(self) -> list[str]:
-        """Return the limits that the sandbox has reached, unless the sandbox or the machine has failed.
+        """Return the limits that the sandbox has reached, as text for people.
 
         Raises:
             AgentError: programs in the sandbox have ended the sandbox.
-            SandboxLost: the sandbox ended otherwise, the kernel ended a process, or the machine's disk is full.
+            SandboxLost: the sandbox ended otherwise, the machine's OOM killer ended a process, or the disk is full.
         """
         await self.ask(CheckRequest(self.name, memory=True))
         if not await self.has_room():
@@ -375,7 +378,7 @@ class Container:
         return self.notes
 
     async def has_room(self) -> bool:
-        """Return whether the host's disk with all sandboxes' files has at least :data:`MIN_FREE_BYTES` free."""
+        """Return whether the disk with all sandboxes' files has :data:`MIN_FREE_BYTES` free; ``True`` if unknown."""
         try:
             disk = await asyncio.to_thread(os.statvfs, self._supervisor.folder)
         except OSError:
@@ -383,7 +386,7 @@ class Container:
         return disk.f_bavail * disk.f_frsize >= MIN_FREE_BYTES
 
     async def check_living(self) -> None:
-        """Ask the supervisor whether the sandbox is up and not about to end, such as after a program was killed.
+        """Check that the sandbox is up and not ending. The supervisor knows this before its event arrives.
 
         Raises:
             AgentError: programs in the sandbox have ended the sandbox.
@@ -406,11 +409,12 @@ class Container:
         self.paused = True
 
     async def resume(self) -> None:
+        """Continue all programs after :meth:`pause`, and accept commands again."""
         await self.ask(ResumeRequest(self.name))
         self.paused = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once when the sandbox ends, or when :meth:`close` is called."""
+        """Register a callback for the sandbox's end or :meth:`close`, whichever comes first; called once."""
         self._on_end.append(callback)
 
     async def close(self) -> None:
@@ -484,7 +488,7 @@ KNOWN_CAUSES = {
     "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",
     "overlay": "PRORL_STATE must be a folder on a local disk that can carry an overlay (ext4, xfs, tmpfs; not NFS)",
 }
-"""Fix by regular expression of the runtime's or kernel's error message; the first match counts."""
+"""Fix by regular expression that is searched in the runtime's or kernel's error message; the first match counts."""
 
 
 def _start_error(error: SandboxRefused, spec: ContainerSpec) -> InfrastructureError:

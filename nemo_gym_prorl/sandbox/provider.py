@@ -10,7 +10,7 @@ Gym detects optional capabilities by method names. Snapshots are in :mod:`.snaps
 Results of a command, as ``error_type`` and exit code:
 
 - ``None`` and the command's own exit code: the command ran.
-- ``timeout`` and 124, with the output so far: the command was stopped at its time limit.
+- ``timeout`` and 124, with the output so far: the command was killed at its time limit.
 - ``sandbox`` and 125, with the reason as stderr: the command could not run.
 """
 
@@ -158,8 +158,8 @@ def _release_opened(opening: asyncio.Future[OpenImage]) -> None:
         opening.result().release()
 
 
-TIMED_OUT = 124
-NOT_RUN = 125
+TIMED_OUT = 124  # as timeout(1)
+NOT_RUN = 125  # as timeout(1) if timeout itself fails
 
 
 class SandboxStartError(InfrastructureError, SandboxCreateError):  # type: ignore[misc]  # Gym has no types
@@ -235,6 +235,7 @@ class SingularityProvider(SnapshotSupport):
         """Run a command with ``/bin/sh``; the module's docstring lists the results.
 
         Args:
+            cwd, env, user: as for :meth:`.Container.spawn`.
             timeout_s: time limit in seconds; ``None`` for the option ``exec_timeout_s``.
 
         Raises:
@@ -256,9 +257,11 @@ class SingularityProvider(SnapshotSupport):
         return SandboxExecResult(done.stdout, done.stderr, done.exit_code)
 
     async def upload_file(self, handle: SandboxHandle, source_path: Path, target_path: str) -> None:
+        """Copy a file of the host into the sandbox; see :meth:`.FileTransfer.upload`."""
         await container_of(handle).files.upload(Path(source_path), target_path)
 
     async def download_file(self, handle: SandboxHandle, source_path: str, target_path: Path) -> None:
+        """Copy a file of the sandbox to the host; see :meth:`.FileTransfer.download`."""
         await container_of(handle).files.download(source_path, Path(target_path))
 
     async def read_file(self, handle: SandboxHandle, path: str, *, limit: int) -> bytes:
@@ -270,7 +273,7 @@ class SingularityProvider(SnapshotSupport):
         return await container_of(handle).files.write_file(path, data)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
-        """Return ``running`` while the sandbox is up, ``paused`` after :meth:`pause`, else ``stopped``."""
+        """Return ``running``, ``paused`` (``unknown`` with Gym 0.4), or ``stopped`` once the sandbox has ended."""
         container = container_of(handle)
         if not container.alive:
             return SandboxStatus.STOPPED
@@ -336,7 +339,7 @@ class SingularityProvider(SnapshotSupport):
     async def shell(
         self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None, user: str | int | None = None
     ) -> Shell:
-        """Start a persistent shell in the sandbox's working folder, which the caller closes; see :class:`.Shell`.
+        """Start a persistent shell in the sandbox's working folder; the caller closes the shell. See :class:`.Shell`.
 
         Raises:
             InfrastructureError: the image has no bash, or bash does not answer.
@@ -344,7 +347,7 @@ class SingularityProvider(SnapshotSupport):
         return await Shell.start(container_of(handle), env=env, user=user)
 
     async def kernel(self, handle: SandboxHandle) -> Kernel:
-        """Start an IPython kernel in the sandbox's working folder, which the caller closes; see :class:`.Kernel`.
+        """Start an IPython kernel in the sandbox's working folder; the caller closes the kernel. See :class:`.Kernel`.
 
         Raises:
             InfrastructureError: the image has no IPython, or the kernel does not answer.
@@ -362,8 +365,8 @@ class SingularityProvider(SnapshotSupport):
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
-        """Return a handle on a sandbox of another process, by its :meth:`serialize_handle`. The sandbox ends with its
-        own process.
+        """Return a handle on a sandbox of another process, by the description that its :meth:`serialize_handle`
+        returned. The sandbox still ends with the process that created the sandbox.
 
         Raises:
             ValueError: the description is from another provider, machine or user.

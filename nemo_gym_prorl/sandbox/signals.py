@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from nemo_gym_prorl.sandbox.limits import usage
 
 
-_PF_EXITING = 0x4
+_PF_EXITING = 0x4  # the kernel's flag of processes that are exiting
 
 
 def start_time(pid: int) -> int | None:
@@ -36,7 +36,8 @@ def start_time(pid: int) -> int | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return whether a process is exiting or has ended. A PID namespace's first process exits after all others."""
+    """Return whether a process is exiting or has ended. A PID namespace's first process is exiting until all other
+    processes of the namespace have ended."""
     try:
         return bool(int(usage.read_stat(pid)[usage.FLAGS]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
@@ -112,12 +113,12 @@ class Session:
         return cls(pid, start_time(pid))
 
     def kill(self, group: int) -> None:
-        """Kill a process group of the session; a no-op if the leader has ended."""
+        """Kill a process group of the session; a no-op if the session's leader has ended."""
         if not self._kill_at_once(group):
             self._kill_each(group)
 
     def _kill_at_once(self, group: int) -> bool:
-        """Kill the group in one atomic step; return ``False`` if the kernel cannot, or the leader has ended."""
+        """Kill the group in one atomic step; return ``False`` if the kernel cannot, or a leader has ended."""
         try:
             descriptor = os.pidfd_open(group)
         except OSError:
@@ -133,8 +134,8 @@ class Session:
         return True
 
     def _kill_each(self, group: int) -> None:
-        # The leader's children are killed first: a shell would report a child that gets SIGSTOP. Others get SIGSTOP
-        # before any is killed: suspended processes count against the process limit, so a fork bomb cannot fork again.
+        # The session leader's children are killed first: a shell would report a child that gets SIGSTOP. Others get
+        # SIGSTOP before any is killed: suspended processes count against the limit, so a fork bomb cannot fork again.
         for one in self._members(group):
             if one.parent == self.pid:
                 self._send(one.pid, group, signal.SIGKILL)

@@ -44,9 +44,8 @@ from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
-
 _NOT_AGENT_ERRNOS = (*MACHINE_ERRNOS, errno.EOPNOTSUPP)
-"""Error numbers that the agent does not cause: of the machine, and of a start method without snapshots."""
+"""Errors (``errno``) that the agent does not cause: of the machine, and of a start method without snapshots."""
 
 MAX_HEADER_BYTES = 1 << 16
 """Maximum bytes of a snapshot's header, which has one path, one identity and two flags."""
@@ -54,7 +53,7 @@ MAX_HEADER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBase:
-    """Properties of a sandbox that a sandbox restored from its snapshot must share.
+    """Properties of a sandbox that must be the same in each sandbox restored from its snapshot.
 
     Attributes:
         image: path of the image.
@@ -102,7 +101,7 @@ class Snapshot:
 
 
 def default_folder() -> Path:
-    """Return the default folder of snapshots, below the folder ``PRORL_STATE`` on this machine's disk."""
+    """Return the default folder of snapshots, in :func:`.state_root`."""
     return state_root() / "snapshots"
 
 
@@ -174,7 +173,7 @@ async def _paused(container: Container) -> AsyncIterator[None]:
 
 
 def is_named(snapshot: str, stem: str) -> bool:
-    """Return whether a snapshot's file name is exactly the name ``stem`` with a random suffix."""
+    """Return whether a snapshot's file name is ``stem`` with the random suffix of :func:`take`."""
     return re.fullmatch(rf"{re.escape(stem)}-[0-9a-f]{{12}}", snapshot) is not None
 
 

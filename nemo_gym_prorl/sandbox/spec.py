@@ -138,7 +138,7 @@ class ProviderOptions(SandboxOptions):
 
     Attributes:
         image: image of sandboxes that name none. If unset, the default image.
-        exec_timeout_s: time limit of commands without one. Gym passes none for services of its Compose.
+        exec_timeout_s: default time limit of commands. Gym sets no limit for commands of Compose services.
         output_limit: bytes kept of each output stream of a command.
         pull: pull missing images.
         snapshots: folder of snapshots; below ``PRORL_STATE`` if unset.
@@ -270,8 +270,8 @@ def create_request(
             "set PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
     added = privilege.capability_numbers(spec.capabilities, root=spec.root, host_network=spec.network == HOST)
-    # Programs with SYS_PTRACE could control the sandbox's first process. Started by the runtime, that process has more
-    # capabilities than the programs; after a direct start it has none.
+    # Programs with SYS_PTRACE could control the sandbox's first process. A first process that the runtime starts has
+    # more capabilities than the programs; after a direct start the first process has none.
     traces = privilege.GRANTABLE_CAPABILITIES["SYS_PTRACE"] in added
     only_direct = {"start": spec.start == "direct", "users": spec.users, "capabilities": traces}
     if spec.start == "runtime":

@@ -82,7 +82,7 @@ class FileTransfer:
 
         Raises:
             OSError: the file cannot be read; ``EFBIG`` if it has more than ``limit`` bytes.
-            SandboxLost: the sandbox has ended.
+            AgentError, SandboxLost: the sandbox has ended.
         """
         contents = os.memfd_create("read", os.MFD_CLOEXEC)
         try:
@@ -96,7 +96,7 @@ class FileTransfer:
 
         Raises:
             OSError: the file cannot be written; ``EFBIG`` if ``data`` exceeds the sandbox's disk limit.
-            SandboxLost: the sandbox has ended.
+            AgentError, SandboxLost: the sandbox has ended.
         """
         if trouble := _over_disk_limit(len(data), self._disk_mib):
             raise OSError(errno.EFBIG, f"{path} would be {trouble}")

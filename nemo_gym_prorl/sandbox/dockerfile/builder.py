@@ -65,7 +65,7 @@ _WORK = "/.prorl-build"
 
 _FOLDER_MODE = "755"
 
-_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name
+_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name; 48 bits make collisions unlikely
 
 _PRELUDE = f"""\
 set -e
@@ -154,7 +154,7 @@ class DockerfileRequest:
         name: short name of the built image.
         args: build arguments (``ARG``).
         target: name of the stage to build; the last stage if empty.
-        replaced: image to use instead (address, path or name), by image reference of a ``FROM`` or ``--from``.
+        replaced: image to use (address, path or name) by the reference in ``FROM`` or ``--from`` that it replaces.
         fresh: whether to build all stages and pull all bases again, even if the store has them.
         format: format of the target's image; ``None`` for :meth:`.ImageStore.default_format`.
         timeout_s: seconds for building one stage.
@@ -213,8 +213,8 @@ _UNKNOWN_FOLDER = "/.of-the-base"  # stands for the working folder of a base tha
 
 
 def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
-    """Return the images that a Dockerfile builds on or copies from, and the user and working folder that it sets;
-    each of both is empty if a base decides it. Pulls and builds no image.
+    """Return the images that a Dockerfile builds on or copies from, and the user and working folder that it sets.
+    The user or the working folder is empty if a base image decides it. Pulls and builds no image.
 
     Raises:
         CallerError: the Dockerfile is wrong, or an instruction is not supported; names the line.

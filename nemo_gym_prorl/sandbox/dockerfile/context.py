@@ -31,11 +31,8 @@ from nemo_gym_prorl.sandbox.images import rootfs
 
 @dataclass(frozen=True, slots=True)
 class IgnoreRules:
-    """Rules of a ``.dockerignore``; the last rule that matches a path decides.
-
-    Attributes:
-        rules: regular expression for a path relative to the context, and whether the rule excludes the path.
-    """
+    """Rules of a ``.dockerignore``: regular expression for a path relative to the context, and whether a match is
+    excluded. The last rule that matches a path decides."""
 
     rules: tuple[tuple[re.Pattern[str], bool], ...] = ()
 
@@ -51,7 +48,7 @@ class IgnoreRules:
         return cls(tuple(rules))
 
     def excludes(self, path: str) -> bool:
-        """Return whether a path relative to the context is ignored, by its own or a parent folder's name."""
+        """Return whether a path relative to the context is ignored, by its own or a parent folder's path."""
         parts = path.split("/")
         out = False
         for pattern, excludes in self.rules:
@@ -99,6 +96,7 @@ class CopyPlan:
     single: str
 
     def digest(self) -> str:
+        """Return a hash of the names, permissions and contents of all files."""
         summary = hashlib.sha256()
         for entry in self.entries:
             summary.update(os.fsencode(f"{entry.name}\0{self.single}\0"))
@@ -156,7 +154,7 @@ def write_archive(plan: CopyPlan, step: CopyStep, target: Path) -> None:
                 archive.addfile(_owned(info, step), io.BytesIO(body))
                 continue
             info = archive.gettarinfo(entry.path, entry.name)
-            if info.islnk():  # tarfile makes a second hard link to a packed file a link; store the contents again
+            if info.islnk():  # a second hard link to a packed file: store the contents again
                 info.type, info.linkname, info.size = tarfile.REGTYPE, "", entry.path.stat().st_size
             if info.isreg():
                 with entry.path.open("rb") as file:
@@ -189,7 +187,7 @@ def _repack(packed: Path, archive: tarfile.TarFile) -> None:
 
 
 def _owned(info: tarfile.TarInfo, step: CopyStep) -> tarfile.TarInfo:
-    """Set the step's owner in a member; tar looks up user names in the image, and falls back to the numeric ids."""
+    """Set the step's owner and mode in a tar member; tar looks up user names in the image, or else uses the ids."""
     user, _, group = step.owner.partition(":")
     group = group or user
     info.uid, info.uname = (int(user), "") if user.isdecimal() else (0, user or "root")
@@ -303,7 +301,7 @@ def _error(step: CopyStep, reason: str) -> CallerError:
 
 
 def read_ignore_rules(context: Path, dockerfile: Path) -> IgnoreRules:
-    """Return the rules in ``DOCKERFILE.dockerignore``, or else in the context's ``.dockerignore``; empty without."""
+    """Return the rules in ``DOCKERFILE.dockerignore``, or else in the context's ``.dockerignore``, if any."""
     for path in (dockerfile.with_name(f"{dockerfile.name}.dockerignore"), context / ".dockerignore"):
         if path.is_file():
             return IgnoreRules.parse(text_of(path, "surrogateescape"))

@@ -26,7 +26,7 @@ _HEREDOC_INSTRUCTIONS = frozenset({"ADD", "COPY", "RUN"})
 MAX_BYTES = 1 << 20
 """Maximum bytes of an untrusted Dockerfile, and maximum characters to which all its variables may expand."""
 
-MAX_INSTRUCTIONS = 1000  # of an untrusted Dockerfile
+MAX_INSTRUCTIONS = 1000  # bounds the work for an untrusted Dockerfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def _escape_character(lines: Sequence[str]) -> str:
-    """Return the escape character, which also continues lines, by the directives at the top of a Dockerfile."""
+    """Return the escape character, which also continues lines, as set by a directive at the top of a Dockerfile."""
     escape = "\\"
     for number, line in enumerate(lines, 1):
         match = _DIRECTIVE.fullmatch(line.strip())

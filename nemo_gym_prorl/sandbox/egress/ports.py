@@ -213,8 +213,8 @@ class SandboxPort(ABC):
         transport, _protocol = await loop.connect_accepted_socket(lambda: protocol, accepted)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            # Errors in groups are suppressed too. The transport is aborted and not closed, so that a program does not
-            # mistake a truncated response for a complete one.
+            # suppress() also covers errors in exception groups. The transport is aborted and not closed, so that a
+            # program does not mistake a truncated response for a complete one.
             with log_exceptions(), contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 try:
                     await self._serve_requests(reader, writer)

@@ -60,7 +60,7 @@ UNRECOGNIZED_NAME = bytes((21, 3, 1, 0, 2, 2, 112))
 """TLS record with the fatal alert ``unrecognized_name``."""
 
 _CLIENT_HELLO = 1
-_VERSION_AND_RANDOM = 34
+_VERSION_AND_RANDOM = 34  # bytes of these fields of a ClientHello
 _SERVER_NAME, _HOST_NAME = 0, 0
 
 
@@ -116,12 +116,12 @@ MAX_LOOKUPS = 4
 LOOKUP_THREADS = 64  # for all sandboxes; each concurrent lookup blocks a thread
 
 HEAD_TIMEOUT_S = 30.0
-"""Time for a program to send a request's header section."""
+"""Time limit for a program's header section, so that idle connections do not use up the port's connections."""
 
 MAX_LOGGED_HOSTS = 256
 """Number of hosts of one sandbox that are counted separately; further hosts are counted together as ``*``."""
 
-MAX_TRIED_ADDRESSES = 4  # of one name, each for at most CONNECT_TIMEOUT_S
+MAX_TRIED_ADDRESSES = 4  # of one name; bounds the wait to as many CONNECT_TIMEOUT_S
 
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@]+):(\d{1,5})")
 _URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@]+)(?::(\d{1,5}))?([/?][^#]*)?", re.IGNORECASE)
@@ -318,7 +318,7 @@ def _upstream_proxy(request: Request) -> SplitResult | None:
 
 
 def _is_own(address: Address) -> bool:
-    """Return whether an address is one of this machine's: the kernel then uses the address itself as the source."""
+    """Return whether an address is this machine's: the kernel then connects to the address from the same address."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((str(address), 9))  # for UDP, connect only looks up the route and sends no packet

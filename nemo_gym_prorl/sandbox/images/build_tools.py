@@ -230,7 +230,6 @@ _PASSED = re.compile(
     re.IGNORECASE,
 )
 
-
 _TEMPORARY = {"tmp": "/tmp", "var-tmp": "/var/tmp"}
 
 _SETUP = """

@@ -43,9 +43,9 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 APT_BASE = "apt:"
 """Base that consists of packages of the machine's own distribution, without a registry."""
 
-BUILD_TIMEOUT_S = 3600.0
+BUILD_TIMEOUT_S = 3600.0  # per image or stage, which may compile packages
 
-WHEELS_TIMEOUT_S = 600.0
+WHEELS_TIMEOUT_S = 600.0  # wheels are downloaded and not compiled
 
 MIN_FREE_BYTES = 1 << 30
 """Free bytes that a build's disk must have at the start; a build on less would fail later."""
@@ -60,7 +60,7 @@ Python checks the compiled files by modification time, so an agent's edit of a l
 ignored, since some packages contain invalid Python on purpose.
 """
 
-_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name
+_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name; 48 bits make collisions unlikely
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def open_base_root(base: Path, store: ImageStore, runtime: Runtime, held: ExitSt
     """Return the root folder of an image to build on, which is locked against removal until ``held`` closes.
 
     Raises:
-        CallerError: the image belongs to another user, or has device nodes, which cannot be copied; names one.
+        CallerError: the image belongs to another user, or has device nodes, which cannot be copied; names the first.
         InfrastructureError: the image cannot be unpacked here.
     """
     for path in base.glob("dev/*"):
@@ -149,7 +149,7 @@ def open_base_root(base: Path, store: ImageStore, runtime: Runtime, held: ExitSt
 
 
 def _identity(base: str, store: ImageStore) -> str:
-    """Return a text that identifies the content of a base, as far as possible without reading the content."""
+    """Return a text that identifies the content of a base image, as far as possible without reading the image."""
     if base == APT_BASE:
         return debian.base_identity()
     reference = parse(base, "base")
@@ -208,7 +208,7 @@ DERIVED_IMAGES = {
 }
 """Base, another shipped image, and additional wheels, by name of a shipped image."""
 
-SELF_TEST_TIMEOUT_S = 120.0
+SELF_TEST_TIMEOUT_S = 120.0  # starts a container and imports packages, possibly from a slow disk
 
 
 def default_image_path() -> Path:
@@ -268,7 +268,7 @@ def _path(request: BuildRequest, store: ImageStore) -> Path:
 
 
 def _named(name: str, image: Path) -> Path:
-    """Make ``name`` denote an image again, if another version of this package has changed that; return the image."""
+    """Bind a short name to an image again if another version of this package has bound it; return the image."""
     store = ImageStore()
     # A cache that another user maintains is not writable.
     if store.entry_named(name) != image.parent.name and os.access(store.images.folder, os.W_OK):

@@ -70,7 +70,7 @@ UNSEEN_USE_S = 24 * 3600.0
 
 _LOCKS = ".locks"
 
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # errors of flock on file systems without locks
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,7 @@ class Entries:
         return hold
 
     def all(self) -> list[Entry]:
+        """Return all entries, sorted by name."""
         if not self.folder.is_dir():
             return []
         now, unseen = time.time(), is_shared(self.folder)
@@ -193,6 +194,7 @@ class Entries:
         return found
 
     def remove(self, name: str) -> bool:
+        """Remove an entry unless a process uses the entry; return whether the entry is gone."""
         hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             return False

@@ -134,7 +134,7 @@ def read_pulled_config(downloads: Path) -> OciConfig:
         downloads: folder of the download cache, used for this image only.
 
     Raises:
-        CallerError: the configuration can't be applied; for the field ``image``.
+        CallerError: the configuration can't be applied; names the field ``image``.
         InfrastructureError: the download cache has no readable configuration.
     """
     layout = downloads / "cache" / "blob"

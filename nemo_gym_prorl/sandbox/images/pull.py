@@ -23,7 +23,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageInfo, ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
-PULL_TIMEOUT_S = 3600.0
+PULL_TIMEOUT_S = 3600.0  # an image may have tens of gigabytes
 
 FIRST_PAUSE_S = 1.0
 """Backoff before the second attempt, in seconds; doubled for each further one, with jitter."""

@@ -36,11 +36,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class RegistryImage:
-    """An image in a registry.
-
-    Attributes:
-        uri: complete address, ``docker://`` with registry, repository, and tag or digest.
-    """
+    """An image in a registry, by complete address: ``docker://`` with registry, repository, and tag or digest."""
 
     uri: str
 
@@ -71,7 +67,7 @@ def parse(text: str, field: str = "image") -> Reference:
     """Parse a reference to an image.
 
     Raises:
-        CallerError: the text is not a valid reference; for ``field``.
+        CallerError: the text is not a valid reference; names ``field``.
     """
     if "://" in text:
         return parse_registry(text, field)
@@ -92,7 +88,7 @@ def parse_registry(text: str, field: str = "image") -> RegistryImage:
     """Parse the address of an image in a registry; ``docker://`` is optional.
 
     Raises:
-        CallerError: the text is not a valid address; for ``field``.
+        CallerError: the text is not a valid address; names ``field``.
     """
     scheme, separator, rest = text.strip().rpartition("://")
     if separator and scheme != "docker":
@@ -118,7 +114,7 @@ def check_name(text: str, field: str = "name") -> str:
     """Return ``text`` if it is a valid short name of an image.
 
     Raises:
-        CallerError: the name is invalid; for ``field``.
+        CallerError: the name is invalid; names ``field``.
     """
     if not NAME.fullmatch(text):
         raise CallerError(

@@ -32,7 +32,7 @@ from nemo_gym_prorl.sandbox.limits.usage import OPEN_FOLDER_FLAGS
 
 _MAX_LINKS = 40  # symlinks followed for one path, as in the kernel
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20  # per read when two files are compared
 
 _SIF_MAGIC_END = 42
 """Offset in bytes of the end of a SIF's magic text."""
@@ -103,9 +103,9 @@ def _sanitize_entry(name: str, folder: int, uid: int, gid: int) -> int:
 
 
 def link_unchanged(root: Path, base: Path) -> int:
-    """Replace files of ``root`` that ``base`` has too by hard links to the files of ``base``; return the bytes saved.
-    Both folders must be sanitized and never written again. Files are equal if path, contents, owner, permissions and
-    modification time are equal. Symlinks in ``base`` are not followed. A file that cannot be linked stays."""
+    """Replace files in ``root`` by hard links to equal files in ``base``; return the bytes saved. Both folders must be
+    sanitized and never written again. Files are equal if path, contents, owner, permissions and modification time are
+    equal. Symlinks in ``base`` are not followed. A file that cannot be linked stays."""
     saved, fresh = 0, root.with_name("fresh-link")
     top = os.open(base, OPEN_FOLDER_FLAGS)
     try:
@@ -188,7 +188,7 @@ def check_usable(image: Path) -> None:
 
     Raises:
         CallerError: the path is not an image, is not readable, or is a root folder that belongs to another user or is
-            for another processor architecture; for the field ``image``.
+            for another processor architecture; names the field ``image``.
     """
     if image.is_dir():
         _check_root(image)

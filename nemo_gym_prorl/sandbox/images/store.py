@@ -70,11 +70,7 @@ class ImageInfo:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image in the store.
-
-    Attributes:
-        unpacked: whether the image is a root folder or has an unpacked copy on this machine.
-    """
+    """One image in the store; ``unpacked``: whether it is a root folder or has an unpacked copy on this machine."""
 
     entry: Entry
     info: ImageInfo
@@ -108,11 +104,11 @@ def config_of(image: Path) -> OciConfig | None:
 
 
 UNPACKED_SIZE_FACTOR = 4
-"""Disk space reserved for an unpacked copy, as a multiple of the SIF's size; three is usual."""
+"""Disk space reserved for an unpacked copy, as a multiple of the SIF's size; the usual ratio is three."""
 
-UNPACK_TIMEOUT_S = 1800.0
+UNPACK_TIMEOUT_S = 1800.0  # an image may have tens of gigabytes
 
-_NAMES = ".names"
+_NAMES = ".names"  # folder with one file per short name, which contains the name of the entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +185,7 @@ class ImageStore:
                 return found
 
     def find(self, text: str) -> Path | None:
-        """Parse a reference to an image, and return :meth:`locate` of it."""
+        """Return the path of an image, given a textual reference; otherwise as :meth:`locate`."""
         return self.locate(parse(text))
 
     def payload(self, entry: str) -> Path | None:
@@ -214,8 +210,8 @@ class ImageStore:
         return self._copy(entry) or self._unpack(image, entry, runtime, progress)
 
     def identity(self, image: Path) -> str:
-        """Return a text that identifies the image at a path, without reading the image: the name of its entry, or
-        for an image outside of the store path, size and modification time."""
+        """Return a text that identifies the image at a path, without reading the image: the name of its entry. Outside
+        of the store, the text has path, size and modification time."""
         if image.is_relative_to(self.images.folder):
             return f"entry:{image.relative_to(self.images.folder).parts[0]}"
         found = image.stat()
@@ -233,7 +229,7 @@ class ImageStore:
             made: root folder or SIF, on the file system of ``work``.
             entry: name of the entry.
             info: description of the image, whose ``bytes`` are set here.
-            base: root folder of this store; equal files of a root folder are replaced by hard links to its files.
+            base: root folder in this store on which the image is built; equal files become hard links to its files.
         """
         folder = work / "entry"
         folder.mkdir()
@@ -248,6 +244,7 @@ class ImageStore:
         return self.images.publish(folder, entry) / target.name
 
     def name(self, name: str, entry: str) -> None:
+        """Make the short name ``name`` denote an entry, atomically, in place of an earlier entry."""
         folder = self.images.folder / _NAMES
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".", delete=False) as fresh:
@@ -311,7 +308,6 @@ class ImageStore:
         return removed, swept
 
     def _lock(self, image: Path) -> Lock | None:
-        """Lock an image of this store against removal; return ``None`` for an image outside of the store."""
         if not image.is_relative_to(self.images.folder):
             return None
         hold = self.images.use(image.relative_to(self.images.folder).parts[0])

@@ -50,7 +50,8 @@ _RECORD_BYTES = 10_240
 _NAMES = ("--numeric-owner", "--xattrs", "--xattrs-include=user.*")
 _CREATE = (
     *("--create", "--file=-", "--format=posix", "--sparse", *_NAMES),
-    # Among the overlay's extended attributes, only "opaque" stays valid over another mount of the image.
+    # Among the overlay's extended attributes, only "opaque" stays valid over another mount of the image. The patterns
+    # match all other names: those that do not begin with "o", and "origin".
     *("--xattrs-exclude=user.overlay.[!o]*", "--xattrs-exclude=user.overlay.or*"),
 )
 _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAMES)
@@ -59,7 +60,8 @@ _EXTRACT = ("--extract", "--file=-", "--same-owner", "--same-permissions", *_NAM
 def pack(
     namespaces: SandboxNamespaces, layer: Path, order: CreateRequest, header: str, target: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Write the layer of a running sandbox into the file with the descriptor ``target``; runs in a forked child.
+    """Archive a sandbox's layer in the file with the descriptor ``target``; return the archive's size. Runs in a
+    forked child. ``header`` is stored under :data:`HEADER`. Programs in the sandbox must not change files meanwhile.
 
     Raises:
         OSError: ``EFBIG``: the archive would exceed the sandbox's disk limit. ``EBUSY``: a file changed meanwhile.

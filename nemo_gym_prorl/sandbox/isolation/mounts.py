@@ -39,7 +39,6 @@ _EMPTY = re.compile(r"/proc/(sys/fs/binfmt_misc|fs/nfsd)|/sys/(fs|kernel|firmwar
 _TERMINAL_GROUP = 5
 """Group id of ``tty``, the group of terminals, in every distribution."""
 
-
 MAX_TERMINALS = 128
 """Pseudo-terminals of one sandbox; all sandboxes of a machine share 3,072 (``kernel.pty.max`` minus ``reserve``)."""
 
@@ -88,13 +87,7 @@ def namespace_without_overmounts() -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A file or folder of the host that is mounted in a sandbox.
-
-    Attributes:
-        source: absolute path on the host.
-        target: absolute path in the sandbox.
-        read_only: whether the mount is read-only.
-    """
+    """Bind mount of a file or folder, at absolute paths: ``source`` on the host, ``target`` in the sandbox."""
 
     source: str
     target: str
@@ -141,7 +134,7 @@ RUNTIME_MOUNTED_FILES = (
 """Files of the host that container runtimes mount over the image's files."""
 
 ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
-"""Files to which a line for the sandbox's user or group may be added."""
+"""Files to which a line for the sandbox's user or group is added if they have no line with the id."""
 
 RUNTIME_COPIED_FILES = ("/etc/localtime",)
 """Files of the host that container runtimes copy into a sandbox if the image lacks them."""

@@ -7,7 +7,7 @@ image sets, and the parent namespace of the sandboxes' user namespaces. Starting
 takes only system calls:
 
 1. A child forked by the launcher joins the parent namespace, and starts the first process in new namespaces as a child
-   of the *supervisor*, which so gets the first process's exit. The launcher's child maps the user ids and exits.
+   of the *supervisor*, which can then wait for the first process. The launcher's child maps the user ids and exits.
 2. For machine root, the supervisor sends the image to the first process as an idmapped mount, whose files have the
    sandbox's user ids. Only root can create such a mount, and only after the sandbox's user namespace exists.
 3. The first process mounts the root file system, sets up the sandbox (``launcher/launcher.c``), and then only waits.
@@ -149,8 +149,8 @@ def clone_binds(order: CreateRequest) -> list[int]:
     """Return descriptors of the binds as idmapped mounts, in which the owner's files belong to the sandbox's user.
 
     Only for machine root. The owner is the owner of the bind's source. Binds are not idmapped if they are writable and
-    owned by root or root's group, since a sandbox could leave programs there that run as root on the host. Nor are
-    binds that another sandbox's id owns, or whose file system does not support idmapped mounts.
+    owned by root or root's group, since a sandbox could leave programs there that run as root on the host. Binds that
+    another sandbox's id owns, or whose file system lacks idmapped mounts, are not idmapped, either.
     """
     host, trees = (order.host_uid, order.host_gid), []
     for bind in map(Bind.parse, order.binds):

@@ -63,7 +63,7 @@ def has_single_id() -> bool:
 
 
 def outer_uid() -> int:
-    """Return this process's user id in the parent user namespace, where users that have id 0 in a container differ."""
+    """Return this process's user id in the parent user namespace: several users may have id 0 in their containers."""
     user = os.geteuid()
     return next((outside + user - own for own, outside, count in uid_map() if own <= user < own + count), user)
 

@@ -44,8 +44,7 @@ AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 
 SOCKET_FAMILIES = frozenset({AF_UNIX, AF_INET, AF_INET6, AF_NETLINK})
 """Socket families that programs need. Ring buffers of ``AF_PACKET`` and ``AF_XDP`` use memory that no sandbox limit
-counts, ``AF_VSOCK`` reaches the host of a virtual machine, and rarely used families have more unfixed bugs.
-"""
+counts, ``AF_VSOCK`` reaches the host of a virtual machine, and rarely used families have more unfixed bugs."""
 
 _NO_PACKET_TYPE = ArgumentRule(1, frozenset({10}), REFUSE, ALLOW, mask=0xF)
 """Refuses ``SOCK_PACKET``, by which ``AF_INET`` creates sockets of ``AF_PACKET``; the mask leaves flags out."""

@@ -56,7 +56,6 @@ F_ADD_SEALS, SEAL_SIZE = 1033, 0x06
 _ALL_SEALS = 0x0F
 """All seals of a memfd: no writes, no change of size, no further seals. Some Python builds lack the constants."""
 
-
 _CLONE3 = 435
 _CLONE_INTO_CGROUP = 0x200000000
 _CLONE_ARGUMENTS = struct.Struct("11Q")
@@ -97,8 +96,7 @@ def die_with_parent(parent: int) -> None:
 def fork_into_cgroup(group: int) -> int:
     """Fork a child that starts in a control group, given the descriptor of the group's folder; needs Linux 5.7.
 
-    The process must have one thread: a child of a process with several threads may wait for a lock forever. Moving the
-    child between groups later would be slower."""
+    The process must have one thread: a child of a process with several threads may wait for a lock forever."""
     arguments = _CLONE_ARGUMENTS.pack(_CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
     pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
     _check(pid, "clone3")
@@ -216,6 +214,9 @@ def mount_as_owner(source: str, target: str, owner: int | None) -> None:
         source: file or folder; other users need not be able to traverse its parents.
         target: existing file or folder, of the same type as ``source``.
         owner: descriptor of the user namespace whose id maps are applied; ``None`` keeps the owners.
+
+    Raises:
+        OSError: a mount fails, for example because the file system does not support idmapped mounts.
     """
     tree = open_tree(source)
     if owner is not None:

@@ -212,7 +212,7 @@ def fork_as_all_users(action: Callable[[], object]) -> int:
 
 
 def raise_child_error(status: int, folder: Path) -> None:
-    """Raise ``OSError`` for ``folder`` if a child of :func:`fork_as_all_users` failed, given its wait status."""
+    """Raise ``OSError``, with ``folder`` as its file name, if a child of :func:`fork_as_all_users` failed."""
     if number := os.waitstatus_to_exitcode(status):
         raise OSError(abs(number), os.strerror(abs(number)), str(folder))
 

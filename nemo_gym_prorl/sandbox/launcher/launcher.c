@@ -1,9 +1,9 @@
 // SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 // SPDX-License-Identifier: Apache-2.0
 /*
- * The launcher: the only program of this package that runs in a sandbox. All processes of sandboxes are started by it.
+ * The launcher: the only program of this package that runs in a sandbox. It starts all processes of sandboxes.
  *
- * With argv[0] "launcher" it waits on a socket for requests of the supervisor, and forks a child for each request. The
+ * With argv[0] "launcher" the program waits on a socket for requests of the supervisor, and forks a child for each request. The
  * child is a child of the supervisor (CLONE_PARENT), starts in the sandbox's control group, and does one of these:
  *
  *   make     start the first process of a new sandbox, in new namespaces; that process sets the sandbox up
@@ -213,7 +213,7 @@ static long must(long result) {
     return result;
 }
 
-/* As must, but return one error to the caller. */
+/* As must, but return to the caller if the result is "error". */
 static long unless(long error, long result) {
     return result == -error ? result : must(result);
 }
@@ -383,7 +383,7 @@ static void keep_rights(uint64_t kept) {
 /* Join. */
 
 static const struct { const char *path; uint64_t flag; } SPACES[] = {
-    {"ns/user", CLONE_NEWUSER}, /* first: it gives the right to join the others */
+    {"ns/user", CLONE_NEWUSER}, /* first: joining it grants the capability to join the others */
     {"ns/mnt", CLONE_NEWNS},
     {"ns/pid", CLONE_NEWPID},
     {"ns/ipc", CLONE_NEWIPC},
@@ -730,7 +730,7 @@ static void spawn(void) {
 
 /* Stop. */
 
-enum { STOP_S = 5 };
+enum { STOP_S = 5 }; /* sandboxed processes can stop the process that calls kill(-1) */
 
 /* Send SIGSTOP to all processes except the first in one step, so that none can fork meanwhile. kill(-1) must be called
    in the PID namespace, by a process that sandboxed processes can stop or kill; the reply says whether it succeeded. */
@@ -757,7 +757,7 @@ static void stop(void) {
 
 /* Listen. */
 
-enum { BACKLOG = 128 };
+enum { BACKLOG = 128 }; /* connections that wait while the egress process is busy or restarted */
 
 /* Reply with a listening socket, which stays in the sandbox's network namespace in any process that gets it. */
 static void listen_inside(void) {

@@ -47,8 +47,8 @@ NAMESPACE_FLAGS = {
 
 
 class ProcDirectory:
-    """Open descriptor (``fd``) of ``/proc/PID``. The descriptor never refers to a later process with the same pid. It
-    is closed with the last reference to this object; an unsent :class:`Request` holds such a reference."""
+    """Open descriptor (``fd``) of ``/proc/PID``, which never refers to a later process with the same pid. Closed with
+    the last reference to this object; an unsent :class:`Request` holds such a reference."""
 
     def __init__(self, pid: int) -> None:
         self.fd: int = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -259,14 +259,14 @@ def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
 
 
 def stop(namespaces: SandboxNamespaces) -> Request:
-    """Return the request to send SIGSTOP to all processes of a sandbox except the first; replied with 1 if sent."""
+    """Return the request to send SIGSTOP to a sandbox's processes but the first; the reply says 1 on success."""
     request = Request(RequestKind.STOP)
     _add_namespaces(request, namespaces)
     return request
 
 
 def listen(namespaces: SandboxNamespaces, port: int) -> Request:
-    """Return the request to open a listening TCP socket on the sandbox's loopback device; replied with the socket."""
+    """Return the request for a TCP socket that listens on a sandbox's loopback device, sent with the reply."""
     request = Request(RequestKind.LISTEN)
     _add_namespaces(request, namespaces)
     request.words(port)

@@ -44,7 +44,7 @@ PROCESS_SLACK = 16
 
 CPU_PERIOD_US = 100_000  # the kernel's default
 MIN_CPU_US = 1000
-"""Smallest CPU quota in microseconds that the kernel accepts."""
+"""Smallest CPU quota that the kernel accepts."""
 
 _SYSTEMD_SUFFIXES = frozenset({".scope", ".service", ".slice"})
 """Suffixes of the names of groups that systemd manages."""
@@ -91,12 +91,8 @@ def delegation_base(group: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Delegation:
-    """A control group below which this process may create groups.
-
-    Attributes:
-        base: folder of the control group.
-        controllers: members of :data:`CONTROLLERS` that can be enabled for groups below.
-    """
+    """Folder of a control group below which this process may create groups, and the members of :data:`CONTROLLERS`
+    that these groups can have."""
 
     base: Path
     controllers: frozenset[str]
@@ -125,7 +121,6 @@ def probe_delegation() -> Delegation | None:
 
 
 def _remove_stale_probes(base: Path) -> None:
-    """Remove the empty probe groups of processes that were killed during their probe."""
     for left in base.glob(f"{GROUP_PREFIX}probe-*"):
         # rmdir refuses a group that contains processes. A new group may belong to a probe in progress.
         with contextlib.suppress(OSError):
@@ -150,7 +145,7 @@ def is_delegated(base: Path) -> bool:
 
 
 def _can_start_in(group: Group) -> bool:
-    """Return whether a process can start in ``group``; tested in a child, since only a process with one thread may."""
+    """Return whether a process can start in ``group``; tested in a child, as :meth:`Group.fork` needs one thread."""
     child = os.fork()
     if child == 0:
         failed = 1
@@ -165,8 +160,7 @@ def _can_start_in(group: Group) -> bool:
 
 
 def enable_controllers(granted: Delegation) -> frozenset[str]:
-    """Enable the controllers of a delegation for groups below its base, as far as the kernel allows; return the
-    controllers that are enabled."""
+    """Enable the controllers of a delegation for groups below its base; return those that the kernel has enabled."""
     missing = granted.controllers - _enabled_below(granted.base)
     if not missing:
         return granted.controllers
@@ -204,9 +198,8 @@ def _move_to_subgroup(base: Path) -> None:
 
 
 def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
-    """Return the text by name of the control group files that limit bytes of memory, processes with threads, and CPUs.
-
-    A limit of 0, or one whose controller is not enabled, is left out."""
+    """Return the contents, by name, of the control group files that limit memory (bytes), processes and threads, and
+    CPUs. Limits of 0, and limits whose controller is not enabled, are left out."""
     wanted = {
         "memory": ("memory.max", str(memory) if memory else ""),
         "pids": ("pids.max", str(processes) if processes else ""),
@@ -239,6 +232,7 @@ class Group:
             swap.write_text("0")
 
     def fork(self) -> int:
+        """Fork a child that starts in the group; otherwise as :func:`.syscalls.fork_into_cgroup`."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return syscalls.fork_into_cgroup(descriptor)
@@ -258,7 +252,7 @@ class Group:
             return []
 
     def is_full(self) -> bool:
-        """Return whether the group has as many processes as its limit; ``False`` without the pids controller."""
+        """Return whether processes and threads use up the group's limit; ``False`` without the pids controller."""
         if "pids" not in self.controllers:
             return False
         allowed = (self.path / "pids.max").read_text().strip()

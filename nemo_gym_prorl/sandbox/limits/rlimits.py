@@ -53,7 +53,7 @@ class HostFacts:
     """Properties of the machine that decide how limits are enforced.
 
     Attributes:
-        controllers: control group controllers that limit each sandbox.
+        controllers: names of the control group controllers that limit each sandbox.
         kernel: Linux version, major and minor.
         exempt: whether sandboxed processes run as the machine's root user, to whom no process limit applies.
     """
@@ -70,13 +70,7 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How one limit is enforced.
-
-    Attributes:
-        name: the limited resource.
-        enforcement: strictness of the enforcement.
-        mechanism: kernel interface or measurement that enforces the limit, in a few words.
-    """
+    """Enforcement of the limit of the resource ``name``; ``mechanism`` describes a kernel interface or measurement."""
 
     name: str
     enforcement: Enforcement
@@ -84,6 +78,7 @@ class Limit:
 
 
 def enforced_limits(facts: HostFacts) -> tuple[Limit, ...]:
+    """Return how each limit of a sandbox is enforced on a machine with the properties ``facts``."""
     return (
         Limit("memory", Enforcement.KERNEL, "memory.max, no swap")
         if "memory" in facts.controllers
@@ -136,7 +131,6 @@ def _processes(facts: HostFacts) -> Limit:
 
 
 def file_size_violation(mib: int) -> str:
-    """Return the text for a sandbox in which a file reached the size limit of ``mib`` MiB."""
     return f"file size: a file reached the limit of {mib} MiB"
 
 
@@ -198,7 +192,7 @@ def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:
 
 
 def process_limit_here(wanted: int) -> int:
-    """Return :func:`process_limit` on this machine, reduced to this process's hard limit (``ulimit -Hu``)."""
+    """Return :func:`process_limit` on this machine, but at most this process's hard limit (``ulimit -Hu``)."""
     kernel = HostFacts.of_host(frozenset()).kernel
     machine = min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
     own, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -238,8 +232,8 @@ def raise_supervisor_file_limit() -> None:
 
 
 def program_file_limits() -> tuple[int, int] | None:
-    """Return soft and hard limit of open files for programs in a sandbox. The soft limit is this process's before
-    :func:`raise_supervisor_file_limit`; ``None`` without such a call."""
+    """Return soft and hard limit of open files for programs in a sandbox; ``None`` before the call of
+    :func:`raise_supervisor_file_limit`, which saves the soft limit."""
     if not _initial_soft_limit:
         return None
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -83,7 +83,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def living_thread(pid: int) -> int:
-    """Return the id of a running thread of a process, whose ``/proc`` folder describes the whole process.
+    """Return the id of a thread that has not ended; the thread's ``/proc`` folder describes the whole process.
 
     A process whose main thread has ended looks like a zombie in ``/proc/PID``, but its other threads continue.
 
@@ -166,19 +166,20 @@ def oom_kills() -> int:
 
 
 def available_memory() -> int:
+    """Return the machine's available memory in bytes; 0 if unknown."""
     with open("/proc/meminfo", "rb") as file:
         found = _AVAILABLE.search(file.read())
     return int(found[1]) << 10 if found else 0
 
 
 ENTRIES_PER_STEP = 64
-"""Directory entries per step of a scan; between steps the watchdog checks its time budget."""
+"""Directory entries per step of a scan; between steps the watchdog checks its time budget, so steps must be short."""
 
 MIN_ENTRY_BYTES = 4096
 """Bytes that each directory entry counts at least, for its inode and name."""
 
 MAX_FOLDERS = 100_000
-"""Limit of folders that a scan has found and not yet entered, whose paths are kept in memory."""
+"""Maximum folders that a scan has found and not yet entered; bounds the memory for their paths."""
 
 BLOCK_BYTES = 512  # unit of st_blocks
 

@@ -42,9 +42,8 @@ SCAN_PAUSE_S = 2.0
 """Minimum seconds between the starts of two scans of one sandbox."""
 
 PROC_SCAN_FRACTION = 0.002
-"""Fraction of time for scans of all processes of the machine, where no control group lists a sandbox's processes. Such
-a scan finds processes that a restarted watchdog does not know; each measurement finds descendants of known processes.
-"""
+"""Fraction of time for scans of all processes of the machine, where no control group lists a sandbox's processes. They
+find processes that a restarted watchdog does not know; each measurement finds descendants of known processes."""
 
 MAX_MEASUREMENTS_OVER_LIMIT = 10
 """Consecutive measurements above the memory limit after which a sandbox is ended, since killing has not helped."""
@@ -110,8 +109,8 @@ class Watched:
         self.members = {process.pid for process in processes}
 
     def may_exceed_memory(self, processes: list[Process]) -> bool:
-        """Return whether resident sizes exceed the memory limit, so that proportional sizes must be measured.
-        Resident sizes are never smaller than proportional sizes."""
+        """Return whether resident sizes, which are never smaller than proportional sizes, exceed the memory limit.
+        Then proportional sizes must be measured; otherwise ``measurements_over`` starts again at 0."""
         used = self._used(sum(one.resident for one in processes))
         may = bool(self.memory_limit) and used > self.memory_limit
         if not may:
@@ -164,8 +163,7 @@ class Watched:
         self.disk, self.scanning = found.disk, False
 
     def exhausted_limits(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
-        """Return resource and description of each limit that is enforced by the kernel and used up.
-
+        """Return resource and description of each limit that the kernel enforces and that is used up.
         ``shared_memory_free`` is the number of free blocks or inodes of ``/dev/shm``."""
         found = []
         # With room for one process, a command could not start a child.
@@ -186,7 +184,6 @@ class WatchList:
         self.all: dict[str, Watched] = {}
 
     def hot(self) -> list[Watched]:
-        """Return the sandboxes that every tick measures."""
         return [box for box in self.all.values() if box.hot]
 
     def cold(self) -> Iterator[Watched]:

@@ -59,7 +59,7 @@ def distribution() -> str:
 
 
 def missing_tools() -> list[str]:
-    """Return the programs needed by this module that are not on PATH; empty on any Debian or Ubuntu."""
+    """Return the programs that this module needs and that are not on PATH; Debian and Ubuntu have all of them."""
     return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 

@@ -7,8 +7,8 @@ newer C library than the machine's, so the programs are patched to load the C li
 patched programs contain its path, so after a move of the cache folder the private copy is built again.
 
 ``pinned.json`` lists one version of each package with its SHA-256. Debian's mirrors have these versions while they are
-current, and Debian's snapshot archive keeps them. A package with another checksum is refused. So neither mirror nor
-network is trusted, and neither apt nor its keys are needed.
+current, and Debian's snapshot archive keeps them. A package with another checksum is refused. So mirrors and network
+need not be trusted, and neither apt nor its keys are needed.
 
 Invariants: a folder with the final name is complete, and its ``apptainer`` has run once. The folder's marker lists the
 packages and their SHA-256. The folder with ``apptainer`` contains no other program, so this folder on PATH hides none.
@@ -51,7 +51,6 @@ DOWNLOAD_TIMEOUT_S = 30.0
 """Seconds without data from a mirror after which a download fails."""
 
 PARALLEL_DOWNLOADS = 6  # the packages are small, so latency would dominate a sequential download
-
 
 STEP_TIMEOUT_S = 60.0
 """Time limit of a program that only uses local files."""
@@ -226,7 +225,7 @@ def _fetch(path: str, checksum: str, mirrors: Sequence[str], work: Path) -> Path
     for mirror in mirrors:
         url = f"{mirror.rstrip('/')}/{path}"
         try:
-            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # unauthenticated: see checksum
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # HTTP: the checksum authenticates
                 data = answer.read()
         # URLError covers errors before the response; an interrupted download raises another OSError.
         except (OSError, urllib.error.URLError) as error:

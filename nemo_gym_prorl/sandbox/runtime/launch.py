@@ -43,7 +43,6 @@ the loop starts another. PID 1 has only sockets of the host open, which sandboxe
 ``/proc``, unlike files.
 """
 
-
 DROPPED_CAPABILITIES = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH", "CAP_SYS_CHROOT")
 """Capabilities that the container's PID 1 drops; all versions of Apptainer know their names. PID 1 keeps SYS_ADMIN,
 which is needed to install the seccomp filter."""
@@ -115,7 +114,7 @@ def _first_process_options(folder: Path, *, root: bool) -> list[str]:
 
 
 def _mount_image(image: str, folder: Path, uid: int, gid: int) -> str:
-    """Mount the image below the sandbox's folder, with the image owner's files shown as the sandbox user's. For
+    """Mount the image in the sandbox's folder, with the image owner's files shown as the sandbox user's. For
     machine root only: its sandboxes' user can't enter root's folders or change other users' files in the overlay."""
     found = os.stat(image)
     shown = folder / "image"
@@ -127,7 +126,7 @@ def _mount_image(image: str, folder: Path, uid: int, gid: int) -> str:
 
 
 def _mount_binds(request: CreateRequest, folder: Path) -> list[str]:
-    """Mount the binds below the sandbox's folder; return them as values of the runtime's option ``--bind``."""
+    """Mount the binds in the sandbox's folder; return them as values of the runtime's option ``--bind``."""
     shown = []
     for number, (bind, tree) in enumerate(zip(request.binds, clone_binds(request), strict=True)):
         host, _, rest = bind.partition(":")

@@ -62,7 +62,7 @@ def session_end_error(
 
 
 def _in_image(container: Container, program: str) -> bool:
-    """Return whether an unpacked image has the program on the sandbox's PATH; ``False`` for an image file."""
+    """Return whether an unpacked image has the program on the sandbox's PATH; ``False`` for a SIF."""
     root = container.spec.image.resolve()
     for folder in container.environment.get("PATH", os.defpath).split(":"):
         candidate = (root / folder.lstrip("/")).resolve()

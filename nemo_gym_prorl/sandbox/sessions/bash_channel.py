@@ -61,7 +61,6 @@ _MAX_END_REQUESTS = 50  # per command: each unexpected packet causes one, and a 
 _MAX_WORD_CHARS = 512
 _MAX_PIPES = 64
 
-
 _REPORT = re.compile(rb"/([0-9a-f]{32})/(?:begin|(\d+)/(?:([\d ]*)/(.*)/\1/)?|discarded(\d+)|over)")
 """Bash's report on the status socket about the command with a nonce: begun, ended or discarded."""
 
@@ -396,7 +395,7 @@ class TerminalOutput:
         self._loop.add_reader(terminal, self._read)
 
     def stop(self) -> None:
-        """Stop reading. Must be called before the terminal's descriptor is closed."""
+        """Stop reading; call this before the terminal's descriptor is closed."""
         if self._terminal >= 0:
             self._loop.remove_reader(self._terminal)
             self._terminal = -1

@@ -31,7 +31,7 @@ from nemo_gym_prorl.sandbox_results import CellResult
 START_TIMEOUT_S = 60.0  # importing IPython takes seconds on a busy machine
 CELL_TIMEOUT_S = 180.0  # Gym's default for a command
 INTERRUPT_GRACE_S = 2.0
-"""Seconds until the kernel of an interrupted cell is killed; Python handles SIGINT between two opcodes."""
+"""Seconds from SIGINT to a cell until its kernel is killed; compiled code in the cell may delay the handling."""
 
 DRIVER = ("python3", "-c", Path(__file__).with_name("kernel_driver.py").read_text())
 """Command that starts a kernel."""
@@ -160,11 +160,8 @@ class Kernel:
         await self.close()
 
     async def _ends_within(self, over: asyncio.Future[CellOutput], process: SandboxProcess, timeout_s: float) -> bool:
-        """Wait until a cell or its kernel ends. After ``timeout_s`` send SIGINT, and after a grace SIGKILL.
-
-        Returns:
-            Whether a signal was sent.
-        """
+        """Wait until a cell or its kernel ends; return whether a signal was sent. The cell gets SIGINT after
+        ``timeout_s`` seconds, and SIGKILL :data:`INTERRUPT_GRACE_S` later."""
         ends: list[asyncio.Future[Any]] = [over, process.ended]
         for number, limit in ((signal.SIGINT, timeout_s), (signal.SIGKILL, INTERRUPT_GRACE_S)):
             await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)

@@ -67,9 +67,9 @@ MAX_TRACEBACK_CHARS = 1 << 20
 MAX_MIME_TYPES = 100
 """MIME types of one rich result that are sent, below the server's limit of parts; further types are dropped."""
 
-SIZE = struct.Struct("!I")
-RECORD = struct.Struct("!HB")
-BEGINS, ENDS = 1, 2
+SIZE = struct.Struct("!I")  # length of a request, or of a part of an event
+RECORD = struct.Struct("!HB")  # number of data bytes, flags
+BEGINS, ENDS = 1, 2  # flags of the first and of the last record of an event
 _RECORD_DATA_BYTES = select.PIPE_BUF - RECORD.size  # bytes of an event per record: writes up to PIPE_BUF are atomic
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

@@ -50,9 +50,9 @@ CLOSED_GRACE_S = 1.0
 WORD_BYTES = 8
 """Length of the control word after a mark: ``clear``, or the number of the cell that has ended."""
 
-SIZE = struct.Struct("!I")
-RECORD = struct.Struct("!HB")
-BEGINS, ENDS = 1, 2
+SIZE = struct.Struct("!I")  # length of a request, or of a part of an event
+RECORD = struct.Struct("!HB")  # number of data bytes, flags
+BEGINS, ENDS = 1, 2  # flags of the first and of the last record of an event
 
 
 class Violation(Exception):

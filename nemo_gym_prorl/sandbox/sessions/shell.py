@@ -309,7 +309,6 @@ class Shell:
         return self._code is not None or self.exited
 
     async def _wait_ended(self, patience_s: float) -> None:
-        """Wait until the command or bash has ended, at most ``patience_s`` seconds."""
         deadline = self._loop.time() + patience_s
         while not self._has_ended() and self._loop.time() < deadline:
             await self._output.change(deadline)

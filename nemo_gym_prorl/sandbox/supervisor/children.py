@@ -351,7 +351,7 @@ class Launcher:
         return self._program
 
     async def _ask(self, request: Request, files: Sequence[int], group: Group | None) -> int:
-        """Return the pid of the process that carries out a request."""
+        """Send a request to the launcher; return the pid of the child that the launcher has forked for the request."""
         connection = self._running()
         group_fd = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
         packet = request.packet(group_fd, files)

@@ -59,10 +59,8 @@ SEND_RETRIES = 20
 CLEANUP_S = 5.0
 """Time limit for cleaning up after a dead supervisor; the next supervisor's sweep removes what is left."""
 
-
 NETWORK_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
-"""Environment variables that the supervisor inherits for its egress process: proxies and trusted certificates. Matched
-in lower case."""
+"""Environment variables, in any case, that the supervisor inherits for its egress process: proxies, certificates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +191,7 @@ class SupervisorConnection:
         return f"{self._name}-{self._number}"
 
     async def spawn(self, request: SpawnRequest, files: Sequence[int]) -> SandboxProcess:
-        """Start a process with the open files ``files``; errors as for :meth:`ask`. Cancellation kills the process."""
+        """Start a process with descriptors ``files``; errors as for :meth:`ask`. Cancellation kills the process."""
         name = request.spawn
         ended = self._exits[name] = self._loop.create_future()
         try:

@@ -37,7 +37,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Largest message in bytes; the kernel's limit for the arguments and variables of a program is lower."""
 
 _ENVELOPE = 256
-"""Slack in bytes of a receive buffer above :data:`MAX_INLINE_BYTES`."""
+"""Bytes of a receive buffer above :data:`MAX_INLINE_BYTES`: the kernel truncates a packet above the buffer's size."""
 
 _ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
 

@@ -58,7 +58,8 @@ MAX_CONCURRENT_STARTS = 2 * (os.cpu_count() or 1)
 
 
 class StartLimiter:
-    """Limits concurrent sandbox starts (FIFO); above :data:`MAX_CONCURRENT_STARTS`, to one start per image."""
+    """Limits concurrent sandbox starts (FIFO) to :data:`MAX_CONCURRENT_STARTS`. As many again may start if no other
+    sandbox of the same image is starting."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
@@ -93,7 +94,7 @@ class StartLimiter:
 
 
 class Creation:
-    """Starter of one supervisor's sandboxes; remembers whether direct starts work on this machine.
+    """Creates one supervisor's sandboxes; remembers whether direct starts work on this machine.
 
     Args:
         groups: folder of the control group below which sandboxes get theirs; ``None`` without control groups.
@@ -216,7 +217,8 @@ class Creation:
         raise AssertionError
 
     async def _undo_direct_start(self, sandbox: Sandbox) -> None:
-        """Kill the first process of a failed direct start and erase its files, for a start by the runtime."""
+        """Undo a failed direct start, so that the runtime can start the sandbox. Kills the first process, erases the
+        folders in the sandbox's folder, and creates the writable layer again."""
         if sandbox.starter:
             sandbox.starter.kill()
             await sandbox.starter.wait()
@@ -229,7 +231,7 @@ class Creation:
         await self._make_layer(sandbox)
 
     async def _make_layer(self, sandbox: Sandbox) -> None:
-        """Create the writable layer, empty or restored from a snapshot. Restoring does not count as start time."""
+        """Create the writable layer, empty or restored from a snapshot. The start's time limit excludes restoring."""
         make_overlay(sandbox)
         request = sandbox.request
         if not request.snapshot:
@@ -285,7 +287,7 @@ class Creation:
 
 
 def _is_transient(trouble: Message) -> bool:
-    """Return whether a failed direct start may succeed later: after a killed process or a shortage of the machine."""
+    """Return whether a direct start may succeed later: a helper was killed, or the machine lacked a resource."""
     return bool(trouble.get("killed")) or trouble.get("errno") in SHORTAGES
 
 
@@ -374,9 +376,8 @@ class PreparedImages:
         return made
 
     async def _script_variables(self, request: CreateRequest) -> dict[str, str]:
-        """Return the variables that the image's scripts set, which only the container runtime can evaluate. The
-        runtime starts the image once, without network and binds; ``/proc/PID/environ`` of its first process, a waiting
-        shell, has the variables."""
+        """Return the variables that the image's scripts set, by starting the image once with the container runtime,
+        which evaluates the scripts. ``/proc/PID/environ`` of the first process, a waiting shell, has the variables."""
         folder = self._folder / f"m-{secrets.token_hex(6)}"
         isolated = replace(request, uid=0, network=NONE, binds=[])
         probe = Sandbox(folder.name, folder, isolated, [], [])

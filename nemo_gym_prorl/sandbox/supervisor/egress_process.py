@@ -50,7 +50,7 @@ class Egress:
     async def open(self, sandbox: Sandbox, port: int, access: Message) -> None:
         """Open a port on the loopback device of a sandbox whose first process is recorded.
 
-        ``access`` says where connections lead: ``network`` to a proxy, ``url`` and ``key`` to a policy.
+        ``access`` is ``network`` (allowed hosts) for a proxy, or ``url`` and ``key`` of a policy.
 
         Raises:
             Refused: the socket cannot be opened, or the sandbox is paused.

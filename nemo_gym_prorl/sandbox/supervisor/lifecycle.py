@@ -61,7 +61,7 @@ KILL_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)
 process (direct start), 137 if the child is the runtime's process."""
 
 MEMORY_DEATH_WINDOW_S = 5.0
-"""Seconds after a memory violation in which a kill of the sandbox is attributed to it; the reports come separately."""
+"""Seconds after a memory violation in which a kill of the first process is attributed to the violation."""
 
 NO_MEMORY = "the machine ran out of memory, and the kernel ended a process"
 
@@ -152,7 +152,7 @@ class Sandboxes:
         return {}, []
 
     async def create(self, client: Client, request: CreateRequest, files: list[int]) -> Reply:
-        """Start a sandbox and return its :class:`.protocol.StartReply`.
+        """Start a sandbox and return the fields of :class:`.protocol.StartReply`.
 
         Args:
             client: receives the sandbox's events.
@@ -224,7 +224,6 @@ class Sandboxes:
         )
 
     def _watch_entries(self) -> list[Message]:
-        """Return the messages by which a restarted watchdog process learns all sandboxes that are up."""
         up = (box for box in self._all.values() if box.stage is SandboxStage.UP)
         entries = (watchdog_process.watch_entry(box, in_memory=self._in_memory) for box in up)
         return [{"watch": entry} for entry in entries if entry]
@@ -241,7 +240,6 @@ class Sandboxes:
             self._watchdog.post({"active": active})
 
     def _on_violation(self, message: Message) -> None:
-        """Handle the watchdog's report that a sandbox has reached or exceeded a limit."""
         sandbox = self._all.get(message["sandbox"])
         if sandbox and sandbox.stage is SandboxStage.UP:
             if message["ended"]:
@@ -276,7 +274,7 @@ class Sandboxes:
             sandbox.changed.set()
 
     def process_ended(self, name: str, code: int) -> None:
-        """If a program's exit code shows that a limit ended the program, send that limit to the sandbox's clients."""
+        """Report the limit that ended a program, as far as the exit code shows the limit, to the sandbox's clients."""
         sandbox = self._all.get(name)
         if sandbox is None or sandbox.stage is not SandboxStage.UP:
             return
@@ -287,7 +285,7 @@ class Sandboxes:
             sandbox.report_limit(file_size_violation(sandbox.request.disk_mib), "file size")
 
     def spawn_refused(self, name: str, resource: str) -> None:
-        """Send the used-up limit that kept a program from starting to the sandbox's clients."""
+        """Report to the sandbox's clients that no program could start because the limit of ``resource`` is used up."""
         if sandbox := self._all.get(name):
             most = sandbox.request.processes if resource == "processes" else MAX_TERMINALS
             sandbox.report_limit(f"{resource}: all of {most} in use", resource)
@@ -320,9 +318,11 @@ class Sandboxes:
                 self.end_early(sandbox, inside=inside, ending=_first_process_ending(code, inside=inside))
 
     def _was_killed(self, sandbox: Sandbox, code: int) -> bool:
-        """Return whether the first process was killed by the machine or its users, not by sandboxed processes.
-        Sandboxed processes cannot send SIGKILL to their namespace's first process. After a start by the runtime,
-        processes with its user id can make it exit with 137, which looks like the runtime's report of a kill."""
+        """Return whether the machine or its users killed the first process, and not sandboxed processes. The kernel
+        ignores SIGKILL from a PID namespace's own processes to its first process, so -9 (direct start) comes from
+        outside. The runtime reports a kill as exit code 137. Commands that are not root can trace the first process,
+        and make the first process exit with 137. So 137 counts only if commands run as root, or the machine lacked
+        memory."""
         reported_by_runtime = code == 128 + signal.SIGKILL
         return code in KILL_STATUSES and (
             not reported_by_runtime or sandbox.request.uid == 0 or self._lacked_memory(sandbox)
@@ -399,7 +399,6 @@ class Sandboxes:
         del self._all[sandbox.name]
         if sandbox.pid_namespace:
             self._inits.pop(sandbox.pid_namespace.init, None)
-
         sandbox.resolve_end_waiters()
 
     def _kill_processes(self, sandbox: Sandbox, closing_s: float) -> bool:
@@ -422,7 +421,6 @@ class Sandboxes:
         return step.delete
 
     async def _delete(self, sandbox: Sandbox) -> None:
-        """Remove the sandbox's files and control group."""
         if sandbox.channel:
             drop(sandbox.channel)
             sandbox.channel = None

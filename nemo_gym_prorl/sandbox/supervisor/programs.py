@@ -55,7 +55,7 @@ class Program:
     """State of one starting or running program.
 
     Attributes:
-        joiner: the process that joins the sandbox and forks ``process``; ``None`` before.
+        joiner: the process that joins the sandbox and forks ``process``; ``None`` until the launcher has forked it.
         process: the process that executes the program; ``None`` until the joiner has reported its pid.
         start_timeout: time limit of the start, which :meth:`kill` expires; ``None`` once the program runs.
         killed: whether :meth:`kill` was called.
@@ -123,7 +123,7 @@ class Programs:
             if isinstance(refusal, Refused) and "exhausted" in refusal.reply:
                 self._sandboxes.spawn_refused(sandbox.name, refusal.reply["exhausted"])
             if isinstance(refusal, Refused) and refusal.reply.get("killed"):
-                # If the end of the sandbox has killed the program, this call raises NoSandbox instead.
+                # Raises NoSandbox, in place of the refusal, if the end of the sandbox has killed the program.
                 await self._sandboxes.check_not_ending(sandbox.name)
             if refusal is error:
                 raise
@@ -174,7 +174,6 @@ class Programs:
     def _refusal(
         self, error: BaseException, program: Program, namespaces: SandboxNamespaces, group: Group | None
     ) -> BaseException:
-        """Return the error to report for a failed start."""
         if program.start_timeout and program.start_timeout.expired():
             return Refused(HELPER_KILLED)
         if isinstance(error, OSError):
@@ -259,7 +258,8 @@ async def pause(
 
 
 def _verify_stopped(namespace: state_dir.PidNamespace, deadline: float, *, stopped: bool) -> Reply:
-    """Continue the sandbox's own processes, and stop programs started during the pause; resume all on failure."""
+    """Continue the sandbox's own processes, which ``kill(-1)`` has stopped, too; stop programs that started meanwhile.
+    Resume all on failure."""
     for pid, started in _own_processes(namespace):
         _send_signal(pid, started, signal.SIGCONT)
     reply, _files = _stop_each(namespace, deadline)

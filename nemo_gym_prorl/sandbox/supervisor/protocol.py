@@ -84,7 +84,7 @@ class StartReply:
 
     Attributes:
         environment: environment variables that the image sets.
-        controllers: control group controllers that limit the sandbox.
+        controllers: names of the control group controllers that limit the sandbox.
         start_method: method that started the sandbox.
         fallback_reason: why ``start: auto`` used the runtime instead of a direct start; empty otherwise.
         in_memory: whether the supervisor's folder is on a file system in memory, such as tmpfs.
@@ -101,11 +101,8 @@ class StartReply:
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Check that a sandbox is up, and subscribe the client to its events.
-
-    Attributes:
-        memory: whether to report the sandbox as lost if the machine's OOM killer may have killed a process in it.
-    """
+    """Check that a sandbox is up, and subscribe the client to its events. With ``memory``, a sandbox in which the
+    machine's OOM killer may have killed a process is reported as lost."""
 
     sandbox: str
     memory: bool = False
@@ -120,7 +117,7 @@ class DestroyRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SpawnRequest:
-    """Start a program in a sandbox. The attached descriptors become the program's open files, after a terminal's.
+    """Start a program in a sandbox. Attached descriptors become its files from 0 on; with ``tty``, from 3 on.
 
     Attributes:
         spawn: name of the program in a :class:`SignalRequest` and in the program's ``exit`` event.
@@ -186,7 +183,8 @@ class EgressRequest:
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """Serve a policy on the sandbox's ``POLICY_PORT``: base URL, or none if empty, and bearer token (``key``)."""
+    """Forward the sandbox's ``POLICY_PORT`` to the base URL of a policy, with the bearer token ``key``. An empty
+    ``url`` closes the port."""
 
     sandbox: str
     url: str = ""
@@ -322,11 +320,7 @@ HELPER_KILLED: Message = {"error": "the supervisor's helper was killed", "killed
 
 
 class Refused(Exception):
-    """A request has failed, in the supervisor or one of its children.
-
-    Attributes:
-        reply: the error reply, which :mod:`.client` converts to an exception.
-    """
+    """A failed request; ``reply`` is the error reply, which :mod:`.client` converts to an exception."""
 
     def __init__(self, reply: Message) -> None:
         super().__init__(reply["error"])

@@ -29,8 +29,7 @@ Client = Connection[Message, list[int]]
 """The supervisor's end of a client's connection: receives requests, sends replies and events."""
 
 STUCK_S = 5.0
-"""Seconds of closing a sandbox until processes that survive SIGKILL are reported; SIGKILL usually takes milliseconds.
-"""
+"""Seconds of closing a sandbox until processes that survive SIGKILL are reported; a kill takes milliseconds."""
 
 
 class SandboxStage(StrEnum):
@@ -51,7 +50,7 @@ class Step:
         kill_init: kill the first process of the PID namespace; the kernel then kills all others.
         kill_starter: kill the supervisor's child for the sandbox.
         delete: delete the sandbox's files, since all processes have ended.
-        report: report to callers that wait for the end that closing takes too long.
+        report: report an error to callers that wait for the sandbox's end, since closing takes too long.
     """
 
     kill_init: bool = False
@@ -65,8 +64,7 @@ def step_down(*, starter: bool, init: bool | None, closing_s: float) -> Step:
 
     Args:
         starter: whether the supervisor's child for the sandbox is not reaped yet.
-        init: whether the first process of the sandbox's PID namespace is alive, which ends after all others; ``None``
-            if no PID namespace is recorded.
+        init: whether the sandbox's first process, which ends after all others, is alive; ``None`` if not recorded.
         closing_s: seconds since closing began.
     """
     late = closing_s > STUCK_S
@@ -111,8 +109,8 @@ class Sandbox:
         paused: whether programs have SIGSTOP, and new programs are refused.
         pausing: serialises pauses and resumes, so that the last request takes effect last.
         reported_limits: texts of the limits that were reported to the clients.
-        oom_kills: OOM kills in the control group that were handled already.
-        machine_kills: OOM kills on the whole machine until the sandbox was up.
+        oom_kills: number of OOM kills in the control group that were handled already.
+        machine_kills: number of OOM kills on the machine, from its boot until the sandbox was up.
         over_memory: text of the last memory violation; empty if there was none.
         over_memory_at: loop time of the last memory violation.
         changed: set when a process of the closing sandbox has ended, so that closing continues.

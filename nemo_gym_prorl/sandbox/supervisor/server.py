@@ -123,7 +123,7 @@ class Supervisor:
         return 0.0
 
     async def _reply(self, client: Client, message: Message, files: list[int]) -> None:
-        """Carry out a request and send the reply, or an error reply; a request without an id gets no reply."""
+        """Carry out a request and send the reply or error reply; a request without an ``id`` gets no reply."""
         reply: Message
         returned: list[int] = []
         try:

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of sandboxes on disk: ownership by a file lock, and cleanup after a dead supervisor.
 
-Each supervisor owns one folder with all files of its sandboxes. The folder's ``lock`` file is locked
-while the supervisor lives; the kernel releases the lock however the supervisor dies. So a folder whose lock can be
-taken belongs to a dead supervisor, regardless of reused pids and reboots. The server removes the folder after its
-supervisor's death (:mod:`.client`). If the server died too, the user's next supervisor removes the folder
-(:func:`sweep`).
+Each supervisor owns one folder with all files of its sandboxes. The folder's ``lock`` file is locked while the
+supervisor lives; the kernel releases the lock however the supervisor dies. So a folder whose lock can be taken belongs
+to a dead supervisor, regardless of reused pids and reboots. The server removes the folder after its supervisor's death
+(:mod:`.client`). If the server died too, the user's next supervisor removes the folder (:func:`sweep`).
 
 Processes that a dead supervisor left are found in four ways: recorded pids (the runtime's process), an environment
 variable (the runtime's file system helpers), recorded PID namespaces (sandboxed processes) and control groups. A pid
@@ -49,7 +48,7 @@ OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
 """Environment variable of each process of the container runtime; the value is the supervisor's state folder."""
 
 STARTER_FILE = "starter"
-"""File in a sandbox's folder: pid and start time of the process that executes the runtime."""
+"""File in a sandbox's folder: pid and start time of the process that executes the runtime (:func:`helpers_of`)."""
 
 PID_NAMESPACE_FILE = "pid_namespace"
 """File in a sandbox's folder: the sandbox's :class:`PidNamespace`, written once the first process exists."""
@@ -70,7 +69,7 @@ SCRATCH = "scratch"
 """Folder below :func:`state_root` that contains each :class:`ScratchFolder`."""
 
 POLL_S = 0.01
-"""Interval of polling ``/proc`` for a PID namespace that the runtime creates or that ends; a start takes longer."""
+"""Seconds between looks into ``/proc`` for a PID namespace that the runtime creates or that ends."""
 
 
 def state_root() -> Path:
@@ -215,7 +214,6 @@ def pid_namespaces_of(folder: Path) -> list[PidNamespace]:
 
 
 def record_group(folder: Path, path: Path) -> None:
-    """Record the path of a control group in a sandbox's folder, before the group is created."""
     (folder / GROUP_FILE).write_text(str(path))
 
 
@@ -232,7 +230,6 @@ def groups_of(folder: Path) -> list[cgroups.Group]:
 
 
 def record_starter(folder: Path, pid: int) -> None:
-    """Record, in a sandbox's folder, the pid and start time of the process that executes the runtime."""
     _record(folder / STARTER_FILE, pid, start_time(pid) or 0)
 
 
@@ -282,16 +279,13 @@ _UNLOCKED_FOLDER_S = 60.0
 
 def sweep(root: Path) -> list[Path]:
     """Kill the processes and remove the folders of all dead supervisors, and remove scratch folders of dead processes.
-
-    Returns:
-        The folders removed. A folder that cannot be removed is left for the next sweep.
-    """
+    Return the removed folders; a folder that cannot be removed is left for the next sweep."""
     folders = sorted([*root.glob("s-*"), *root.glob(f"{SCRATCH}/s-*")])
     return [folder for folder in folders if folder.exists() and remove_if_dead(folder)]
 
 
 def remove_if_dead(folder: Path, patience_s: float = 5.0) -> bool:
-    """Kill the processes and remove the folder of a supervisor if it is dead; return whether the folder is gone."""
+    """Clear a supervisor's folder, as :func:`clear`, if the supervisor is dead; return whether the folder is gone."""
     try:
         lock = _lock_of_dead_owner(folder)
     except FileNotFoundError:
@@ -363,7 +357,7 @@ def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
 
 
 OTHER_USERS_ERRORS = frozenset({errno.EPERM, errno.EACCES})
-"""Errors of an ordinary user that deletes files of a sandbox's other user ids."""
+"""Errors of deleting files of a sandbox's other user ids as an ordinary user."""
 
 
 def remove_tree(folder: Path) -> None:

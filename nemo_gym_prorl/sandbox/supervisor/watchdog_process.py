@@ -237,7 +237,7 @@ def _processes(box: Watched) -> list[usage.Process]:
 
 
 def _shared_memory_free(box: Watched) -> int:
-    """Return the smaller of the free blocks and free inodes of the sandbox's ``/dev/shm``; 1 if unknown."""
+    """Return the free blocks or inodes of ``/dev/shm``, whichever are fewer; if unknown 1, which causes no report."""
     try:
         found = os.statvfs(f"/proc/{box.init}/root/dev/shm")
     except OSError:
