@@ -50,11 +50,12 @@ def of_asserts(
         source: Python source, which is parsed and never run.
         field: name of the field, for errors.
         candidates: names of the function under test; the last one is its real name.
-        record: record whose texts may define the function; arguments passed by name need its signature.
+        record: record whose texts may define the function. Arguments passed by name, and asserts that only check
+            whether the result is true, need the definition.
 
     Raises:
         CallerError: the source is not Python; names the field.
-        UnusableRecord: a test is no such assert; ``example`` contains the first such test.
+        UnusableRecord: a test is no such assert, the tests differ in function or tolerance, or there are none.
     """
     tree = _tree(source)
     if isinstance(tree, Exception):
@@ -128,9 +129,9 @@ def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) ->
 
 
 def _inlined[N: ast.AST](node: N, values: dict[str, ast.expr | None]) -> N:
-    """Replace names by their values; a list only once, since a function may change it.
+    """Replace names in a node by their values. A list or dict is inserted once only, since a function may change it.
 
-    Values are not visited, because nested ones would grow exponentially.
+    Names in inserted values are not replaced, because nested values would grow exponentially.
     """
 
     def value_of(part: Any) -> Any:
@@ -149,7 +150,7 @@ class _Test(NamedTuple):
     """An assert on the result of a call.
 
     Attributes:
-        applied: builtin that is called with the result; its result is compared.
+        applied: builtin such as ``sorted`` whose result for the call's result is compared; ``None`` for no builtin.
         tolerance: absolute and relative tolerance of the result; ``None`` for equality.
         truth: whether the assert only checks whether the result is true or false, as in ``assert f(1)``.
     """
@@ -200,7 +201,7 @@ def _tolerances(words: Sequence[ast.keyword], *names: str) -> dict[str, float]:
 
 
 def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr, str | None]:
-    """Return the call and the expected result, whichever comes first, and the builtin that gets the call's result."""
+    """Return the call, the expected result, and the builtin that gets the call's result (``None`` for no builtin)."""
     made = (*_BUILTINS, "float", "range")
     for side, expected in ((one, other), (other, one)):
         match side:

@@ -44,7 +44,7 @@ MAX_PACKED_BYTES = 4 * MAX_TEST_BYTES
 """Maximum bytes of unpacked tests: JSON may take four bytes per character."""
 
 MAX_INT_DIGITS = 4000
-"""Longer integers stay text until the grader, since Python's limit on digits can be raised only process-wide."""
+"""Longer integers stay text until the grader: Python parses at most 4300 digits, a limit of the whole process."""
 
 METADATA = "verifier_metadata"
 
@@ -93,8 +93,9 @@ class UnitTests(BaseModel):
 
 
 class NamedChecker(BaseModel):
-    """Built-in comparison. Tolerances apply to ``float`` and to results of functions, ``wrapped`` only to results.
+    """Built-in comparison. Tolerances apply to ``float`` and to results of functions.
 
+    With ``wrapped``, an expected result that is a list of one element also matches the element.
     ``applied`` is a builtin that is called with a function's result before the comparison; a set is sorted first.
     """
 

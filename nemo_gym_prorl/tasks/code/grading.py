@@ -148,7 +148,7 @@ async def attempt(
     doubtful: Callable[[Any], bool],
     before: str = "",
 ) -> Any | NoVerdict:
-    """Run a grading program once in the given sandbox and return the program's second message, the verdict.
+    """Run a grading program once in the given sandbox. Return the program's second message, which is the verdict.
 
     Args:
         sandbox: a fresh sandbox with ``sh`` and ``python3``.
@@ -363,7 +363,7 @@ def _grade(reply: Mapping[str, Any], rule: RewardRule) -> Grade:
 CLONE_THREAD = 0x10000
 AF_UNIX = 1
 LAST_SYSCALL = 466
-"""``removexattrat`` of Linux 6.13. Later system calls have not been reviewed; they fail with ``ENOSYS``."""
+"""Newest reviewed system call, ``removexattrat`` of Linux 6.13. Newer system calls fail with ``ENOSYS``."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Audit architecture by ``os.uname().machine``."""

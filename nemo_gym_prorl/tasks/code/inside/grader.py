@@ -72,7 +72,7 @@ CHILD_VERDICTS = frozenset({"crashed", "memory", "no_solution"})
 
 
 class ChildResult:
-    """Result of one child. ``verdict`` is ``None`` without a failure; ``killed``: SIGKILL, but not by the grader."""
+    """Result of one child. ``verdict`` is ``None`` without a failure. ``killed``: by a SIGKILL not from the grader."""
 
     __slots__ = ("cpu_s", "killed", "mib", "output", "report", "spent_s", "status", "verdict", "why")
 
@@ -119,7 +119,12 @@ class ChildRunner:
         self.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def ready(self, patience_s: float) -> dict[str, Any]:
-        """Wait until the source is compiled. Return ``ready`` (Landlock's version) or ``refused`` (a reason)."""
+        """Wait until the source is compiled. Return ``ready`` (Landlock's version), or ``refused`` (a reason) and
+        ``killed`` (present if the compiler crashed).
+
+        Raises:
+            RuntimeError: the zygote ended before its limits were set.
+        """
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         if not poll.poll(patience_s * 1000):

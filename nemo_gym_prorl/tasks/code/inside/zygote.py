@@ -3,8 +3,8 @@
 """Zygote: a warm interpreter that forks one child per test.
 
 The *zygote* is forked from the grader before the grader reads its job. The zygote receives the source and the limits.
-Inputs arrive as descriptors, which the zygote passes to its child unread. The zygote never runs candidate code: it
-imports the standard library modules that the source mentions, compiles the source and waits.
+Inputs arrive as descriptors, which the zygote passes to its child unread. The zygote never runs candidate code: the
+zygote imports the modules of :data:`WARM` that the source imports, compiles the source and waits.
 
 Each *child* runs the source from its first line under :mod:`.process_hardening`, with its own input and output as its
 only open files. A child cannot fork, so the test ends with the child.
@@ -61,7 +61,7 @@ WARM = {
     "struct", "sys", "textwrap", "threading", "time", "timeit", "traceback", "types", "typing", "unicodedata",
     "zlib",
 }  # fmt: skip
-"""Modules that the zygote imports once for all tests, if the source mentions them."""
+"""Modules that the zygote imports once for all tests, if the source imports them."""
 
 PRELUDE_MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
@@ -327,7 +327,6 @@ def open_standard_files() -> None:
 
 
 def run_program(job: dict[str, Any], code: types.CodeType, prelude_names: dict[str, Any]) -> int:
-    """Run the source as a program and return its exit status."""
     main_module("__main__", job["name"], prelude_names)
     status = 0
     try:
