@@ -85,11 +85,9 @@ class UserSandbox:
         return await self.inner.checkpoint(name)
 
     async def has_room(self) -> bool:
-        """Return whether the host's disk has free space."""
         return await self.inner.has_room()
 
     async def check(self) -> list[str]:
-        """Check that the sandbox lives; see :meth:`.HasHealthCheck.check`."""
         return await self.inner.check()
 
     async def status(self) -> Enum:
@@ -128,7 +126,6 @@ class AgentPhase:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the current step is the last."""
         return self.number == len(self.task.steps) - 1
 
     async def set_up(self) -> None:

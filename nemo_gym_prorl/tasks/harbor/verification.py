@@ -187,7 +187,7 @@ async def collected(
 
 @contextlib.asynccontextmanager
 async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) -> AsyncIterator[HasContainer]:
-    """Start a sandbox from the snapshot ``state``; SetupFailed if the agent's files may be why all attempts failed."""
+    """Start a sandbox from the snapshot ``state``. Raises SetupFailed if the agent's files may prevent all starts."""
     async with contextlib.AsyncExitStack() as stack:
         for tries_left in reversed(range(TRIES)):
             try:
@@ -265,7 +265,7 @@ async def _run_tests(
 
 
 async def _wait_until_full(limits: Mapping[Path, tuple[float, float]]) -> None:
-    """Return when a folder exceeds its limits of bytes and files."""
+    """Return when a folder exceeds its limit of bytes or files."""
     while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # no event reports the size
         await asyncio.sleep(CHECK_LOGS_S)
 

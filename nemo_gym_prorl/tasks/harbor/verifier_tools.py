@@ -164,7 +164,7 @@ def _commands(script: str) -> Iterator[list[str]]:
                 if command:
                     yield command
                 command = []
-            elif command or ("=" not in word and word not in _KEYWORDS):  # skips assignments before the command
+            elif command or ("=" not in word and word not in _KEYWORDS):  # such as ``CI=1`` and ``if``
                 command.append(word)
 
 
