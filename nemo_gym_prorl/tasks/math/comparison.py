@@ -420,14 +420,14 @@ def _meant(
 ) -> tuple[list[Any], list[Any]]:
     """Return the values that both answers may have, given their percent signs and words like "million".
 
-    A percent sign is a factor of 1/100, and "million" one of 10^6. Both factors are 1 if the question asks for a
+    A percent sign is a factor of 1/100, and "million" one of 10^6. A factor may also be 1 if the question asks for a
     number of percent or of millions.
     """
     asked = "percent" in question.lower() or "%" in question
     if len(golds) == len(answers):
         golds, answers = golds[:1], answers[:1]
     elif not asked:
-        # Without a question, an expected percentage implies that percents are asked for.
+        # Without a question, percents may be asked for, so an expected percentage keeps both values.
         golds, answers = golds[-1:] if question else golds, answers[-1:]
     if wanted.scale == said.scale:
         return golds, answers

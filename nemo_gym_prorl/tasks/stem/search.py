@@ -110,11 +110,7 @@ class OpenSearch:
         self._call_stats = ToolCallStats()
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Return a page of results; an error text if the arguments are invalid or the engine refuses the query.
-
-        Raises:
-            InfrastructureError: the engine failed.
-        """
+        """Return a page of results; an error text if the arguments are invalid or the engine refuses the query."""
         observation = await self._call(tool, arguments)
         self._call_stats.count(tool, observation)
         return observation
