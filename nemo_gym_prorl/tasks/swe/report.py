@@ -103,7 +103,7 @@ def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_
 
 
 def warm_up() -> None:
-    """Import swebench, so that the children forked for each job need not."""
+    """Import swebench before children are forked."""
     import swebench.harness.grading  # noqa: F401
 
 

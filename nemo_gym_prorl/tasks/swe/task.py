@@ -77,11 +77,6 @@ class SoftwareEngineering:
         self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the row's sandbox requirements; ``None`` in a field selects the server's value.
-
-        Raises:
-            CallerError: the row is invalid; names the field.
-        """
         asked = parse_row(row)
         return SandboxNeeds(
             image=asked.image,

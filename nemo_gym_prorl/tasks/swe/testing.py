@@ -66,7 +66,7 @@ prorl_options=$(shopt -p; set +o); set +x
 {{ declare -f; printf '%s\\n' "$prorl_options"; }} > {work}/options
 }} 2> /dev/null
 """
-"""Kills all other processes if possible, then saves the shell's state for the test command."""
+"""Script that kills all other processes if possible, and saves the shell's state for the test command."""
 
 _RUN = (
     _SETUP
@@ -88,7 +88,7 @@ exec timeout -k 10 "$3" bash --noprofile --norc "$work/command" > "$work/log" 2>
 
 
 _END_OF_LOG = 'tail -c "$2" "$1/log" | tail -n +2 > "$1/log.end"'
-"""Copies the end of the log, at most ``$2`` bytes in whole lines."""
+"""Script that copies the end of the log, at most ``$2`` bytes in whole lines."""
 
 
 @dataclass(frozen=True, slots=True)

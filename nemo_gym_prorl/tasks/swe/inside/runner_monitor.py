@@ -119,7 +119,6 @@ class RunnerIntegrity:
         self._builtins = {name: getattr(builtins, name) for name in BUILTINS}
 
     def add_assertion_modules(self):
-        """Add :data:`ASSERTION_MODULES` to the snapshot."""
         self._add(ASSERTION_MODULES)
 
     def report(self, channel):
