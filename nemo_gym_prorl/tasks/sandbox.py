@@ -120,7 +120,7 @@ class HasDiskCheck(Protocol):
 
 @runtime_checkable
 class HasEgress(Protocol):
-    """Sandbox that may reach other hosts through a proxy, which counts requests by host."""
+    """Sandbox that may reach other hosts through a proxy, which counts connections by host."""
 
     async def egress(self) -> list[dict[str, Any]]:
         """Return an object for each requested host, with ``host``, ``port``, ``allowed`` and ``connections``."""

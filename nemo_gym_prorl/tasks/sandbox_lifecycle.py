@@ -6,7 +6,7 @@ Invariants:
 
 - Starts and stops run to completion even if their caller is cancelled.
 - A failed stop is retried until the sandbox has stopped.
-- One semaphore limits concurrent starts. Fetching an image happens before a start and does not count.
+- One semaphore limits concurrent starts. An image is fetched before the start, outside of this limit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ShieldedTasks:
 
 
 async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
-    """Return the requests of a sandbox by host (:class:`HasEgress`); empty without a proxy or a live sandbox."""
+    """Return a sandbox's network connections by host (:class:`HasEgress`). Empty without a proxy or a live sandbox."""
     with suppress(RolloutError):
         return await sandbox.egress() if isinstance(sandbox, HasEgress) else []
     return []

@@ -299,7 +299,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         return await asyncio.shield(self._work.spawn(self._verify(self._require(key), response)))
 
     def usage(self, key: str) -> tuple[Mapping[str, Mapping[str, int]], list[dict[str, Any]]]:
-        """Return the call counts by tool, and the requests by host; empty if not counted or the key is unknown."""
+        """Return call counts by tool, and network connections by host; empty if not counted or the key is unknown."""
         if (session := self._sessions.get(key)) is None:
             return {}, []
         return session.tools.tool_use() if isinstance(session.tools, CountsToolCalls) else {}, session.egress

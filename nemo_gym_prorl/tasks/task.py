@@ -42,7 +42,7 @@ TOOL_USE = "tool_use"
 """Field of a rollout's row: per-tool call counts, with the keys of :data:`TOOL_NUMBERS`."""
 
 EGRESS = "egress"
-"""Field of a rollout's row: requests by host, if the agent's sandbox reaches other hosts through a proxy."""
+"""Field of a rollout's row: connections by host, if the agent's sandbox reaches other hosts through a proxy."""
 
 TOOL_NUMBERS = ("calls", "errors", "timeouts", "cut")
 """Counts per tool; their sums over all tools are the row's fields ``tool_<number>``, which Gym's metrics aggregate."""
@@ -170,7 +170,6 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Return whether the reward is at least 1."""
         return self.reward >= 1.0
 
 
