@@ -55,7 +55,7 @@ class JobLost(Exception):
 
 
 class WorkerPool:
-    """Pool of worker processes that run the jobs of one module. A job starts its worker if the worker does not run.
+    """Pool of worker processes that run the jobs of one module. A process starts with a job, also after a lost one.
 
     Args:
         module: full name of a module with ``warm_up`` and ``answer``.

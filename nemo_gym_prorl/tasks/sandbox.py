@@ -148,7 +148,7 @@ class HasPolicyAccess(HasHealthCheck, Protocol):
 
 
 class SandboxCheckpoint(Protocol):
-    """Snapshot of a sandbox's files: name, bytes, and the number of running programs, which are not saved."""
+    """Snapshot of a sandbox's files: name, size in bytes, and the number of running programs, which are not saved."""
 
     @property
     def name(self) -> str: ...

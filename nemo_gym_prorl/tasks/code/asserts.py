@@ -25,7 +25,7 @@ from nemo_gym_prorl.tasks.dataset_records import UnusableRecord
 
 _BUILTINS: dict[str, Any] = {"list": list, "set": set, "sorted": sorted, "tuple": tuple}
 """Builtins that tests call to make the values that they pass or expect."""
-_APPLIED = ("len", "list", "set", "sorted")  # builtins that tests call with a result
+_APPLIED = ("len", "list", "set", "sorted")  # builtins that tests call with the function's result
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
 """Fields that may define the function under test; fields that the policy sees come first."""
@@ -111,7 +111,7 @@ def _tree(source: str) -> ast.Module | Exception:
 
 
 def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) -> Iterator[ast.stmt]:
-    """Yield the statements of tests, also inside of functions, without imports, docstrings and assignments."""
+    """Yield the statements of tests with names replaced by values, without imports, docstrings and assignments."""
     functions = {one.name for one in body if isinstance(one, ast.FunctionDef)}
     for statement in body:
         match statement:
@@ -119,7 +119,7 @@ def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) ->
                 yield from _statements(inner, values | {one.arg: None for one in parameters.args})
             case ast.Expr(value=ast.Constant()):
                 pass
-            case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in functions:  # as in HumanEval-X
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in functions:  # HumanEval-X calls its tests
                 pass
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 is_call = isinstance(value, ast.Call) and _called(value.func) not in _BUILTINS
@@ -150,7 +150,7 @@ class _Test(NamedTuple):
     """An assert on the result of a call.
 
     Attributes:
-        applied: builtin such as ``sorted`` whose result for the call's result is compared; ``None`` for no builtin.
+        applied: builtin such as ``sorted`` that converts the call's result before the comparison; ``None`` for none.
         tolerance: absolute and relative tolerance of the result; ``None`` for equality.
         truth: whether the assert only checks whether the result is true or false, as in ``assert f(1)``.
     """
@@ -263,7 +263,7 @@ def _positional(call: ast.Call, definitions: Sequence[ast.FunctionDef]) -> list[
 
 
 def _definitions(record: Mapping[str, Any], name: str) -> Iterator[ast.FunctionDef]:
-    """Yield the definitions of a function in a record's texts; the body is ``pass`` if the text is not Python."""
+    """Yield the definitions of a function in a record's texts. In a text that is not Python, the body is ``pass``."""
     for field in _SIGNED:
         text = record.get(field)
         if not isinstance(text, str) or not (found := re.search(rf"\bdef {name}\s*\(", text)):

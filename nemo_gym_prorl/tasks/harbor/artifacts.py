@@ -53,7 +53,7 @@ SANITIZE_CPU_S = 60.0  # three times the CPU time of 100,000 members
 
 _LAST_TIME = 2**33 - 1  # seconds; the maximum of a plain tar header
 
-_UNSANITIZED = "/.prorl-artifact.tar"  # path in the sandbox
+_UNSANITIZED = "/.prorl-artifact.tar"  # path of an archive in the sandbox
 
 _MANIFEST = "manifest.json"
 
@@ -175,7 +175,7 @@ def _write(member: tarfile.TarInfo, data: BinaryIO, target: Path, path: str, lef
 
 
 class _BoundedReader(io.FileIO):
-    """Untrusted archive that refuses long headers: ``tarfile`` reads them into memory, and takes quadratic time."""
+    """Untrusted archive that refuses long headers, which ``tarfile`` reads into memory in quadratic time."""
 
     def read(self, size: int | None = -1) -> bytes | Any:
         if size is None or not 0 <= size <= MAX_HEADER_BYTES:

@@ -96,8 +96,8 @@ class _Control:
 
     Attributes:
         problem: why the solution earns no reward; empty if it earns one.
-        works_strictly: whether ``strict: auto`` may use the mode ``strict``, in which the solution earned at least its
-            other reward, or 1.
+        works_strictly: whether ``strict: auto`` may use the mode ``strict``: the solution earns no less in that mode,
+            or at least 1.
         snapshots: names of the run's snapshots, until a rollout takes them over to delete them.
     """
 
@@ -157,7 +157,7 @@ class Grader:
                 )
         verified = await self._verified(task, work, strict, open_sandbox)
         # Only positive rewards are graded strictly, since the mode can only lower a reward. If the solution earns less
-        # in that mode, the first verdict stands: a lower reward would not be the agent's fault, and biases the sample.
+        # in that mode, the first verdict stands: a lower reward would not be the agent's fault, and bias the sample.
         if control.works_strictly and not verified.no_verdict and self._scalar(task, verified) > 0:
             strict = True
             verified = await self._verified(task, work, strict, open_sandbox)

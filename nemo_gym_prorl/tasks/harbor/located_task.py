@@ -141,7 +141,7 @@ class LocatedTask:
         return posixpath.normpath(self.config.environment.workdir or self.row.harbor.image_workdir or published or "/")
 
     def env(self, table: EnvironmentConfig) -> dict[str, str]:
-        """Return the environment variables of all commands of a sandbox."""
+        """Return the environment variables that a table sets for all commands of a sandbox."""
         return resolve_variables(table.env, self.variables, "harbor.config.environment.env")
 
     def verifier_env(self, step: Step) -> dict[str, str]:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 
 MAX_REWARD_BYTES = 64 << 10
-MAX_REPORT_BYTES = 1 << 20  # the JSON parser holds the GIL
+MAX_REPORT_BYTES = 1 << 20  # bounds how long the JSON parser holds the GIL
 MAX_REWARD = 1e6  # a larger reward would ruin the training of a policy
 MAX_REWARD_ENTRY = 1e100  # for keys that are not trained on; their mean over steps stays finite
 

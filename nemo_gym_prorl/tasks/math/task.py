@@ -129,7 +129,7 @@ def _final(record: Mapping[str, Any], given: Mapping[str, Any], question: str) -
 
 
 def _value_of(answer: str, field: str, question: str) -> str:
-    """Return the number, value or option letter that an answer in words means; otherwise the answer, or raise."""
+    """Return the number, value or option letter that an answer in words means; raises UnusableRecord for sentences."""
     text = answer.strip()
     if (option := _OPTION.fullmatch(text)) and re.search(rf"(?m)(?:^|\s)\(?{option[1]}[.)]\s", question):
         return option[1]
@@ -168,7 +168,7 @@ _COSTLY = re.compile(r"\^\s*\{?[^{}]*\^|\)\s*\^|\^\s*\{?\s*-?\d{3}|!|\\(?:sum|pr
 
 @contextmanager
 def require_readable_answers(row_of: RowOf) -> Iterator[RowOf]:
-    """Wrap a conversion so that a row with an unparseable expected answer raises :class:`CallerError`."""
+    """Yield ``row_of`` with a check: a row whose expected answer cannot be parsed raises :class:`CallerError`."""
 
     from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # late, since it loads sympy
 

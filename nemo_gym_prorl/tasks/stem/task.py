@@ -79,7 +79,7 @@ class Stem:
             await resource.aclose()
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the default sandbox. A row that expects free text is refused if the server has no judge."""
+        """Return default sandbox requirements. Rows that expect free text are refused if the server has no judge."""
         if problem_of(row).kind is AnswerKind.TEXT and self._judge is None:
             raise CallerError(
                 "is free text and needs a judge; set judge_model_server",

@@ -150,7 +150,7 @@ class _Source:
         return start, end, b"(not (%s))" % self._source[start:end]
 
     def rename_as_helper(self, function: Function, dice: Random) -> list[Edit]:
-        """Return the edit that replaces ``test`` in a function's name by a helper's prefix, against its collection.
+        """Return the edit that replaces ``test`` in a function's name, so that no runner collects the function.
 
         Empty if the file repeats the old name or contains the new one, if the function is a fixture, or if the source
         spells the name differently.

@@ -177,7 +177,7 @@ _SUMMED_UP = (
     TestStatus.PASSED, TestStatus.SKIPPED, TestStatus.XFAIL, _XPASS, TestStatus.ERROR, TestStatus.FAILED
 )  # fmt: skip
 """Order of statuses in the output of ``pytest -rA``."""
-_MAX_FAILURES = 50  # per list, in the rollout's row
+_MAX_FAILURES = 50  # per list of tests, to bound the rollout's row
 _MAX_NAME_CHARS = 300
 
 

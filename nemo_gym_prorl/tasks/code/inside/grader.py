@@ -72,7 +72,7 @@ CHILD_VERDICTS = frozenset({"crashed", "memory", "no_solution"})
 
 
 class ChildResult:
-    """Result of one child. ``verdict`` is ``None`` without a failure. ``killed``: by a SIGKILL not from the grader."""
+    """Result of one child. ``verdict``: ``None`` without a failure. ``killed``: a SIGKILL that is not the grader's."""
 
     __slots__ = ("cpu_s", "killed", "mib", "output", "report", "spent_s", "status", "verdict", "why")
 
@@ -119,8 +119,10 @@ class ChildRunner:
         self.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def ready(self, patience_s: float) -> dict[str, Any]:
-        """Wait until the source is compiled. Return ``ready`` (Landlock's version), or ``refused`` (a reason) and
-        ``killed`` (present if the compiler crashed).
+        """Wait until the source is compiled.
+
+        Returns:
+            ``ready``: Landlock's ABI version; or ``refused``: a reason, with ``killed`` if the compiler crashed.
 
         Raises:
             RuntimeError: the zygote ended before its limits were set.
