@@ -132,7 +132,7 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=MAX_REPLY_BYTES,
-            # A clean environment without secrets; a fixed hash seed, since sympy orders symbols by hash.
+            # The environment has no secrets, and a fixed hash seed, since sympy orders symbols by hash.
             env=interpreter_environ() | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             cwd="/",
             start_new_session=True,

@@ -48,7 +48,7 @@ class ShieldedTasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Logged because a cancelled caller never sees the error.
+            # A cancelled caller never sees the error.
             logger.info("work on a session failed: %s", error)
 
 
@@ -91,7 +91,7 @@ class SandboxLifecycle:
         """Start a sandbox, from a snapshot if named. A cancelled call returns after the sandbox is stopped.
 
         Raises:
-            CallerError: the row asks for a sandbox that the provider cannot start; names its field.
+            CallerError: the row asks for a sandbox that the provider cannot start; names the row's field.
             InfrastructureError: the sandbox could not be started.
         """
         starting = self._tasks.spawn(self._start(needs, snapshot))

@@ -10,8 +10,8 @@ Invariants:
 - A session whose seeding is abandoned is not prepared further, and its sandbox is stopped.
 - Closing a session cancels extraction and grading, and returns after the grading sandboxes are gone.
 - Snapshots that tools and artefacts own are deleted after grading, or when the session closes.
-- A policy that exceeds its sandbox's limits, or whose answer cannot be read, gets the reward 0. This is no failure of
-  the session.
+- A policy that exceeds its sandbox's limits, or whose answer cannot be read, gets the reward 0. The session does not
+  fail.
 - An unexpected exception of a task is an infrastructure failure and never a reward.
 - A session is closed after ``session_ttl_s`` without a call. A session with a lease is also closed after
   :data:`LEASE_SWEEPS` sweeps without renewal.
@@ -190,7 +190,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
             name: label for the snapshot of the sandbox's files.
 
         Returns:
-            ``state`` of the tools, ``lost`` parts, ``snapshot`` name (``None`` without a sandbox), ``size`` in bytes.
+            ``state`` of the tools, names of ``lost`` parts, ``snapshot`` (a name; ``None`` without a sandbox), and its
+            ``size`` in bytes.
 
         Raises:
             CallerError: the task or the sandbox provider does not support checkpoints, or a file cannot be saved.

@@ -301,7 +301,7 @@ def _literal(node: ast.expr, *, tuples: bool = True, sets: bool = False) -> Any:
 
 
 def _float(value: Any) -> float:
-    # A comparison with the largest float, since float() fails for a larger integer.
+    # float() would fail for an integer that is larger than the largest float.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise UnusableRecord("its tests have a tolerance for a value that is no number")
     return float(value)

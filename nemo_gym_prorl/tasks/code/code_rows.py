@@ -214,7 +214,7 @@ def find_tests_file(metadata: Metadata, tests_folder: Path | None) -> Path | Non
     """Return the path of a row's tests file; ``None`` if the row names none.
 
     Raises:
-        CallerError: the file does not exist; names the field.
+        CallerError: the server has no tests folder, or the folder has no such file; names the field.
     """
     if metadata.tests_file is None:
         return None

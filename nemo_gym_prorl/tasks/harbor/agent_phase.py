@@ -230,7 +230,7 @@ async def bash(
 
 
 async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Path) -> None:
-    """Copy the files of a task's folder ``root`` into a folder of the sandbox.
+    """Copy the files below ``source``, a folder of the task in ``root``, into the sandbox's folder ``target``.
 
     Raises:
         SetupFailed: a path in the sandbox cannot be written.
@@ -273,7 +273,7 @@ async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | in
 
 
 async def check_health(sandbox: HasContainer, check: Healthcheck | None, folder: str) -> None:
-    """Run a health check until it succeeds; failures within ``start_period_sec`` do not count.
+    """Run a health check, if any, until success; failures within ``start_period_sec`` do not count.
 
     Raises:
         SetupFailed: the check failed ``retries`` times.

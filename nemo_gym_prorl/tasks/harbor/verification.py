@@ -282,7 +282,7 @@ def _usage(folder: Path, most_bytes: float = math.inf, most_files: float = math.
     Counting stops above one of the limits. Deleted files that are still open count for the sandbox's disk limit only.
     """
     size = files = 0
-    # By descriptor, since the path of a deep folder may be too long to open.
+    # os.fwalk opens folders by descriptor, since the path of a deep folder may be too long to open.
     try:
         for path, folders, names, here in os.fwalk(folder, onerror=_refuse_closed):
             files += len(folders) + len(names)

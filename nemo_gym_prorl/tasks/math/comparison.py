@@ -71,7 +71,7 @@ from nemo_gym_prorl.tasks.math.words import (
 )
 
 
-# Without this, math-verify would log the answers of policies.
+# At a lower level, math-verify would log the answers of policies.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 # Gym's OmegaConf pins an old ANTLR. The LaTeX parser generated for this version lacks a method that percentages need.
 if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
@@ -460,7 +460,7 @@ def _readings(text: str) -> list[Any]:
 def _parsed(text: str) -> tuple[Any, ...]:
     latex = normalize_latex(f"\\boxed{{{text}}}", config=_NORMALIZED)
     for one in dict.fromkeys((latex, get_last_eq(latex))):
-        with contextlib.suppress(Exception):  # the parser raises many types for unparseable texts
+        with contextlib.suppress(Exception):  # the parser raises many types of errors
             return (
                 latex2sympy(
                     one,

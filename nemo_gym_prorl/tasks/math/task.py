@@ -170,7 +170,7 @@ _COSTLY = re.compile(r"\^\s*\{?[^{}]*\^|\)\s*\^|\^\s*\{?\s*-?\d{3}|!|\\(?:sum|pr
 def require_readable_answers(row_of: RowOf) -> Iterator[RowOf]:
     """Yield ``row_of`` with a check: a row whose expected answer cannot be parsed raises :class:`CallerError`."""
 
-    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # late, since it loads sympy
+    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # loads sympy, so not at the top
 
     with asyncio.Runner() as runner:
         checker = MathChecker()

@@ -47,7 +47,10 @@ _LOWEST = re.compile(r"-?\\frac\{(\d{1,20})\}\{(\d{1,20})\}|-?(\d{1,20})/(\d{1,2
 
 
 def extra_operations(gold: str, text: str, *, number: bool) -> str:
-    """Return the operations that the expected text lacks, joined by commas; functions count only for a ``number``."""
+    """Return the operations that the expected text lacks, joined by commas.
+
+    ``number`` states whether the expected answer is a number; functions count as operations only then.
+    """
     more, wanted = _computing(text) - _computing(gold), _computing(gold)
     if not number or wanted & _COUNTING:
         more -= _COUNTING

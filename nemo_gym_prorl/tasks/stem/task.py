@@ -302,7 +302,7 @@ def _is_long(answer: str) -> bool:
 
 
 def _names_unit(question: str, quantity: Quantity) -> bool:
-    """Return whether a question asks for the quantity in its unit.
+    """Return whether a question asks for the quantity in the quantity's unit.
 
     The unit's name or symbol follows "in", "how many" or an opening bracket. A symbol of three or more characters may
     be anywhere, and so may the word percent.

@@ -86,7 +86,7 @@ class WorkFolder:
         return taken.content.decode("utf-8", "backslashreplace")
 
     async def run(self, script: str, *arguments: str, timeout_s: float, shell: str = "sh") -> ExecResult:
-        """Run a script; its arguments are the folder and ``arguments``."""
+        """Run a shell script with the folder's path and ``arguments`` as positional parameters."""
         words = " ".join(map(shlex.quote, (script, "_", self.path, *arguments)))
         return await self.sandbox.exec(f"exec {shell} -c {words}", cwd="/", timeout_s=timeout_s)
 

@@ -73,7 +73,7 @@ class SoftwareEngineering:
         require_extras("swe")
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
-        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # by session
+        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # a session has one workspace
         self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:

@@ -31,7 +31,7 @@ ANSWER_MARGIN_S = 30.0
 TIMEOUT_EXIT_CODES = frozenset({124, 137})
 
 MAX_RECORDS_BYTES = 64 << 20  # records of some 500,000 tests
-MAX_STATE_BYTES = 4 << 20  # functions and options of a shell, far below this limit
+MAX_STATE_BYTES = 4 << 20  # far more than the functions and options of a shell
 MAX_TEST_FILE_BYTES = 8 << 20  # a larger test file counts as modified
 MAX_TEST_FILES = 300  # bounds the time of reading test files back
 

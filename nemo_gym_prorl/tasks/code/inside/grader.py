@@ -421,7 +421,7 @@ def tell(nonce: str, what: Any) -> None:
 
 
 def long_integer(value: dict[str, Any]) -> Any:
-    """Decode an object with the single key :data:`.checkers.LONG_INTEGER`."""
+    """Decode an object with the single key :data:`.checkers.LONG_INTEGER`; return any other object unchanged."""
     digits = value.get(checkers.LONG_INTEGER)
     return int(digits) if len(value) == 1 and isinstance(digits, str) else value
 

@@ -194,7 +194,7 @@ def zygote_main(channel: socket.socket) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         process_hardening.limit(what, value)
-    # The soft limit only, since many programs raise their stack limit; memory is limited separately.
+    # Only the soft limit is set, since many programs raise their stack limit; memory is limited separately.
     process_hardening.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
     process_hardening.limit_thread_stacks(THREAD_STACK_BYTES)
     send(channel, {"limited": True})  # an earlier end of the zygote is the machine's failure, a later one the source's
@@ -243,7 +243,7 @@ class Zygote:
         if os.fork() == 0:
             try:
                 os.setsid()
-                # A high number, since the zygote replaces or closes all lower descriptors.
+                # The channel gets a high number, since the zygote replaces or closes all lower descriptors.
                 channel = socket.socket(fileno=os.dup2(channel.detach(), MAX_OPEN_FILES - 1))
                 null = os.open(os.devnull, os.O_RDWR)
                 for standard in range(3):
