@@ -48,7 +48,7 @@ MAX_KEPT_DEPTH = 100  # nesting levels; deleting a folder may recurse
 
 MAX_HEADER_BYTES = 10 << 10  # an extended tar header may contain two paths of 4 KiB
 
-MEMBER_BYTES = 256  # added to a member's size for each character of its name plus 100, since headers take memory
+MEMBER_BYTES = 256  # a member counts this for each character of its name and 100 times more: headers take memory
 SANITIZE_CPU_S = 60.0  # three times the CPU time of 100,000 members
 
 _LAST_TIME = 2**33 - 1  # seconds; the maximum of a plain tar header

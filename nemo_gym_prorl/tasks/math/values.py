@@ -164,7 +164,7 @@ def values_equal(gold: Any, answer: Any) -> bool:
 def numbers_equal(one: Any, other: Any, tolerance: Any = None) -> bool:
     """Return whether two numbers are equal up to a relative ``tolerance``; true if one of them is no number.
 
-    ``None`` stands for the precision with which the numbers are written.
+    A ``tolerance`` of ``None`` stands for the precision with which the numbers are written.
     """
     if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
         return True

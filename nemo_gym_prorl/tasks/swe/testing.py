@@ -146,8 +146,8 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
     """
     if not instance.before_tests:
         return None
-    # kill -1 is atomic, so no process can escape by forking. It is safe only in a PID namespace of the sandbox, which
-    # only this project's sandboxes (with a health check) are known to have.
+    # kill -1 is atomic, so no process can escape by forking. kill -1 is safe only in a PID namespace of the sandbox,
+    # which only this project's sandboxes (with a health check) are known to have.
     end_others = "kill -9 -1; " if isinstance(work.sandbox, HasHealthCheck) else ""
     state = _STATE.format(work=shlex.quote(work.path), end_others=end_others)
     await work.write({"before": f"{instance.before_tests}\n{state}"})

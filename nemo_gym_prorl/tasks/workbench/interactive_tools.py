@@ -332,7 +332,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
     async def _enter(self, session: ShellSession) -> None:
         self._seen, self._code = "", 0
         saved, self._saved = self._saved, {}
-        # Run one program here, since the first one in a bash is slow and would delay the policy.
+        # A program runs here, since the first program of a bash starts slowly and would delay the policy.
         begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}; command cat </dev/null"
         await session.run(begin, timeout_s=ANSWER_MARGIN_S, silence_s=None)
         if saved:
