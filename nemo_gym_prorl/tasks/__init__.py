@@ -34,7 +34,7 @@ def require_extras(*extras: str) -> None:
 
 
 def exit_unless_installed(extra: str) -> None:
-    """Exit with a one-line message if a module of the server ``prorl_EXTRA`` is not installed.
+    """Exit with a one-line message if a module that the server ``prorl_EXTRA`` needs is not installed.
 
     Called before the server's own imports, which take seconds.
     """

@@ -44,7 +44,7 @@ _RAISED = re.compile(r"\s*(?:\{|\\(?:[a-z]*frac|[dt]?binom|sqrt|surd)(?![a-zA-Z]
 _INFIX = {r"\over": "frac", r"\choose": "binom"}
 _ONE_SYMBOL = re.compile(r"\s*(?:[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})?)\s*")
 _NOT_ONE_SIDE = re.compile(r"[=<>,;&]|\\\\|\\[lg]eq?(?![a-zA-Z])")
-"""Relation or separator. Outside braces, ``\\over`` then belongs to one side only, and is not converted."""
+"""Relation or separator. In a text with one, ``\\over`` outside of braces spans one side only: not converted."""
 
 
 def with_braces(text: str) -> str:
@@ -63,7 +63,7 @@ def closed_from(text: str, start: int, end: int | None = None) -> str | None:
 
 
 def argument_from(text: str, start: int) -> tuple[str, int] | None:
-    """Return the TeX argument at ``start``, with braces around its own arguments, and the end index; else ``None``."""
+    """Return the TeX argument at ``start``, with braces added, and the end index; ``None`` without an argument."""
     return _argument(text, start, 0)
 
 

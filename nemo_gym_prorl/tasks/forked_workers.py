@@ -4,7 +4,7 @@
 
 Libraries that parse a policy's text may hang, exhaust memory or crash. A worker imports such a module once (``python
 -m nemo_gym_prorl.tasks.forked_workers MODULE``) and forks a child for each job. So a job cannot block the event loop
-or affect the next job, and jobs do not pay for the imports. The module defines ``warm_up()``, called once in the
+or affect the next job, and no job repeats the imports. The module defines ``warm_up()``, called once in the
 worker, and ``answer(job)``, called in the child, which returns JSON.
 
 Jobs and replies are JSON lines on standard input and output. A worker exits when its input closes, so it outlives its
@@ -55,7 +55,7 @@ class JobLost(Exception):
 
 
 class WorkerPool:
-    """Pool of worker processes that run the jobs of one module. Workers start on demand, also after a loss.
+    """Pool of worker processes that run the jobs of one module. A process starts with a job, also after a lost one.
 
     Args:
         module: full name of a module with ``warm_up`` and ``answer``.
@@ -123,7 +123,7 @@ class _Worker:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start the process unless it runs, and wait for its imports. An end meanwhile raises EOFError."""
+        """Start the process unless it runs, and wait for its imports; raises EOFError if the process ends first."""
         if self._process is not None and self._process.returncode is None:
             return
         self._process = await asyncio.create_subprocess_exec(
@@ -132,7 +132,7 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=MAX_REPLY_BYTES,
-            # A clean environment without secrets; a fixed hash seed, since sympy orders symbols by hash.
+            # The environment has no secrets, and a fixed hash seed, since sympy orders symbols by hash.
             env=interpreter_environ() | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             cwd="/",
             start_new_session=True,

@@ -120,7 +120,7 @@ class HasDiskCheck(Protocol):
 
 @runtime_checkable
 class HasEgress(Protocol):
-    """Sandbox that may reach other hosts through a proxy, which counts requests by host."""
+    """Sandbox that may reach other hosts through a proxy, which counts connections by host."""
 
     async def egress(self) -> list[dict[str, Any]]:
         """Return an object for each requested host, with ``host``, ``port``, ``allowed`` and ``connections``."""
@@ -148,7 +148,7 @@ class HasPolicyAccess(HasHealthCheck, Protocol):
 
 
 class SandboxCheckpoint(Protocol):
-    """Snapshot of a sandbox's files: name, bytes, and the number of running programs, which are not saved."""
+    """Snapshot of a sandbox's files: name, size in bytes, and the number of running programs, which are not saved."""
 
     @property
     def name(self) -> str: ...

@@ -6,7 +6,7 @@ Invariants:
 
 - Starts and stops run to completion even if their caller is cancelled.
 - A failed stop is retried until the sandbox has stopped.
-- One semaphore limits concurrent starts. Fetching an image happens before a start and does not count.
+- One semaphore limits concurrent starts. An image is fetched before the start, outside of this limit.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class ShieldedTasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Logged because a cancelled caller never sees the error.
+            # A cancelled caller never sees the error.
             logger.info("work on a session failed: %s", error)
 
 
 async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
-    """Return the requests of a sandbox by host (:class:`HasEgress`); empty without a proxy or a live sandbox."""
+    """Return a sandbox's network connections by host (:class:`HasEgress`). Empty without a proxy or a live sandbox."""
     with suppress(RolloutError):
         return await sandbox.egress() if isinstance(sandbox, HasEgress) else []
     return []
@@ -91,7 +91,7 @@ class SandboxLifecycle:
         """Start a sandbox, from a snapshot if named. A cancelled call returns after the sandbox is stopped.
 
         Raises:
-            CallerError: the row asks for a sandbox that the provider cannot start; names its field.
+            CallerError: the row asks for a sandbox that the provider cannot start; names the row's field.
             InfrastructureError: the sandbox could not be started.
         """
         starting = self._tasks.spawn(self._start(needs, snapshot))

@@ -10,8 +10,8 @@ Invariants:
 - A session whose seeding is abandoned is not prepared further, and its sandbox is stopped.
 - Closing a session cancels extraction and grading, and returns after the grading sandboxes are gone.
 - Snapshots that tools and artefacts own are deleted after grading, or when the session closes.
-- A policy that exceeds its sandbox's limits, or whose answer cannot be read, gets the reward 0. This is no failure of
-  the session.
+- A policy that exceeds its sandbox's limits, or whose answer cannot be read, gets the reward 0. The session does not
+  fail.
 - An unexpected exception of a task is an infrastructure failure and never a reward.
 - A session is closed after ``session_ttl_s`` without a call. A session with a lease is also closed after
   :data:`LEASE_SWEEPS` sweeps without renewal.
@@ -190,7 +190,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
             name: label for the snapshot of the sandbox's files.
 
         Returns:
-            ``state`` of the tools, ``lost`` parts, ``snapshot`` name (``None`` without a sandbox), ``size`` in bytes.
+            ``state`` of the tools, names of ``lost`` parts, ``snapshot`` (a name; ``None`` without a sandbox), and its
+            ``size`` in bytes.
 
         Raises:
             CallerError: the task or the sandbox provider does not support checkpoints, or a file cannot be saved.
@@ -299,7 +300,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         return await asyncio.shield(self._work.spawn(self._verify(self._require(key), response)))
 
     def usage(self, key: str) -> tuple[Mapping[str, Mapping[str, int]], list[dict[str, Any]]]:
-        """Return the call counts by tool, and the requests by host; empty if not counted or the key is unknown."""
+        """Return call counts by tool, and network connections by host; empty if not counted or the key is unknown."""
         if (session := self._sessions.get(key)) is None:
             return {}, []
         return session.tools.tool_use() if isinstance(session.tools, CountsToolCalls) else {}, session.egress

@@ -42,7 +42,7 @@ TOOL_USE = "tool_use"
 """Field of a rollout's row: per-tool call counts, with the keys of :data:`TOOL_NUMBERS`."""
 
 EGRESS = "egress"
-"""Field of a rollout's row: requests by host, if the agent's sandbox reaches other hosts through a proxy."""
+"""Field of a rollout's row: connections by host, if the agent's sandbox reaches other hosts through a proxy."""
 
 TOOL_NUMBERS = ("calls", "errors", "timeouts", "cut")
 """Counts per tool; their sums over all tools are the row's fields ``tool_<number>``, which Gym's metrics aggregate."""
@@ -119,8 +119,11 @@ class ExtractedFile:
             raise UnreadableAnswer(f"the file is not UTF-8: {error}") from error
 
     def json(self) -> Any:
-        """Parse the content as JSON; raises :class:`UnreadableAnswer` if this fails, also for deep nesting and for
-        numbers beyond the largest float."""
+        """Parse the content as JSON.
+
+        Raises:
+            UnreadableAnswer: no content, no JSON, deep nesting, or a number beyond the largest float.
+        """
         text = self.text()
         try:
             orjson.dumps(orjson.loads(text))
@@ -150,7 +153,7 @@ class Grade:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # A comparison, since math.isfinite fails for an int beyond the largest float.
+        # math.isfinite would fail for an int beyond the largest float.
         if not isinstance(self.reward, int | float) or not -_MAX_REWARD <= self.reward <= _MAX_REWARD:
             raise ValueError(f"the reward must be a finite number, not {self.reward!r:.100}")
         if not isinstance(self.verdict, str) or not self.verdict:
@@ -170,7 +173,6 @@ class Grade:
 
     @property
     def passed(self) -> bool:
-        """Return whether the reward is at least 1."""
         return self.reward >= 1.0
 
 

@@ -24,12 +24,9 @@ class ProRLCodeConfig(TaskServerConfig):
 
 
 class ProRLCodeServer(TaskServer):
-    """Resources server of programming problems."""
-
     config: ProRLCodeConfig
 
     def make_task(self) -> ProgrammingProblems:
-        """Create the task with the configured limits, reward rule and folder of tests."""
         config = self.config
         limits = CodeLimits(
             time_s=config.test_time_limit_s,

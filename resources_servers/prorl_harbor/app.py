@@ -46,8 +46,6 @@ class ProRLHarborConfig(TaskServerConfig):
 
 
 class ProRLHarborServer(TaskServer):
-    """Resources server of Harbor task folders."""
-
     config: ProRLHarborConfig
     own_image: ClassVar[str] = DEFAULT
 

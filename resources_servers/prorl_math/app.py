@@ -28,13 +28,10 @@ class ProRLMathConfig(TaskServerConfig):
 
 
 class ProRLMathServer(TaskServer):
-    """Resources server of mathematical problems."""
-
     config: ProRLMathConfig
     own_image: ClassVar[str] = MATH
 
     def make_task(self) -> Math:
-        """Create the task with its checker and the configured limits."""
         config = self.config
         limits = CheckLimits(config.checking_cpu_s, config.checking_memory_mib, config.checking_workers)
         return Math(config.sandbox_root, config.tool_limits, MathChecker(limits))

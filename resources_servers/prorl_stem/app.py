@@ -35,13 +35,10 @@ class ProRLStemConfig(TaskServerConfig, JudgeModelConfig):
 
 
 class ProRLStemServer(TaskServer):
-    """Resources server of science questions."""
-
     config: ProRLStemConfig
     own_image: ClassVar[str] = MATH
 
     def make_task(self) -> Stem:
-        """Create the task with its search engine, formula checker and optional judge."""
         require_extras("stem")
         config = self.config
         engine = engine_of(config.search, Path(__file__).parent / "data/passages.jsonl")

@@ -36,13 +36,10 @@ class ProRLSweConfig(TaskServerConfig):
 
 
 class ProRLSweServer(TaskServer):
-    """Resources server of software engineering tasks."""
-
     config: ProRLSweConfig
     rows_name_images: ClassVar[bool] = True
 
     def make_task(self) -> SoftwareEngineering:
-        """Create the task with the configured limits."""
         config = self.config
         patches = PatchLimits(
             config.repository_timeout_s, config.patch_file_kib, config.patch_total_kib, config.patch_files

@@ -25,7 +25,7 @@ from nemo_gym_prorl.tasks.dataset_records import UnusableRecord
 
 _BUILTINS: dict[str, Any] = {"list": list, "set": set, "sorted": sorted, "tuple": tuple}
 """Builtins that tests call to make the values that they pass or expect."""
-_APPLIED = ("len", "list", "set", "sorted")  # builtins that tests call with a result
+_APPLIED = ("len", "list", "set", "sorted")  # builtins that tests call with the function's result
 _SCAFFOLDING = (ast.Import, ast.ImportFrom, ast.Pass)
 _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "completion")
 """Fields that may define the function under test; fields that the policy sees come first."""
@@ -51,14 +51,15 @@ def of_asserts(
         source: Python source, which is parsed and never run.
         field: name of the field, for errors.
         candidates: names of the function under test; the last one is its real name.
-        record: record whose texts may define the function; arguments passed by name need its signature.
+        record: record whose texts may define the function. Arguments passed by name, and asserts that only check
+            whether the result is true, need the definition.
 
     Returns:
         ``inputs``, ``outputs`` (JSON text), ``fn_name``, and ``arguments`` and ``checker`` if the defaults do not fit.
 
     Raises:
         CallerError: the source is not Python; names the field.
-        UnusableRecord: a test is no such assert; ``example`` contains the first such test.
+        UnusableRecord: a test is no such assert, the tests differ in function or tolerance, or there are none.
     """
     tree = _tree(source)
     if isinstance(tree, Exception):
@@ -116,7 +117,7 @@ def _tree(source: str) -> ast.Module | Exception:
 
 
 def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) -> Iterator[ast.stmt]:
-    """Yield the statements of tests, also inside of functions, without imports, docstrings and assignments."""
+    """Yield the statements of tests with names replaced by values, without imports, docstrings and assignments."""
     functions = {one.name for one in body if isinstance(one, ast.FunctionDef)}
     for statement in body:
         match statement:
@@ -124,7 +125,7 @@ def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) ->
                 yield from _statements(inner, values | {one.arg: None for one in parameters.args})
             case ast.Expr(value=ast.Constant()):
                 pass
-            case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in functions:  # as in HumanEval-X
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in functions:  # HumanEval-X calls its tests
                 pass
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 is_call = isinstance(value, ast.Call) and _called(value.func) not in _BUILTINS
@@ -134,9 +135,9 @@ def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) ->
 
 
 def _inlined[N: ast.AST](node: N, values: dict[str, ast.expr | None]) -> N:
-    """Replace names by their values; a list only once, since a function may change it.
+    """Replace names in a node by their values. A list or dict is inserted once only, since a function may change it.
 
-    Values are not visited, because nested ones would grow exponentially.
+    Names in inserted values are not replaced, because nested values would grow exponentially.
     """
 
     def value_of(part: Any) -> Any:
@@ -155,7 +156,7 @@ class _Test(NamedTuple):
     """An assert on the result of a call.
 
     Attributes:
-        applied: builtin that is called with the result; its result is compared.
+        applied: builtin such as ``sorted`` that converts the call's result before the comparison; ``None`` for none.
         tolerance: absolute and relative tolerance of the result; ``None`` for equality.
         truth: whether the assert only checks whether the result is true or false, as in ``assert f(1)``.
     """
@@ -206,7 +207,7 @@ def _tolerances(words: Sequence[ast.keyword], *names: str) -> dict[str, float]:
 
 
 def _sides(one: ast.expr, other: ast.expr) -> tuple[ast.Call, ast.expr, str | None]:
-    """Return the call and the expected result, whichever comes first, and the builtin that gets the call's result."""
+    """Return the call, the expected result, and the builtin that gets the call's result (``None`` for no builtin)."""
     made = (*_BUILTINS, "float", "range")
     for side, expected in ((one, other), (other, one)):
         match side:
@@ -268,7 +269,7 @@ def _positional(call: ast.Call, definitions: Sequence[ast.FunctionDef]) -> list[
 
 
 def _definitions(record: Mapping[str, Any], name: str) -> Iterator[ast.FunctionDef]:
-    """Yield the definitions of a function in a record's texts; the body is ``pass`` if the text is not Python."""
+    """Yield the definitions of a function in a record's texts. In a text that is not Python, the body is ``pass``."""
     for field in _SIGNED:
         text = record.get(field)
         if not isinstance(text, str) or not (found := re.search(rf"\bdef {name}\s*\(", text)):
@@ -322,7 +323,7 @@ def _evaluated(node: ast.expr, *, sets: bool = False) -> Any:
 
 
 def _float(value: Any) -> float:
-    # A comparison with the largest float, since float() fails for a larger integer.
+    # float() would fail for an integer that is larger than the largest float.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise UnusableRecord("its tests have a tolerance for a value that is no number")
     return float(value)

@@ -45,7 +45,7 @@ MAX_PACKED_BYTES = 4 * MAX_TEST_BYTES
 """Maximum bytes of unpacked tests: JSON may take four bytes per character."""
 
 MAX_INT_DIGITS = 4000
-"""Longer integers stay text until the grader, since Python's limit on digits can be raised only process-wide."""
+"""Longer integers stay text until the grader: Python parses at most 4300 digits, a limit of the whole process."""
 
 METADATA = "verifier_metadata"
 
@@ -96,8 +96,9 @@ class UnitTests(BaseModel):
 
 
 class NamedChecker(BaseModel):
-    """Built-in comparison. Tolerances apply to ``float`` and to results of functions, ``wrapped`` only to results.
+    """Built-in comparison. Tolerances apply to ``float`` and to results of functions.
 
+    With ``wrapped``, an expected result that is a list of one element also matches the element.
     ``applied`` is a builtin that is called with a function's result before the comparison; a set is sorted first.
     """
 
@@ -216,7 +217,7 @@ def find_tests_file(metadata: Metadata, tests_folder: Path | None) -> Path | Non
     """Return the path of a row's tests file; ``None`` if the row names none.
 
     Raises:
-        CallerError: the file does not exist; names the field.
+        CallerError: the server has no tests folder, or the folder has no such file; names the field.
     """
     if metadata.tests_file is None:
         return None

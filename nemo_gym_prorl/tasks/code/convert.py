@@ -79,7 +79,7 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
         function: function under test if the cases do not name one.
 
     Raises:
-        CallerError: the list is malformed, or its cases name different functions; names the field.
+        CallerError: the list is malformed, or its cases name several functions or lack a name; names the field.
     """
     if not isinstance(cases, list) or not all(
         isinstance(case, Mapping) and case.keys() & {*_INPUTS} and case.keys() & {*_OUTPUTS} for case in cases
@@ -350,7 +350,10 @@ def _row(
 
 
 def _tests(text: Any, field: str, function: str | None = None) -> dict[str, Any]:
-    """Return tests in the format of :class:`.code_rows.UnitTests`, from a data set's format or its JSON text."""
+    """Return tests in the format of :class:`.code_rows.UnitTests`, from a data set's format or its JSON text.
+
+    ``function`` is the function under test if the tests name none.
+    """
     tests = _json(text, field) if isinstance(text, str) else text
     if isinstance(tests, list):
         return of_cases(tests, field, function)

@@ -148,7 +148,7 @@ async def attempt(
     doubtful: Callable[[Any], bool],
     before: str = "",
 ) -> Any | NoVerdict:
-    """Run a grading program once in the given sandbox and return the program's second message, the verdict.
+    """Run a grading program once. Return the program's second message, the verdict, or else :class:`NoVerdict`.
 
     Args:
         sandbox: a fresh sandbox with ``sh`` and ``python3``.
@@ -198,7 +198,7 @@ async def _command(sandbox: Sandbox, program: str, job: str, root: str) -> str:
     """
     run = f"python3 -I -c {shlex.quote(program)}"
     if len(run) + len(job) < MAX_COMMAND_CHARS:
-        # Safe in a here-document: the JSON is one line of ASCII.
+        # The JSON is one line of ASCII, so the job cannot end the here-document.
         return f"exec {run} <<'{END_OF_JOB}'\n{job}\n{END_OF_JOB}\n"
     path = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix="prorl-grade-") as folder:
@@ -363,7 +363,7 @@ def _grade(reply: Mapping[str, Any], rule: RewardRule) -> Grade:
 CLONE_THREAD = 0x10000
 AF_UNIX = 1
 LAST_SYSCALL = 466
-"""``removexattrat`` of Linux 6.13. Later system calls have not been reviewed; they fail with ``ENOSYS``."""
+"""Newest reviewed system call, ``removexattrat`` of Linux 6.13. Newer system calls fail with ``ENOSYS``."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Audit architecture by ``os.uname().machine``."""
@@ -407,7 +407,7 @@ _SYSCALL_RULES: dict[str, CallVerdict] = {
     **dict.fromkeys(
         ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _OWN_PROCESS_ONLY
     ),
-    # Only the caller's priority: that of a process group or user would include the grader's.
+    # Only the caller's own priority may be set: that of a process group or user would include the grader's.
     "setpriority": ArgumentRule(0, frozenset({0}), ArgumentRule(1, frozenset({0}), ALLOW, REFUSE), REFUSE),
     # F_SETOWN, F_SETSIG, F_SETOWN_EX make the kernel send signals to another process.
     "fcntl": ArgumentRule(1, frozenset({8, 10, 15}), REFUSE, ALLOW),

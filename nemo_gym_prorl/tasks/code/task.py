@@ -138,11 +138,7 @@ class ProgrammingProblems:
         )
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Validate the row's tests, and return the default requirements. A ``tests_file`` only has to exist.
-
-        Raises:
-            CallerError: the row's tests are invalid; names the field.
-        """
+        """Validate the row's tests, and return default requirements. A ``tests_file`` is not read, but must exist."""
         if (metadata := read_metadata(row)).tests_file is None:
             read_problem(metadata, None)
         else:

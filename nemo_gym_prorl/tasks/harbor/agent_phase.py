@@ -85,11 +85,9 @@ class UserSandbox:
         return await self.inner.checkpoint(name)
 
     async def has_room(self) -> bool:
-        """Return whether the host's disk has free space."""
         return await self.inner.has_room()
 
     async def check(self) -> list[str]:
-        """Check that the sandbox lives; see :meth:`.HasHealthCheck.check`."""
         return await self.inner.check()
 
     async def status(self) -> Enum:
@@ -128,7 +126,6 @@ class AgentPhase:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the current step is the last."""
         return self.number == len(self.task.steps) - 1
 
     async def set_up(self) -> None:
@@ -233,7 +230,7 @@ async def bash(
 
 
 async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Path) -> None:
-    """Copy the files of a task's folder ``root`` into a folder of the sandbox.
+    """Copy the files below ``source``, a folder of the task in ``root``, into the sandbox's folder ``target``.
 
     Raises:
         SetupFailed: a path in the sandbox cannot be written.
@@ -276,7 +273,7 @@ async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | in
 
 
 async def check_health(sandbox: HasContainer, check: Healthcheck | None, folder: str) -> None:
-    """Run a health check until it succeeds; failures within ``start_period_sec`` do not count.
+    """Run a health check, if any, until success; failures within ``start_period_sec`` do not count.
 
     Raises:
         SetupFailed: the check failed ``retries`` times.

@@ -48,12 +48,12 @@ MAX_KEPT_DEPTH = 100  # nesting levels; deleting a folder may recurse
 
 MAX_HEADER_BYTES = 10 << 10  # an extended tar header may contain two paths of 4 KiB
 
-MEMBER_BYTES = 256  # counted for MAX_BYTES per character of a member's name and 100 more: names take memory
+MEMBER_BYTES = 256  # a member counts this for each character of its name and 100 times more: headers take memory
 SANITIZE_CPU_S = 60.0  # three times the CPU time of 100,000 members
 
 _LAST_TIME = 2**33 - 1  # seconds; the maximum of a plain tar header
 
-_UNSANITIZED = "/.prorl-artifact.tar"  # path in the sandbox
+_UNSANITIZED = "/.prorl-artifact.tar"  # path of an archive in the sandbox
 
 _MANIFEST = "manifest.json"
 
@@ -175,7 +175,7 @@ def _write(member: tarfile.TarInfo, data: BinaryIO, target: Path, path: str, lef
 
 
 class _BoundedReader(io.FileIO):
-    """Untrusted archive that refuses long headers: ``tarfile`` reads them into memory, and takes quadratic time."""
+    """Untrusted archive that refuses long headers, which ``tarfile`` reads into memory in quadratic time."""
 
     def read(self, size: int | None = -1) -> bytes | Any:
         if size is None or not 0 <= size <= MAX_HEADER_BYTES:
@@ -194,8 +194,8 @@ class _MemberFilter:
         self._end_s = time.thread_time() + SANITIZE_CPU_S
 
     def members(self, path: str, source: Path) -> Iterator[tuple[tarfile.TarInfo | None, BinaryIO]]:
-        """Yield a clean header of each member at or below ``path``, and a file at the member's data. The header is
-        ``None`` if the member is left out, and for damage, which ends the iteration."""
+        """Yield a clean header of each member at or below ``path``, and a file positioned at the member's data. The
+        header is ``None`` for a member that is left out, and for damage, which ends the iteration."""
         size = source.stat().st_size
         with source.open("rb") as data, _BoundedReader(source) as headers:
             with contextlib.suppress(Exception):  # tarfile raises many types of errors for a damaged archive

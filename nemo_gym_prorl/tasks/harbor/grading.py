@@ -96,7 +96,8 @@ class _Control:
 
     Attributes:
         problem: why the solution earns no reward; empty if it earns one.
-        works_strictly: whether ``strict: auto`` may grade in the mode ``strict``: the solution earns no less, up to 1.
+        works_strictly: whether ``strict: auto`` may use the mode ``strict``: the solution earns no less in that mode,
+            or at least 1.
         snapshots: names of the run's snapshots, until a rollout takes them over to delete them.
     """
 
@@ -127,8 +128,8 @@ class Grader:
 
     Args:
         settings: settings of verification.
-        strict: whether the tests of a shared verifier only see the working folder and declared artifacts; ``auto``:
-            only for rewards that are positive otherwise.
+        strict: whether the tests of a shared verifier only see the working folder and declared artifacts; with
+            ``auto``, in a second grading of positive rewards only.
         snapshot_name: prefix of the names of snapshots.
     """
 
@@ -142,7 +143,7 @@ class Grader:
         """Grade a rollout.
 
         Raises:
-            TaskError: the task's own solution earns no reward here, or no verdict without a solution to compare with.
+            TaskError: the task's own solution earns no reward here, or there is neither a verdict nor a solution.
             InfrastructureError: the machine failed.
         """
         strict = self._strict is True
@@ -155,7 +156,8 @@ class Grader:
                     f"{self._advice(task)}the tests may also need services of the agent, which do not run during them"
                 )
         verified = await self._verified(task, work, strict, open_sandbox)
-        # If the solution earns less in the mode strict, shared decides: refusing rewards alone would bias the sample.
+        # Only positive rewards are graded strictly, since the mode can only lower a reward. If the solution earns less
+        # in that mode, the first verdict stands: a lower reward would not be the agent's fault, and bias the sample.
         if control.works_strictly and not verified.no_verdict and self._scalar(task, verified) > 0:
             strict = True
             verified = await self._verified(task, work, strict, open_sandbox)

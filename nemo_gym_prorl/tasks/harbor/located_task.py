@@ -52,7 +52,6 @@ class LocatedTask:
 
         Args:
             root: base folder of a relative ``harbor.folder``.
-            variables: environment variables of the server that ``env`` tables may use.
 
         Raises:
             CallerError: the row is invalid, or names an environment variable that is not set; names the field.
@@ -79,7 +78,6 @@ class LocatedTask:
 
     @property
     def config(self) -> TaskConfig:
-        """All tables of ``task.toml``."""
         return self.row.harbor.config
 
     @property
@@ -91,7 +89,6 @@ class LocatedTask:
         return all(self.solution(step) is not None for step in self.steps)
 
     def needs(self) -> SandboxNeeds:
-        """Return the requirements of the agent's sandbox."""
         row = self.row
         return SandboxNeeds(
             image=row.image,
@@ -144,7 +141,7 @@ class LocatedTask:
         return posixpath.normpath(self.config.environment.workdir or self.row.harbor.image_workdir or published or "/")
 
     def env(self, table: EnvironmentConfig) -> dict[str, str]:
-        """Return the environment variables of all commands of a sandbox."""
+        """Return the environment variables that a table sets for all commands of a sandbox."""
         return resolve_variables(table.env, self.variables, "harbor.config.environment.env")
 
     def verifier_env(self, step: Step) -> dict[str, str]:
@@ -174,7 +171,6 @@ class LocatedTask:
         return None if None in limits else sum(filter(None, limits))
 
     def verifier_timeout_s(self, step: Step) -> float:
-        """Return the time limit of the tests, in seconds."""
         own = step.verifier if step and "timeout_sec" in step.verifier.model_fields_set else self.config.verifier
         return own.timeout_sec
 

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 
 MAX_REWARD_BYTES = 64 << 10
-MAX_REPORT_BYTES = 1 << 20  # the JSON parser holds the GIL
+MAX_REPORT_BYTES = 1 << 20  # bounds how long the JSON parser holds the GIL
 MAX_REWARD = 1e6  # a larger reward would ruin the training of a policy
-MAX_REWARD_ENTRY = 1e100  # for keys that are not trained on; their mean over steps stays finite
+MAX_REWARD_ENTRY = 1e100  # for rewards that are not trained on: keeps their mean over steps finite
 
 STDOUT = "test-stdout.txt"
 REWARD_KEY = "reward"
@@ -84,7 +84,7 @@ def read_outcome(
             passed = _passed(report, read_file(folder, report, MAX_REPORT_BYTES))
             if passed == 0 and rewards.get(key, 0.0) >= 1.0:
                 return Outcome(None, f"the reward is {rewards[key]:g}, but in {report} no test passed", output)
-    except Exception as error:  # files that the agent can influence
+    except Exception as error:  # untrusted files may cause any exception
         reason = str(error) if isinstance(error, Unreadable) else f"its files cannot be read: {error!r:.200}"
         return Outcome(None, "; ".join(filter(None, [reason, note])), output)
     return Outcome(rewards, note, output)

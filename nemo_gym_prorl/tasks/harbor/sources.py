@@ -63,8 +63,6 @@ class RegistryTask(BaseModel):
 
 
 class RegistryDataset(BaseModel):
-    """Dataset of a registry."""
-
     name: str
     version: str = ""
     tasks: list[RegistryTask] = Field(default_factory=list)

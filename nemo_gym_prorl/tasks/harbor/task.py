@@ -75,7 +75,6 @@ class HarborTools:
         self.workspace.work_in(phase.folder)
 
     async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
-        """Run a shell script as the agent; see :class:`~nemo_gym_prorl.tasks.task.RunsScripts`."""
         return await self.workspace.run_script(script, timeout_s=timeout_s)
 
     async def start_sessions(self, offered: Collection[str]) -> None:
@@ -153,15 +152,9 @@ class HarborTasks:
         self._grader = Grader(verifier, strict, snapshot_name)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the row's sandbox requirements.
-
-        Raises:
-            CallerError: the row is invalid; names the field.
-        """
         return self._located(row).needs()
 
     def time_limit_s(self, row: Mapping[str, Any]) -> float | None:
-        """Return the agent's time limit for all steps, in seconds; ``None`` if a step has no limit."""
         return self._located(row).agent_total_s()
 
     async def prepare(self, row: Mapping[str, Any], tools: HarborTools) -> None:
@@ -192,11 +185,9 @@ class HarborTasks:
     async def grade(
         self, row: Mapping[str, Any], artefacts: HarborWork, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        """Verify the steps; see :mod:`.grading`."""
         return await self._grader.grade(self._located(row), artefacts, open_sandbox)
 
     async def aclose(self) -> None:
-        """End the control runs."""
         await self._grader.aclose()
 
     def _located(self, row: Mapping[str, Any]) -> LocatedTask:

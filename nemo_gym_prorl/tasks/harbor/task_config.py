@@ -220,7 +220,7 @@ class VerifierConfig(NetworkOverride):
 
     @property
     def separate(self) -> bool:
-        """Whether the verifier has a fresh sandbox of its own, with only the artifacts of the agent."""
+        """Return whether the verifier has a fresh sandbox of its own, with only the artifacts of the agent."""
         return self.environment_mode == "separate" or (self.environment_mode is None and self.environment is not None)
 
 

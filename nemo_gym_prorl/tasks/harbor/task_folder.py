@@ -55,7 +55,7 @@ MAX_FILES = 100_000
 """Maximum number of files, folders and links of a task. Symlinks can make a few folders look like millions."""
 
 MAX_TREE_BYTES = 4 << 30
-"""Maximum bytes of the files of a folder, by length (sparse files are not shorter)."""
+"""Maximum bytes of a folder's files; a sparse file counts with its full length."""
 
 MAX_DEPTH = 100
 
@@ -278,8 +278,8 @@ def tree(top: Path, root: Path) -> Iterator[tuple[str, Path]]:
     followed.
 
     Raises:
-        CallerError: a symlink is broken, leaves ``root`` or leads to a folder above it, a file is not regular, or
-            there are too many files, bytes or levels; names the file.
+        CallerError: a symlink is broken, leaves ``root`` or leads to one of its parent folders, a file is not regular,
+            or there are too many files, bytes or levels; names the file.
     """
     found: dict[str, Path] = {}
     visited = total = 0

@@ -187,7 +187,7 @@ async def collected(
 
 @contextlib.asynccontextmanager
 async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) -> AsyncIterator[HasContainer]:
-    """Start a sandbox from the snapshot ``state``; SetupFailed if the agent's files may be why all attempts failed."""
+    """Start a sandbox from the snapshot ``state``. Raises SetupFailed if the agent's files may prevent all starts."""
     async with contextlib.AsyncExitStack() as stack:
         for tries_left in reversed(range(TRIES)):
             try:
@@ -265,7 +265,7 @@ async def _run_tests(
 
 
 async def _wait_until_full(limits: Mapping[Path, tuple[float, float]]) -> None:
-    """Return when a folder exceeds its limits of bytes and files."""
+    """Return when a folder exceeds its limit of bytes or files."""
     while not await asyncio.to_thread(_is_full, limits):  # noqa: ASYNC110  # no event reports the size
         await asyncio.sleep(CHECK_LOGS_S)
 
@@ -282,7 +282,7 @@ def _usage(folder: Path, most_bytes: float = math.inf, most_files: float = math.
     Counting stops above one of the limits. Deleted files that are still open count for the sandbox's disk limit only.
     """
     size = files = 0
-    # By descriptor, since the path of a deep folder may be too long to open.
+    # os.fwalk opens folders by descriptor, since the path of a deep folder may be too long to open.
     try:
         for path, folders, names, here in os.fwalk(folder, onerror=_refuse_closed):
             files += len(folders) + len(names)

@@ -164,7 +164,8 @@ def _commands(script: str) -> Iterator[list[str]]:
                 if command:
                     yield command
                 command = []
-            elif command or ("=" not in word and word not in _KEYWORDS):  # skips assignments before the command
+            # Assignments (``CI=1``) and keywords (``if``) precede the command.
+            elif command or ("=" not in word and word not in _KEYWORDS):
                 command.append(word)
 
 

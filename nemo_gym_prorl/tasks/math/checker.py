@@ -11,7 +11,8 @@ A comparison that ends without a result is attributed as follows:
 - Causes that no answer can bring about are infrastructure failures: a worker ended, another process killed the child,
   or the result is missing long after the CPU limit.
 - Otherwise the answer is compared once more, unless the comparison exceeded its CPU time. Then the expected answer is
-  compared with itself. If that succeeds, the answer gets no reward; if not, the row is at fault (:class:`TaskError`).
+  compared with itself. If this comparison succeeds, the answer gets no reward, else the row is at fault
+  (:class:`TaskError`).
 """
 
 from __future__ import annotations

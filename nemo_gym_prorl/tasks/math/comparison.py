@@ -71,7 +71,7 @@ from nemo_gym_prorl.tasks.math.words import (
 )
 
 
-# Without this, math-verify would log the answers of policies.
+# At a lower level, math-verify would log the answers of policies.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 # Gym's OmegaConf pins an old ANTLR. The LaTeX parser generated for this version lacks a method that percentages need.
 if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
@@ -420,14 +420,14 @@ def _meant(
 ) -> tuple[list[Any], list[Any]]:
     """Return the values that both answers may have, given their percent signs and words like "million".
 
-    A percent sign is a factor of 1/100, and "million" one of 10^6. Both factors are 1 if the question asks for a
+    A percent sign is a factor of 1/100, and "million" one of 10^6. A factor may also be 1 if the question asks for a
     number of percent or of millions.
     """
     asked = "percent" in question.lower() or "%" in question
     if len(golds) == len(answers):
         golds, answers = golds[:1], answers[:1]
     elif not asked:
-        # Without a question, an expected percentage implies that percents are asked for.
+        # Without a question, percents may be asked for, so an expected percentage keeps both values.
         golds, answers = golds[-1:] if question else golds, answers[-1:]
     if wanted.scale == said.scale:
         return golds, answers
@@ -460,7 +460,7 @@ def _readings(text: str) -> list[Any]:
 def _parsed(text: str) -> tuple[Any, ...]:
     latex = normalize_latex(f"\\boxed{{{text}}}", config=_NORMALIZED)
     for one in dict.fromkeys((latex, get_last_eq(latex))):
-        with contextlib.suppress(Exception):  # the parser raises many types for unparseable texts
+        with contextlib.suppress(Exception):  # the parser raises many types of errors
             return (
                 latex2sympy(
                     one,

@@ -290,9 +290,10 @@ def stray_text(value: str) -> str:
 
 
 def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
-    """Return the index at which the unit at the end of a text begins; the text's length without a unit.
+    """Return the index at which the unit at the end of a text begins; ``len(text)`` if there is no unit.
 
-    A slash belongs to the unit only if a unit precedes, or ``after_unit`` (a currency precedes the number).
+    A slash belongs to the unit if another unit precedes the slash. With ``after_unit`` (a unit such as a currency
+    precedes the number) the unit may also begin with a slash.
     """
     found = _TRAILING.fullmatch(text)
     if found is None or not found["unit"] or not re.search(r"\d|\\pi|\\frac|\\sqrt|[a-zA-Z)]$", found["head"]):

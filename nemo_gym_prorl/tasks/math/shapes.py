@@ -339,7 +339,7 @@ def real_set(text: str, number: Number) -> RealSet | None:
 
 
 def same_set(expected: RealSet, said: RealSet, near: Callable[[Any, Any], bool]) -> bool:
-    """Return whether two sets are equal up to ``near`` endpoints. If both name a variable, the names must agree."""
+    """Return whether sets are equal; ``near`` compares endpoints. If both name a variable, the names must agree."""
     if expected.name and said.name and expected.name != said.name:
         return False
     wanted, given = _pieces(expected.value), _pieces(said.value)

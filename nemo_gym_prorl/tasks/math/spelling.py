@@ -3,7 +3,7 @@
 r"""Normalization of an answer's spelling. Pure, and linear in the text's length.
 
 ``math-verify`` reads ``y''`` and :math:`\vec y` as ``y``, and a bold i as a unit. Therefore :func:`with_named_symbols`
-gives letters with primes, accents or fonts names of their own.
+replaces letters with primes, accents or fonts by distinct names.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _final(record: Mapping[str, Any], given: Mapping[str, Any], question: str) -
 
 
 def _value_of(answer: str, field: str, question: str) -> str:
-    """Return the number, stated value or option letter that an answer in words means; other answers unchanged."""
+    """Return the number, value or option letter that an answer in words means; raises UnusableRecord for sentences."""
     text = answer.strip()
     if (option := _OPTION.fullmatch(text)) and re.search(rf"(?m)(?:^|\s)\(?{option[1]}[.)]\s", question):
         return option[1]
@@ -168,9 +168,9 @@ _COSTLY = re.compile(r"\^\s*\{?[^{}]*\^|\)\s*\^|\^\s*\{?\s*-?\d{3}|!|\\(?:sum|pr
 
 @contextmanager
 def require_readable_answers(row_of: RowOf) -> Iterator[RowOf]:
-    """Wrap a conversion so that a row with an unparseable expected answer raises :class:`CallerError`."""
+    """Yield ``row_of`` with a check: a row whose expected answer cannot be parsed raises :class:`CallerError`."""
 
-    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # late, since it loads sympy
+    from nemo_gym_prorl.tasks.math.comparison import unreadable_part  # loads sympy, so not at the top
 
     with asyncio.Runner() as runner:
         checker = MathChecker()
@@ -210,11 +210,6 @@ class Math:
         self.tools = Workbench(TOOLS, f"{root.rstrip('/')}/workspace", tools)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the default requirements for a valid row.
-
-        Raises:
-            CallerError: question or answer is missing or invalid, or the row is a multiple choice.
-        """
         expected_answer(row)
         return SandboxNeeds()
 
@@ -237,7 +232,6 @@ class Math:
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        """Compare the final answer of the last message with the expected answer; the reward is 1 or 0."""
         checked = await self._checker.check(expected_answer(row), last_message_text(response), row["question"])
         return Grade(float(checked.right), checked.verdict, checked.detail, {"extracted_answer": checked.extracted})
 

@@ -47,7 +47,10 @@ _LOWEST = re.compile(r"-?\\frac\{(\d{1,20})\}\{(\d{1,20})\}|-?(\d{1,20})/(\d{1,2
 
 
 def extra_operations(gold: str, text: str, *, number: bool) -> str:
-    """Return the operations that the expected text lacks, joined by commas; functions count only for a ``number``."""
+    """Return the operations that the expected text lacks, joined by commas.
+
+    ``number`` states whether the expected answer is a number; functions count as operations only then.
+    """
     more, wanted = _computing(text) - _computing(gold), _computing(gold)
     if not number or wanted & _COUNTING:
         more -= _COUNTING
@@ -161,7 +164,7 @@ def values_equal(gold: Any, answer: Any) -> bool:
 def numbers_equal(one: Any, other: Any, tolerance: Any = None) -> bool:
     """Return whether two numbers are equal up to a relative ``tolerance``; true if one of them is no number.
 
-    ``None`` stands for the precision with which the numbers are written.
+    A ``tolerance`` of ``None`` stands for the precision with which the numbers are written.
     """
     if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
         return True

@@ -184,7 +184,7 @@ def messages(question: str, first: str, second: str, tag: str) -> list[dict[str,
 
 
 def verdict_of(reply: str, tag: str) -> JudgeVerdict:
-    """Return the verdict of a reply.
+    """Return the verdict of a reply to a prompt with ``tag``.
 
     Raises:
         InfrastructureError: ``verifier_error``: the reply is too long, contradictory, or ends without a verdict.

@@ -317,7 +317,7 @@ def _options_of(record: Mapping[str, Any], question: str) -> dict[str, str] | No
     """Return the options of a record by letter, from any of the published formats; ``None`` without options."""
     if right := next((name for name in _RIGHT if record.get(name)), None):
         texts = [record[right], *(text for name, text in record.items() if _WRONG.fullmatch(name) and text)]
-        # Sorted by hash: reproducible, and the right option is not always the first.
+        # The order by hash is reproducible, and does not always put the right option first.
         return _lettered(sorted(texts, key=lambda text: hashlib.sha256(f"{question}\0{text}".encode()).digest()))
     given = record.get("options") if record.get("options") is not None else record.get("choices")
     if isinstance(given, Mapping) and isinstance(given.get("text"), list):

@@ -460,8 +460,9 @@ def spaceless(text: str) -> str:
 def words(text: str) -> str:
     """Return a text for comparison, without punctuation and in lower case where case has no meaning.
 
-    Signs and the case of short words are kept: ``Cl-`` is not ``Cl``, and ``CO`` is not ``Co``. A text with digits or
-    symbols keeps its case, and loses only spaces and index notation: 5 mW is not 5 MW, but H_2O is H2O.
+    Signs are kept, and the case of words of up to :data:`MAX_SYMBOL_CHARS` characters, which may be symbols: ``Cl-``
+    is not ``Cl``, and ``CO`` is not ``Co``. :data:`_SHORT_WORDS` such as ``Yes`` lose their case unless all upper
+    case. A text with digits or symbols keeps its case, and loses only spaces and index notation: H_2O is H2O.
     """
     text = plain(text)
     if _SYMBOLS.search(text):

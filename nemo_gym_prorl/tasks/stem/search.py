@@ -110,11 +110,7 @@ class OpenSearch:
         self._call_stats = ToolCallStats()
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Return a page of results; an error text if the arguments are invalid or the engine refuses the query.
-
-        Raises:
-            InfrastructureError: the engine failed.
-        """
+        """Return a page of results; an error text if the arguments are invalid or the engine refuses the query."""
         observation = await self._call(tool, arguments)
         self._call_stats.count(tool, observation)
         return observation
@@ -399,7 +395,7 @@ def _passages(content: bytes) -> list[Passage]:
 
 
 class TavilySearch:
-    """Engine that searches with Tavily's service, one JSON request for each search.
+    """Engine that searches with Tavily's service, by one JSON request per try.
 
     A refusal of the query (400, 422) is an observation for the policy. A wrong key, an exhausted quota and an
     unavailable service are infrastructure errors. Transient failures are retried within the time limit, because a
@@ -450,7 +446,7 @@ class TavilySearch:
 
     async def _ask(self, body: bytes) -> bytes:
         if self._session is None:
-            # No cookies, which would link the searches of different rollouts.
+            # Cookies would link the searches of different rollouts.
             self._session = aiohttp.ClientSession(
                 cookie_jar=aiohttp.DummyCookieJar(), timeout=aiohttp.ClientTimeout(total=None)
             )

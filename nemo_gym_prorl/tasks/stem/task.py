@@ -79,11 +79,7 @@ class Stem:
             await resource.aclose()
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the default requirements for a valid row.
-
-        Raises:
-            CallerError: the row is invalid, or expects free text and the server has no judge.
-        """
+        """Return default sandbox requirements. Rows that expect free text are refused if the server has no judge."""
         if problem_of(row).kind is AnswerKind.TEXT and self._judge is None:
             raise CallerError(
                 "is free text and needs a judge; set judge_model_server",
@@ -114,12 +110,6 @@ class Stem:
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        """Grade by rules, and by the judge where the rules leave the answer undecided.
-
-        Raises:
-            TaskError: the expected formula cannot be compared with itself.
-            InfrastructureError: the comparison of formulas or the judge failed.
-        """
         problem = problem_of(row)
         answer = extract_final_answer(last_message_text(response), problem.letters) or None
         if answer is None:
@@ -174,12 +164,7 @@ class Rules:
         self._tolerance = tolerance
 
     async def require_readable(self, expected: str) -> None:
-        """Check that an expected formula can be parsed; otherwise only the same text could be right.
-
-        Raises:
-            TaskError: the formula cannot be parsed.
-            InfrastructureError: ``verifier_error``: the comparisons were lost by the machine.
-        """
+        """Check that an expected formula can be parsed; see :meth:`.MathChecker.require_gradeable`."""
         await self._formulas.require_gradeable(expected)
 
     async def check(self, problem: StemProblem, answer: str) -> Ruling:
@@ -317,7 +302,7 @@ def _is_long(answer: str) -> bool:
 
 
 def _names_unit(question: str, quantity: Quantity) -> bool:
-    """Return whether a question asks for the quantity in its unit.
+    """Return whether a question asks for the quantity in the quantity's unit.
 
     The unit's name or symbol follows "in", "how many" or an opening bracket. A symbol of three or more characters may
     be anywhere, and so may the word percent.

@@ -330,7 +330,6 @@ def _r2e_fix(commit: Mapping[str, Any]) -> str:
 
 
 def _belongs_to_fix(part: Mapping[str, Any]) -> bool:
-    """Return whether R2E-Gym counts a file of a commit as part of the fix: a Python file that is not a test."""
     path = PurePosixPath(part["header"]["file"]["path"])
     is_test = path.name.startswith("test_") or path.name.endswith("_test.py") or _R2E_TEST_FOLDERS & {*path.parts}
     return path.suffix == ".py" and not is_test and not part.get("is_binary_file")

@@ -144,7 +144,6 @@ class Grader:
         return Grade(float(verdict is SweVerdict.RESOLVED), verdict, why, fields)
 
     async def aclose(self) -> None:
-        """End the log parser's worker."""
         await self._logs.aclose()
 
     async def _run_trial(

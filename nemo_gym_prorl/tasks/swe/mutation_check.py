@@ -150,7 +150,11 @@ class _Source:
         return start, end, b"(not (%s))" % self._source[start:end]
 
     def rename_as_helper(self, function: Function, dice: Random) -> list[Edit]:
-        """Return the edit that renames a test like a helper, so no runner collects it; none if a name is reused."""
+        """Return the edit that replaces ``test`` in a function's name, so that no runner collects the function.
+
+        Empty if the file repeats the old name or contains the new one, if the function is a fixture, or if the source
+        spells the name differently.
+        """
         said = dice.choice(_HELPERS)
         taken = self._words[said + function.name.removeprefix("test")]
         if self._words[function.name] > 1 or taken or "fixture" in map(_name, function.decorator_list):

@@ -182,6 +182,6 @@ elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi
 prorl_setup
 unset -f prorl_setup
 """
-"""Activates the conda or virtual environment of the datasets' images; no effect in other images. A function hides the
+"""Script that activates the datasets' conda or virtual environment, if the image has one. A function hides the
 positional arguments, which conda's script would read.
 """

@@ -86,7 +86,7 @@ class WorkFolder:
         return taken.content.decode("utf-8", "backslashreplace")
 
     async def run(self, script: str, *arguments: str, timeout_s: float, shell: str = "sh") -> ExecResult:
-        """Run a script; its arguments are the folder and ``arguments``."""
+        """Run a shell script with the folder's path and ``arguments`` as positional parameters."""
         words = " ".join(map(shlex.quote, (script, "_", self.path, *arguments)))
         return await self.sandbox.exec(f"exec {shell} -c {words}", cwd="/", timeout_s=timeout_s)
 
@@ -191,7 +191,7 @@ class Repositories:
         self._listings: WeakValueDictionary[str, Listing] = WeakValueDictionary()
 
     async def prepare(self, sandbox: Sandbox, instance: SweInstance, *, hide: bool) -> tuple[Base, WorkFolder]:
-        """Prepare the repository.
+        """Prepare the repository (see the module), and read the image's environment.
 
         Args:
             hide: ``True`` (policy) deletes the hidden files and the work folder; ``False`` (grading) moves the hidden
@@ -290,9 +290,7 @@ class Repositories:
         """Apply the hidden tests and restore the activation script, after ``before_tests`` has run the policy's code.
 
         Raises:
-            PatchExtractionError: a script failed although the sandbox lives, so the policy is charged.
-            AgentError: the policy exceeded a limit of its sandbox.
-            InfrastructureError: the sandbox has ended.
+            PatchExtractionError, AgentError, InfrastructureError: as :meth:`.WorkFolder.step`.
         """
         await applied.work.write(
             {"kept.tar": applied.kept, "tests": _names(applied.tests), "setup": ACTIVATE_ENVIRONMENT}

@@ -103,7 +103,7 @@ def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_
 
 
 def warm_up() -> None:
-    """Import swebench, so that the children forked for each job need not."""
+    """Import swebench before children are forked."""
     import swebench.harness.grading  # noqa: F401
 
 
@@ -177,7 +177,7 @@ _SUMMED_UP = (
     TestStatus.PASSED, TestStatus.SKIPPED, TestStatus.XFAIL, _XPASS, TestStatus.ERROR, TestStatus.FAILED
 )  # fmt: skip
 """Order of statuses in the output of ``pytest -rA``."""
-_MAX_FAILURES = 50  # per list, in the rollout's row
+_MAX_FAILURES = 50  # per list of tests, to bound the rollout's row
 _MAX_NAME_CHARS = 300
 
 

@@ -73,15 +73,10 @@ class SoftwareEngineering:
         require_extras("swe")
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
-        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # by session
+        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # a session has one workspace
         self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        """Return the row's sandbox requirements; ``None`` in a field selects the server's value.
-
-        Raises:
-            CallerError: the row is invalid; names the field.
-        """
         asked = parse_row(row)
         return SandboxNeeds(
             image=asked.image,

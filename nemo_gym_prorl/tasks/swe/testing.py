@@ -30,8 +30,8 @@ ANSWER_MARGIN_S = 30.0
 
 TIMEOUT_EXIT_CODES = frozenset({124, 137})
 
-MAX_RECORDS_BYTES = 64 << 20  # some 500,000 tests
-MAX_STATE_BYTES = 4 << 20  # functions and options of a shell
+MAX_RECORDS_BYTES = 64 << 20  # records of some 500,000 tests
+MAX_STATE_BYTES = 4 << 20  # far more than the functions and options of a shell
 MAX_TEST_FILE_BYTES = 8 << 20  # a larger test file counts as modified
 MAX_TEST_FILES = 300  # bounds the time of reading test files back
 
@@ -66,7 +66,7 @@ prorl_options=$(shopt -p; set +o); set +x
 {{ declare -f; printf '%s\\n' "$prorl_options"; }} > {work}/options
 }} 2> /dev/null
 """
-"""Kills all other processes if possible, then saves the shell's state for the test command."""
+"""Script that kills all other processes if possible, and saves the shell's state for the test command."""
 
 _RUN = (
     _SETUP
@@ -88,7 +88,7 @@ exec timeout -k 10 "$3" bash --noprofile --norc "$work/command" > "$work/log" 2>
 
 
 _END_OF_LOG = 'tail -c "$2" "$1/log" | tail -n +2 > "$1/log.end"'
-"""Copies the end of the log, at most ``$2`` bytes in whole lines."""
+"""Script that copies the end of the log, at most ``$2`` bytes in whole lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
     """
     if not instance.before_tests:
         return None
-    # kill -1 is atomic, so no process can escape by forking. It is safe only in a PID namespace of the sandbox, which
-    # only this project's sandboxes (with a health check) are known to have.
+    # kill -1 is atomic, so no process can escape by forking. kill -1 is safe only in a PID namespace of the sandbox,
+    # which only this project's sandboxes (with a health check) are known to have.
     end_others = "kill -9 -1; " if isinstance(work.sandbox, HasHealthCheck) else ""
     state = _STATE.format(work=shlex.quote(work.path), end_others=end_others)
     await work.write({"before": f"{instance.before_tests}\n{state}"})

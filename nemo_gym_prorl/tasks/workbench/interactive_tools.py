@@ -91,7 +91,7 @@ get_ipython().execution_count = 1
 """Code that sets a fresh kernel's working folder, module path and cell counter."""
 
 RequireSandbox = Callable[[object], Awaitable[Sequence[str]]]
-"""Function that raises ``session_lost``, for a reason, unless the sandbox lives; returns limits newly reached."""
+"""Function that raises ``session_lost`` with a given reason if the sandbox has ended; returns limits newly reached."""
 
 
 class _SessionUnavailable(Exception):
@@ -228,7 +228,13 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         """State that the next shell restores when it starts."""
 
     async def start(self) -> None:
-        """Start the shell before the first call. If that fails in a live sandbox, the first call reports why."""
+        """Start the shell before the first call. A failed start in a live sandbox is not raised.
+
+        Without a shell, the first call tries again, and reports its own failure.
+
+        Raises:
+            InfrastructureError: ``session_lost``: the sandbox has ended.
+        """
         async with self._lock:
             with suppress(_SessionUnavailable):
                 await self._require_session()
@@ -237,7 +243,8 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         """Return the shell's folder, last exit code, and variables, functions and options as bash commands.
 
         Returns:
-            ``{}`` if no shell was started; ``None`` if the state is lost, for example because a command runs.
+            The state that was to be restored (``{}`` if none) if no shell was started; ``None`` if the state is lost,
+            for example because a command runs.
         """
         async with self._lock:
             if self._session is None:
@@ -325,7 +332,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
     async def _enter(self, session: ShellSession) -> None:
         self._seen, self._code = "", 0
         saved, self._saved = self._saved, {}
-        # Run one program here, since the first one in a bash is slow and would delay the policy.
+        # A program runs here, since the first program of a bash starts slowly and would delay the policy.
         begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}; command cat </dev/null"
         await session.run(begin, timeout_s=ANSWER_MARGIN_S, silence_s=None)
         if saved:
@@ -360,7 +367,7 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
         try:
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         except RolloutError as error:
-            # The kernel ended between two calls, for example by a thread or by the shell.
+            # The kernel died between two calls, for example killed by a background thread or by a shell command.
             await self._require_sandbox(error)
             await self._restart()
             notes.append(had_ended("kernel"))

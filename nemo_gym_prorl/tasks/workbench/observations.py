@@ -186,8 +186,8 @@ class Output:
     def of(cls, text: str, omitted: int = 0) -> Self:
         """Parse output in which a session has marked omitted bytes.
 
-        ``omitted`` may exceed the marked number if the session omitted data that is not text. Output that contains
-        such a mark may be split at the wrong mark; the number in the status line is correct in any case.
+        ``omitted`` may exceed the marked number if the session omitted data that is not text. If the command printed
+        such a mark, the output may be split at that mark; the number in the status line is correct in any case.
         """
         if not omitted:
             return cls(text)

@@ -29,7 +29,7 @@ MAX_ENTRIES = 500  # names in a folder's listing, to bound the observation
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Run ``argv`` with ``stdin`` text in ``cwd``. Return exit code, and head and tail of at most ``limit`` bytes."""
+    """Run ``argv`` with ``stdin`` text in ``cwd``. Return exit code, and head and tail of output (``limit`` bytes)."""
     Path(request["cwd"]).mkdir(parents=True, exist_ok=True)
     half = request["limit"] // 2
     head, tail, total = b"", b"", 0

@@ -45,7 +45,6 @@ def same_token(token: str, expected: str) -> bool:
 
 
 def same_tokens(tokens: list[str], expected: list[str]) -> bool:
-    """Return whether lists of tokens have equal lengths and equal tokens (:func:`same_token`)."""
     return len(tokens) == len(expected) and all(map(same_token, tokens, expected))
 
 
@@ -69,7 +68,6 @@ def lines(output: str, expected: str, *, strict: bool = False) -> bool:
 
 
 def same_line(line: str, expected: str, strict: bool) -> bool:
-    """Compare stripped lines; see :func:`lines`."""
     if line == expected or same_tokens(line.split(), expected.split()):
         return True
     if strict:
@@ -146,7 +144,7 @@ def same_value(value: Any, expected: Any, absolute: float, relative: float, stri
         if isinstance(expected, float):
             return math.isclose(value, expected, rel_tol=relative, abs_tol=absolute)
         if strict or not isinstance(value, float) or value.is_integer():
-            return False  # only a fractional value has a tolerance, unless strict
+            return False
         return abs(value - expected) <= absolute
     except OverflowError:  # an integer too large for a float
         return False
@@ -163,7 +161,10 @@ def outputs_match(output: str, expected: str, checker: dict[str, Any], *, strict
 
 
 def values_match(value: Any, expected: Any, checker: dict[str, Any], *, strict: bool = False) -> bool:
-    """Compare a function's result; with ``wrapped``, an expected list of one element also matches the element."""
+    """Compare a function's result; with ``wrapped``, an expected list of one element also matches the element.
+
+    ``strict`` lowers the relative tolerance to :data:`DEFAULT_TOLERANCE`, and compares as in :func:`same_value`.
+    """
     absolute = checker.get("absolute", DEFAULT_TOLERANCE)
     relative = checker.get("relative", DEFAULT_TOLERANCE)
     if strict:

@@ -72,7 +72,7 @@ CHILD_VERDICTS = frozenset({"crashed", "memory", "no_solution"})
 
 
 class ChildResult:
-    """Result of one child. ``verdict`` is ``None`` without a failure; ``killed``: SIGKILL, but not by the grader."""
+    """Result of one child. ``verdict``: ``None`` without a failure. ``killed``: a SIGKILL that is not the grader's."""
 
     __slots__ = ("cpu_s", "killed", "mib", "output", "report", "spent_s", "status", "verdict", "why")
 
@@ -119,7 +119,14 @@ class ChildRunner:
         self.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def ready(self, patience_s: float) -> dict[str, Any]:
-        """Wait until the source is compiled. Return ``ready`` (Landlock's version) or ``refused`` (a reason)."""
+        """Wait until the source is compiled.
+
+        Returns:
+            ``ready``: Landlock's ABI version; or ``refused``: a reason, with ``killed`` if the compiler crashed.
+
+        Raises:
+            RuntimeError: the zygote ended before its limits were set.
+        """
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         if not poll.poll(patience_s * 1000):
@@ -414,7 +421,7 @@ def tell(nonce: str, what: Any) -> None:
 
 
 def long_integer(value: dict[str, Any]) -> Any:
-    """Decode an object with the single key :data:`.checkers.LONG_INTEGER`."""
+    """Decode an object with the single key :data:`.checkers.LONG_INTEGER`; return any other object unchanged."""
     digits = value.get(checkers.LONG_INTEGER)
     return int(digits) if len(value) == 1 and isinstance(digits, str) else value
 

@@ -9,7 +9,7 @@ or leave data for the next test. Three irreversible restrictions prevent this:
 - A seccomp filter, passed with the job (``tasks/code/grading.py``): no new processes, no signals.
 - Landlock: writes are limited to one folder. Without Landlock (before Linux 5.13) other files stay writable.
 
-The zygote applies all three once for all tests. Children add the filter that forbids to fork.
+The zygote applies all three once for all tests. Children add the filter that forbids forks.
 Functions that install a restriction raise :class:`OSError` if the kernel refuses.
 """
 

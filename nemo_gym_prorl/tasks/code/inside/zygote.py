@@ -3,8 +3,8 @@
 """Zygote: a warm interpreter that forks one child per test.
 
 The *zygote* is forked from the grader before the grader reads its job. The zygote receives the source and the limits.
-Inputs arrive as descriptors, which the zygote passes to its child unread. The zygote never runs candidate code: it
-imports the standard library modules that the source mentions, compiles the source and waits.
+Inputs arrive as descriptors, which the zygote passes to its child unread. The zygote never runs candidate code: the
+zygote imports the modules of :data:`WARM` that the source imports, compiles the source and waits.
 
 Each *child* runs the source from its first line under :mod:`.process_hardening`, with its own input and output as its
 only open files. A child cannot fork, so the test ends with the child.
@@ -61,7 +61,7 @@ WARM = {
     "struct", "sys", "textwrap", "threading", "time", "timeit", "traceback", "types", "typing", "unicodedata",
     "zlib",
 }  # fmt: skip
-"""Modules that the zygote imports once for all tests, if the source mentions them."""
+"""Modules that the zygote imports once for all tests, if the source imports them."""
 
 PRELUDE_MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
@@ -194,7 +194,7 @@ def zygote_main(channel: socket.socket) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         process_hardening.limit(what, value)
-    # The soft limit only, since many programs raise their stack limit; memory is limited separately.
+    # Only the soft limit is set, since many programs raise their stack limit; memory is limited separately.
     process_hardening.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
     process_hardening.limit_thread_stacks(THREAD_STACK_BYTES)
     send(channel, {"limited": True})  # an earlier end of the zygote is the machine's failure, a later one the source's
@@ -243,7 +243,7 @@ class Zygote:
         if os.fork() == 0:
             try:
                 os.setsid()
-                # A high number, since the zygote replaces or closes all lower descriptors.
+                # The channel gets a high number, since the zygote replaces or closes all lower descriptors.
                 channel = socket.socket(fileno=os.dup2(channel.detach(), MAX_OPEN_FILES - 1))
                 null = os.open(os.devnull, os.O_RDWR)
                 for standard in range(3):
@@ -327,7 +327,6 @@ def open_standard_files() -> None:
 
 
 def run_program(job: dict[str, Any], code: types.CodeType, prelude_names: dict[str, Any]) -> int:
-    """Run the source as a program and return its exit status."""
     main_module("__main__", job["name"], prelude_names)
     status = 0
     try:

@@ -17,7 +17,7 @@ _seen = {"xdist": False}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests():
-    """Extend the snapshot after installed plugins are loaded, and before any code of the repository runs."""
+    """Extend the runner's snapshot after installed plugins are loaded, and before code of the repository runs."""
     INTEGRITY.add_assertion_modules()
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Authenticated channel for test outcomes, and detection of a modified test runner.
 
-Runs in the sandbox with the interpreter of the image: Python 3.5 and later.
+The module runs in the sandbox with the interpreter of the image: Python 3.5 and later.
 
 The secret comes through a pipe, which is read once, before any code of the repository is imported. Each record has a
 number and an HMAC, so other processes that write to the channel cannot forge records.
@@ -54,7 +54,7 @@ class Channel:
 
     @property
     def open(self):
-        """Return whether this process may send: it opened the channel itself."""
+        """Return whether this process may send because this process, and not its parent, opened the channel."""
         return self._pid == _getpid()
 
     def send(self, kind, *values):
@@ -119,7 +119,6 @@ class RunnerIntegrity:
         self._builtins = {name: getattr(builtins, name) for name in BUILTINS}
 
     def add_assertion_modules(self):
-        """Add :data:`ASSERTION_MODULES` to the snapshot."""
         self._add(ASSERTION_MODULES)
 
     def report(self, channel):
