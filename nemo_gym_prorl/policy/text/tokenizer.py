@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between token ids and text by a model's own fast tokenizer, without adding special tokens.
 
-Many tokenizers put a space before the beginning of a text (SentencePiece's), or drop white space after some of their
-added tokens. Text that continues a sequence is therefore encoded and decoded together with the token before the text.
+Many tokenizers (SentencePiece) put a space before the beginning of a text, or drop white space after some added
+tokens. Text that continues a sequence is therefore encoded and decoded together with the token before the text.
 
 Control tokens in an observation can be encoded as the ordinary characters of their names (:mod:`.renderer` states
 when).
@@ -105,8 +105,7 @@ class Tokenizer:
         """Return the text of the ids, special tokens included.
 
         Args:
-            ids: the ids to decode.
-            previous_id: id of the token before these; ``None`` at the beginning of a sequence.
+            previous_id: id of the token before the ids; ``None`` at the beginning of a sequence.
         """
         if previous_id is None:
             return self._text(ids)
@@ -161,9 +160,7 @@ class Tokenizer:
         return text.removesuffix(end) if keeps_spacing else self.decode(ids[:-1], previous_id)
 
     def sample_text(self) -> str:
-        """Return :data:`SAMPLE` after this tokenizer's special tokens, which hardly any other tokenizer encodes as the
-        same ids.
-        """
+        """Return the names of all special tokens and :data:`SAMPLE`, which other tokenizers hardly encode alike."""
         return "".join(self.special.values()) + SAMPLE
 
     def strip_special_tokens(self, text: str) -> str:
@@ -175,9 +172,7 @@ class Tokenizer:
         return _any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
 
     def _ids_of_text(self, token_id: int, text: str) -> list[int] | None:
-        """Return the ids of an added token's name as ordinary characters; ``None`` if the tokenizer cannot encode
-        them.
-        """
+        """Return the ids of an added token's name as ordinary characters; ``None`` if the tokenizer has none."""
         key = (token_id, text)
         if key not in self._escaped_ids:
             self._escaped_ids[key] = self._encode_as_text(text)

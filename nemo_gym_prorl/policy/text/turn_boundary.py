@@ -9,13 +9,13 @@ conversation:
 1. Exact match. If the rendering is the prompt before the turn followed by exactly the sampled text, the rest comes
    after the turn. This case needs no guess and no check, and covers most turns.
 2. Placeholders. A template may write the turn differently from the policy (a call's JSON in another notation, a
-   malformed call, no reasoning), or rewrite earlier text. The turn's content and arguments are then replaced by a
-   placeholder word, and the text after its last occurrence follows the turn.
+   malformed call, no reasoning), or rewrite earlier text. A placeholder word then replaces the arguments of the turn's
+   calls, or the content of a turn without calls. The text after the word's last occurrence is the text after the turn.
 
 With placeholders, the quotes and brackets that close a call count as text after the turn, although the policy wrote
-them. A second rendering without calls identifies them. The *end* of the turn is the text after the turn that does not
-depend on later messages, so a token at the end of a whole conversation does not count. The rendering of the real
-conversation overrides the result, and a difference is counted.
+them. A second rendering without calls identifies these characters. The *end* of the turn is the part of the text after
+the turn that does not depend on later messages, so a token at the end of a whole conversation does not count. The
+rendering of the real conversation overrides the result, and a difference is counted.
 
 Cost: one rendering of the conversation as text in the first case, because the prompt before the turn is recognised by
 its hash (:class:`RenderedPrompt`), and several in the second. Only new messages are tokenised.
