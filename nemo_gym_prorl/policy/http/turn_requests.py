@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns of the Responses API, from request bytes to answer bytes.
 
-Tools, sampling and metadata are the same in all requests of a rollout. Gym's own classes check and convert these once,
-and later requests are recognised by their bytes. This module reads the input's items. Tokens in the answer stay the
-JSON text of the cache.
+Tools, sampling and metadata are the same in all requests of a rollout. Gym's own classes check and convert these
+fields once, and later requests are recognised by their bytes. This module reads the input's items. Tokens are copied
+into the answer as JSON text of the cache.
 
 Agents send texts, calls and their results, reasoning, and earlier turns, with or without tokens. Items are read as Gym
 0.7's converter reads them, except that each sampled turn stays a message of its own. All other items and fields are
@@ -250,8 +250,6 @@ class TurnRequests:
         """Answer a request.
 
         Args:
-            caller: the rollout of the request.
-            body: body of the request.
             more: fields of chat completions that the Responses API lacks.
 
         Raises:
