@@ -31,7 +31,7 @@ from typing import Any
 _WINDOW = 4096
 """Number of latest prompts that are compared, because the policy changes during training."""
 _MIN_REFERENCES = 5
-"""Below this number of finished references, their spread counts as twice the spread of prompts that were not cut."""
+"""Minimum of finished references to estimate their spread; with fewer, twice the spread of uncut prompts is used."""
 _Z = 1.96  # standard normal quantile of a 95 % interval
 
 

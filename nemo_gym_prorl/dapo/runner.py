@@ -109,7 +109,8 @@ class TrainingBatch:
 class Runner:
     """Source of training batches; see the module.
 
-    An async context manager. On exit the runner cancels rollouts in flight and waits until their sandboxes are gone.
+    An async context manager. On exit the runner cancels rollouts in flight and waits until their sandboxes are gone,
+    at most :data:`CLOSE_S`.
 
     Args:
         sampler: new sampler.

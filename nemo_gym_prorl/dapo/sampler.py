@@ -164,7 +164,7 @@ class DynamicSampler:
         self.failed(rollout, Origin.INFRASTRUCTURE, usage)
 
     def interrupted(self, rollout: str, usage: Usage = Usage()) -> None:
-        """Record that a rollout, which was in flight when the state was saved, was cancelled before the restore.
+        """Record that a rollout that was in flight when the state was saved has been cancelled since.
 
         Rollouts in flight are mostly slow. Resampling only these would train on fewer slow rollouts, so all groups
         that are in no batch start again.
