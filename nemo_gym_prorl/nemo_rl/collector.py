@@ -107,7 +107,7 @@ async def validate(
     client: str,
     options: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Run one rollout of each row and return the metrics. Rows without a reward are logged and counted.
+    """Run one rollout of each row and return the metrics. Rows without a reward are counted, errors are logged.
 
     Args:
         version: weight version that is validated.
@@ -235,7 +235,6 @@ class _WeightAnnouncer:
         self._reminding: asyncio.Task[None] | None = None
 
     async def weights(self, version: int, *, needed: bool = False) -> None:
-        """Announce a weight version; see :meth:`.Servers.announce`."""
         async with self._lock:
             self._version = version
             await asyncio.to_thread(self._servers.announce, version, needed=needed)
