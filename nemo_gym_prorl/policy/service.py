@@ -362,7 +362,7 @@ class PolicyService:
             request = replace(request, tool_choice=None)
         if request.effort is None:
             return request
-        # vLLM passes the same variables.
+        # vLLM passes the same variables to templates.
         effort = {"reasoning_effort": request.effort, "enable_thinking": request.effort != "none"}
         if not any(name in self.renderer.template.source for name in effort):
             why = "the chat template uses neither reasoning_effort nor enable_thinking: leave it out"

@@ -8,7 +8,7 @@ repeated. A wrong protocol, model name or key, and an answer that is not JSON, e
 setting.
 
 An engine is probed for the mode of its log-probs at registration, or else before its first turn, and for grammars
-before the first turn that uses a grammar. A new handshake discards these verdicts.
+before the first turn that uses a grammar. :meth:`HttpEngine.forget` also discards these verdicts.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class HttpEngine(EngineControl):
             Misconfigured: neither the request nor the engine has a limit.
         """
         if target.context is None:
-            self.contexts.pop(target.url, None)  # repeats the handshake: the engine may report a length by then
+            self.contexts.pop(target.url, None)  # the next turn repeats the handshake, and may find a length
             if requested is None:
                 raise Misconfigured(
                     f"{target.url} does not report max_model_len in /v1/models, so every row needs this field",

@@ -290,6 +290,7 @@ class EngineProbe:
 
         Raises:
             RequestRefused: the engine does not follow the grammar.
+            BackendErred: the engine errs even without a grammar.
         """
         setting, choices = _GRAMMAR_PROBES.get(name, ("response_format", _CHOICE_FORMAT))
         probe = sampling.probe(4, **{setting: choices})
@@ -298,7 +299,7 @@ class EngineProbe:
         except _NoVerdict:
             return  # the engine will refuse the real request with a reason
         except BackendErred:
-            # vLLM with a reasoning parser fails on some grammars. An error without a grammar is the engine's own.
+            # vLLM with a reasoning parser fails on some grammars. If it also fails without a grammar, raise its error.
             await self._sample(replace(probe, extra={}))
             text = ""
         if text and (text.startswith(_CHOICE) or _CHOICE.startswith(text)):

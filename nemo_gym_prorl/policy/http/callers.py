@@ -59,7 +59,7 @@ class RolloutCaller:
     grant: CallGrant | None = None
 
     def complete(self, request: TurnRequest, **more: Any) -> TurnRequest:
-        """Return a request with this caller's rollout, group and run, and the parameters of its grant."""
+        """Return a request with this caller's rollout, group, run and granted parameters; refuse a too long prompt."""
         if self.grant is not None:
             self.grant.check_length(more.get("messages", request.messages), request.instructions, request.tools)
             more["sampling"] = request.sampling.overridden(self.grant.sampling)

@@ -210,7 +210,7 @@ _PLACEHOLDER_TOKENS = {"prompt_token_ids": [0], "generation_token_ids": [0], "ge
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """The part that requests of a rollout share: all fields except the input.
+    """Part that all requests of a rollout have in common: every field except the input.
 
     Attributes:
         turn_request: the turn without rollout and messages.

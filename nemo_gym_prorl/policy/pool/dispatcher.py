@@ -183,8 +183,8 @@ class BackendDispatcher:
     async def _send[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
         """Send one request, and a second time after an engine error.
 
-        If the engine then answers another request, the first request is at fault. The backend keeps its health, and no
-        other backend is tried.
+        If the engine errs again but answers another request, this request is at fault and refused. The backend keeps
+        its health, and no other backend is tried.
         """
         with contextlib.suppress(BackendErred):
             return await call(backend)

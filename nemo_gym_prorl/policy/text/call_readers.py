@@ -398,7 +398,7 @@ def gemma(closing: str) -> Reader:
         return found, at + 1
 
     def after_separator(text: str, at: int, end: str) -> int:
-        """Return the index after the separator after a value, or the index of the bracket that ends the container."""
+        """Return the index after the separator behind a value, or the index of the container's closing bracket."""
         at = _skip(text, at)
         if text.startswith(end, at) or text.startswith((",", "\n"), at - 1):
             return at

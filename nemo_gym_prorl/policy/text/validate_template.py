@@ -298,7 +298,7 @@ class _RenderedTurn:
         encode, texts = self._tokenizer.encode, (self._prompt, self._prompt + sampled, self._prompt + sampled + right)
         prompt, turn, whole = map(encode, texts)
         if turn[: len(prompt)] != prompt or whole[: len(turn)] != turn:
-            return  # a token spans the boundary, which sampled tokens never do
+            return  # a token spans the boundary, at which the tokens of a rollout are always separate
         ids, previous_id = turn[len(prompt) :], prompt[-1]
         self._require(bool(ids), f"the tokenizer has no ids for {sampled!r}")
         got = self._renderer.render_continuation(

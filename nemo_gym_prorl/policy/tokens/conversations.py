@@ -382,8 +382,7 @@ class SavedTurn(BaseModel):
 
 
 def saved_turns(answers: Mapping[str, ConversationNode], after: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the turns after the answer ``after``, or all turns, as objects for orjson. Each turn continues the
-    previous turn.
+    """Yield the turns after the answer ``after`` (``None``: all) in the form of :class:`SavedTurn`, for orjson.
 
     Raises:
         CallerError: the turns branch: the agent sampled a turn twice, or edited its past.
