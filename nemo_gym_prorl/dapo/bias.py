@@ -140,7 +140,9 @@ class BiasMeter:
         self._cut = {known for known in self._cut if known >= number - 2 * _WINDOW}
 
     def length(self, settled: int) -> Estimate | None:
-        """Return the mean length of trained rollouts over that of first tries; ``None`` without enough data.
+        """Return the ratio of mean lengths, of trained rollouts over first tries that pass the variance filter.
+
+        ``None`` without enough data.
 
         Args:
             settled: number of the first group that may still be trained on.

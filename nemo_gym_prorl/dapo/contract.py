@@ -34,7 +34,7 @@ class SamplerConfig:
         max_in_flight: maximum number of submitted rollouts without an outcome, at least ``group_size``. ``None``: only
             the number of groups that can still be trained on bounds the rollouts.
         max_staleness: maximum number of weight versions between a rollout's first token and the batch that uses it.
-        max_failures: infrastructure failures after which a member is tried again; one more failure drops its group.
+        max_failures: maximum number of infrastructure failures of a member; one more failure drops the group.
         filter_on: verdict field that is the accuracy, by which groups vary. ``None``: the reward, which must be 0 or 1
             (:mod:`nemo_gym_prorl.dapo.scoring`).
         agent_failures: treatment of agent failures.

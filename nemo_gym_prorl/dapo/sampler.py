@@ -231,7 +231,7 @@ class DynamicSampler:
 
     @property
     def awaits_weights(self) -> bool:
-        """Return whether no rollout is in flight or may begin until a newer weight version is announced."""
+        """Return whether no rollout is in flight, and none may begin before newer weights are announced."""
         return not self.in_flight and self._due - self.version > self.config.max_staleness
 
     @property
@@ -254,12 +254,12 @@ class DynamicSampler:
 
     @property
     def length_bias(self) -> Estimate | None:
-        """Ratio of trained rollouts' mean length to that of all first tries; ``None`` without enough data."""
+        """Ratio of mean lengths, trained rollouts over first tries that pass the filter (:class:`.BiasMeter`)."""
         return self._bias.length(self._passed)
 
     @property
     def accuracy_bias(self) -> Estimate | None:
-        """Ratio of trained rollouts' mean accuracy to that of all first tries; ``None`` without enough data."""
+        """Ratio of mean accuracies, trained rollouts over first tries that pass the filter (:class:`.BiasMeter`)."""
         return self._bias.accuracy(self._passed)
 
     def close(self) -> Decision:
