@@ -102,7 +102,7 @@ class ProrlSettings(_Block):
         max_staleness: maximum weight versions between a rollout's first token and its training; 0 is on-policy.
         mini_batches: optimizer steps of a batch. From the second step on, the policy differs from the policy of the
             log-probabilities in the loss, so the clip takes effect.
-        max_failures: infrastructure failures of a group member before its group is dropped.
+        max_failures: retries after a member's infrastructure failures before its group is dropped.
         max_fruitless: consecutive groups without variance that end training.
         max_dropped: consecutive groups that could not run, which end training.
         filter_on: verdict field that is the accuracy, by which groups vary; ``null``: the reward.

@@ -223,7 +223,7 @@ def replace_parts(
     )
     arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, lines, sampling)
     arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator)
-    arguments.advantage_actors = []  # newer versions of NeMo RL may list actors with copies of its own estimator
+    arguments.advantage_actors = []  # newer versions of NeMo RL may list actors that use NeMo RL's estimator
     if settings.mini_batches > 1:
         batch = grpo.num_prompts_per_step * size
         arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches, batch, multiple)

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find(config: Mapping[str, Any], *, trainable: bool = True) -> list[Finding]:
-    """Return all findings of this package's checks, NeMo RL's validation, and requests to external servers.
+    """Return the findings of this package's checks, NeMo RL's validation, and requests to external servers.
 
     Args:
         config: complete configuration.
