@@ -45,7 +45,7 @@ class RolloutCaller:
     Attributes:
         rollout: name of the rollout.
         group: name of the rollout's group, if given.
-        run: training run whose backends may sample the rollout; ``None`` for backends of no training run.
+        run: training run whose backends may sample the rollout; ``None`` if the request names no run.
         deferred: whether answers omit tokens.
         streams: whether the answer is a stream.
         grant: permissions of the request's capability key, if the request has one.

@@ -117,7 +117,7 @@ class _AssistantMessage:
 
 
 def _tokens(item: dict[str, Any], turns: Sequence[LedgerTurn], at: str) -> dict[str, Any]:
-    """Remove an item's token fields; return the known turn under :data:`KNOWN_TURN`, or the fields with numbers."""
+    """Remove an item's token fields; return the known turn under :data:`KNOWN_TURN`, or the non-empty fields."""
     mark, given = item.pop(TURN_MARKER, None), {name: item.pop(name, None) for name in TOKEN_FIELDS}
     if item.pop("routed_experts", None) is not None:
         raise CallerError("engines do not accept routed_experts: leave it out", field=f"{at}.routed_experts")

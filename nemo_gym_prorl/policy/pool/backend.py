@@ -239,7 +239,7 @@ type Decision = Assign | Abort | GiveUp | Probe
 
 @dataclass(slots=True)
 class Backend:
-    """One inference backend and its state."""
+    """One inference backend: its settings, health, load and live rollouts."""
 
     id: str
     url: str

@@ -75,7 +75,7 @@ def for_template(message: Message) -> Message:
 
 
 def with_reasoning(message: Message) -> Message:
-    """Move an assistant's reasoning to the fields ``reasoning`` and ``reasoning_content``, which templates render."""
+    """Move an assistant's ``<think>`` blocks to ``reasoning`` and ``reasoning_content``, which templates render."""
     content = str(message.get("content") or "")
     if message["role"] != "assistant" or not (blocks := REASONING_BLOCK.findall(content)):
         return message

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between token ids and text by a model's own fast tokenizer, without adding special tokens.
 
-Many tokenizers (SentencePiece) put a space before the beginning of a text, or drop white space after some added
-tokens. Text that continues a sequence is therefore encoded and decoded together with the token before the text.
+Many tokenizers (such as SentencePiece's) put a space before the beginning of a text, or drop white space after some
+added tokens. Text that continues a sequence is therefore encoded and decoded together with the token before the text.
 
 Control tokens in an observation can be encoded as the ordinary characters of their names (:mod:`.renderer` states
 when).
@@ -91,7 +91,7 @@ class Tokenizer:
         return ids, escaped_tokens
 
     def _anchors(self, previous_id: int | None) -> Sequence[str]:
-        """Return candidates of text to encode before a continuation, so that it does not count as a beginning."""
+        """Return candidate texts to encode in front of a continuation, so that the tokenizer sees no beginning."""
         if previous_id in self._added:
             return [self._added[previous_id]]
         return _ANCHORS if previous_id is not None and self._marks_beginnings else ()
@@ -172,7 +172,7 @@ class Tokenizer:
         return _any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
 
     def _ids_of_text(self, token_id: int, text: str) -> list[int] | None:
-        """Return the ids of an added token's name as ordinary characters; ``None`` if the tokenizer has none."""
+        """Return the ids of an added token's name as ordinary characters; ``None`` if no such ids exist."""
         key = (token_id, text)
         if key not in self._escaped_ids:
             self._escaped_ids[key] = self._encode_as_text(text)

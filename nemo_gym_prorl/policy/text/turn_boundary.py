@@ -302,13 +302,13 @@ def _strip_sampled_end(
 
 
 def _end_at(tail: str, before_next: int, end: str) -> int:
-    """Return the index of ``end`` in the text after the turn; -1 if it is not before the next message's content."""
+    """Return the index of ``end`` in the text after the turn; -1 unless it precedes the next message's content."""
     at = tail.find(end)
     return at if at <= 0 or at < before_next else -1
 
 
 def _before_next(render: Render, history: Conversation, new: Conversation, full: str, tail: str) -> int:
-    """Return the number of characters between the turn and the next message's content; -1 if ``tail`` lacks it."""
+    """Return the number of characters from the turn to the next message's content; -1 if ``tail`` has no content."""
     if not new:
         return len(tail)
     if first_line := str(new[0].get("content") or "").strip().partition("\n")[0]:
