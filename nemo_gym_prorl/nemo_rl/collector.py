@@ -147,7 +147,7 @@ async def validate(
 
 
 def _reward_of(job: JobView) -> float | None:
-    """Return the reward of a job; 0 for an agent failure, since excluding failures would favour quick rollouts."""
+    """Return a job's reward, 0 for an agent failure (leaving it out would favour quick rollouts), else ``None``."""
     if job.failure is not None and job.failure.origin is Origin.AGENT:
         return 0.0
     return job.reward if job.state is JobState.SUCCEEDED else None
@@ -301,7 +301,7 @@ class Collector:
         return taker
 
     def close(self) -> None:
-        """Cancel the remaining rollouts and wait until their sandboxes are gone."""
+        """Cancel the remaining rollouts and wait until their sandboxes are gone, at most :data:`JOIN_S`."""
         with self._lock:
             self._closed = True
         self._end(CallerError("training is over"))

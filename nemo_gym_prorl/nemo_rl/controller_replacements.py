@@ -357,7 +357,7 @@ class SavingDataLoader:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; the controller calls this after a step, once the step's weights are announced."""
+        """Return both states; the controller calls this after a step, once the step's weights are announced."""
         return {**self._loader.state_dict(), _STATE_KEY: {**self._identity, "runner": self._rollouts.state()}}
 
 
