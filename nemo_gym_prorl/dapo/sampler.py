@@ -300,8 +300,8 @@ class DynamicSampler:
         """Continue from a saved state, on a new sampler.
 
         Returns:
-            Rollouts to submit again under the same ids, rollouts to cancel again, and, if ``max_staleness`` is smaller
-            now, rollouts that have become too old.
+            Rollouts to submit again under the same ids, and rollouts to cancel: those whose cancellation was pending,
+            and those that are too old because ``max_staleness`` is smaller now.
 
         Raises:
             CallerError: ``group_size`` has changed, or another version of this package saved the state.

@@ -357,7 +357,7 @@ class SavingDataLoader:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both states; the controller calls this after a step, once the step's weights are announced."""
+        """Return the loader's and the sampler's state; called after a step, once the step's weights are announced."""
         return {**self._loader.state_dict(), _STATE_KEY: {**self._identity, "runner": self._rollouts.state()}}
 
 

@@ -88,7 +88,7 @@ class BackendPool:
     def add(
         self, backend_id: str, url: str, weight_version: str | None = None, run: str | None = None
     ) -> list[Decision]:
-        """Add a backend for a run; ``None`` for rollouts that name no run.
+        """Add a backend for a run, or, if ``run`` is ``None``, for rollouts that name no run.
 
         Raises:
             BackendExists: the id is in use.

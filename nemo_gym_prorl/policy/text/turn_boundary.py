@@ -308,7 +308,7 @@ def _end_at(tail: str, before_next: int, end: str) -> int:
 
 
 def _before_next(render: Render, history: Conversation, new: Conversation, full: str, tail: str) -> int:
-    """Return the number of characters from the turn to the next message's content; -1 if ``tail`` has no content."""
+    """Return the index of the next message's content in the text after the turn; -1 if ``tail`` lacks this content."""
     if not new:
         return len(tail)
     if first_line := str(new[0].get("content") or "").strip().partition("\n")[0]:
