@@ -31,7 +31,7 @@ from typing import Any
 _WINDOW = 4096
 """Number of latest prompts that are compared, because the policy changes during training."""
 _MIN_REFERENCES = 5
-"""Below this number of finished references, their spread counts as twice the spread of prompts that were not cut."""
+"""Minimum of finished references to estimate their spread; with fewer, twice the spread of uncut prompts is used."""
 _Z = 1.96  # standard normal quantile of a 95 % interval
 
 
@@ -140,7 +140,9 @@ class BiasMeter:
         self._cut = {known for known in self._cut if known >= number - 2 * _WINDOW}
 
     def length(self, settled: int) -> Estimate | None:
-        """Return the mean length of trained rollouts over that of first tries; ``None`` without enough data.
+        """Return the ratio of mean lengths, of trained rollouts over first tries that pass the variance filter.
+
+        ``None`` without enough data.
 
         Args:
             settled: number of the first group that may still be trained on.

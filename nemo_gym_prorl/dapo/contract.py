@@ -31,10 +31,10 @@ class SamplerConfig:
     Attributes:
         groups_per_batch: prompts of a batch.
         group_size: rollouts of each prompt, at least 2; a single rollout has no variance.
-        max_in_flight: maximum number of submitted rollouts without an outcome, at least ``group_size``. ``None``: the
-            maximum that can still be trained on.
+        max_in_flight: maximum number of submitted rollouts without an outcome, at least ``group_size``. ``None``: only
+            the number of groups that can still be trained on bounds the rollouts.
         max_staleness: maximum number of weight versions between a rollout's first token and the batch that uses it.
-        max_failures: infrastructure failures after which a member is tried again; one more failure drops its group.
+        max_failures: maximum number of infrastructure failures of a member; one more failure drops the group.
         filter_on: verdict field that is the accuracy, by which groups vary. ``None``: the reward, which must be 0 or 1
             (:mod:`nemo_gym_prorl.dapo.scoring`).
         agent_failures: treatment of agent failures.
@@ -45,6 +45,9 @@ class SamplerConfig:
         first_version: weight version of the first batch.
         prefix_tries: maximum number of groups that begin at a prefix after a zero-variance group. Prefix groups
             **change the training distribution** (:mod:`nemo_gym_prorl.dapo.group`).
+
+    Raises:
+        CallerError: a setting has an invalid type or is out of range.
     """
 
     groups_per_batch: int

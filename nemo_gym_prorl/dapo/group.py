@@ -67,11 +67,7 @@ class UsageTotal:
 
 
 class OutcomeTotals:
-    """Totals of rollouts and of their costs for each outcome.
-
-    Args:
-        saved: return value of :meth:`state`, if totals are restored.
-    """
+    """Totals of rollouts and of their costs for each outcome, restored from ``saved`` (:meth:`state`) if given."""
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         self._totals = {outcome: UsageTotal(**(saved or {}).get(outcome.value, {})) for outcome in RolloutOutcome}
@@ -294,7 +290,7 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Return whether accuracies of scored members differ. The deviation of equal floats need not be exactly 0."""
+        """Return whether accuracies of scored members differ. The standard deviation of equal floats may exceed 0."""
         return len({member.accuracy for member in self.scored}) > 1
 
     @property

@@ -202,7 +202,15 @@ class InFlightRollouts:
         return self._submission(rollout, group, version)
 
     def record_score(self, rollout: str, length: float, accuracy: float) -> None:
-        """Pass a score to the bias measurement, unless an earlier try of the member still runs as a reference."""
+        """Pass a score to the bias measurement, which takes each member's first try.
+
+        Ignored unless the rollout runs or is a reference, and while an earlier try of the member is a reference.
+
+        Args:
+            rollout: id of the rollout.
+            length: number of sampled tokens.
+            accuracy: value that the variance filter compares.
+        """
         if rollout not in self._references and rollout not in self.running:
             return
         key = group_and_member_of(rollout)
@@ -222,7 +230,7 @@ class InFlightRollouts:
         return self.running.pop(rollout, None)
 
     def abandon(self, group: Group, member: Member) -> list[str]:
-        """Give up a member's running rollout; return the ids to cancel, which are none if it becomes a reference."""
+        """Give up a member's running rollout; return the ids to cancel, empty if the rollout becomes a reference."""
         rollout = str(member.rollout)
         del self.running[rollout]
         if self._bias.cut(group.number, member.index):
@@ -239,7 +247,7 @@ class InFlightRollouts:
         return rollouts
 
     def state(self) -> dict[str, Any]:
-        """Return the part of the state outside of groups as JSON."""
+        """Return abandoned rollouts as JSON; the groups' states contain the running rollouts."""
         return {"ending": sorted(self._cancelling), "references": self._references}
 
     def restore(self, state: Mapping[str, Any], groups: list[Group]) -> Decision:

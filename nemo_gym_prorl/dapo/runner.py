@@ -109,7 +109,8 @@ class TrainingBatch:
 class Runner:
     """Source of training batches; see the module.
 
-    An async context manager. On exit the runner cancels rollouts in flight and waits until their sandboxes are gone.
+    An async context manager. On exit the runner cancels rollouts in flight and waits until their sandboxes are gone,
+    at most :data:`CLOSE_S`.
 
     Args:
         sampler: new sampler.
@@ -218,7 +219,7 @@ class Runner:
         return self._batches.get_nowait()
 
     def weights(self, version: int) -> None:
-        """Announce the weight version from which the engines sample now."""
+        """Announce the weight version from which the engines sample now; see :meth:`.DynamicSampler.weights`."""
         self.sampler.weights(version)
         self._note_progress()
         self._apply_decisions()
@@ -243,7 +244,7 @@ class Runner:
             raise StalledError(f"no rollout has changed its state for {bound:g} s: {self._stall_reason(troubles)}")
         self._changed.clear()
         with suppress(TimeoutError):
-            # Services that fail or recover change the bound, so it is computed again several times before it ends.
+            # Services that fail or recover change the bound, so the bound is computed again during a long wait.
             async with asyncio.timeout(min(left, self._stall_s / 10)):
                 await self._changed.wait()
 
@@ -330,7 +331,7 @@ class Runner:
         self._apply_decisions()
 
     def _foreign_weights(self, job: JobView) -> str | None:
-        """Return why a rollout is invalid: unknown weights or weights of another training run sampled the rollout."""
+        """Return why a rollout is invalid, if other weights than those of this training run (``run``) sampled it."""
         run = self._options.get("run")
         if run is None:
             return None

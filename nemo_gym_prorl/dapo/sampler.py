@@ -164,7 +164,7 @@ class DynamicSampler:
         self.failed(rollout, Origin.INFRASTRUCTURE, usage)
 
     def interrupted(self, rollout: str, usage: Usage = Usage()) -> None:
-        """Record that a rollout, which was in flight when the state was saved, was cancelled before the restore.
+        """Record that a rollout that was in flight when the state was saved has been cancelled since.
 
         Rollouts in flight are mostly slow. Resampling only these would train on fewer slow rollouts, so all groups
         that are in no batch start again.
@@ -231,7 +231,7 @@ class DynamicSampler:
 
     @property
     def awaits_weights(self) -> bool:
-        """Return whether no rollout is in flight or may begin until a newer weight version is announced."""
+        """Return whether no rollout is in flight, and none may begin before newer weights are announced."""
         return not self.in_flight and self._due - self.version > self.config.max_staleness
 
     @property
@@ -254,12 +254,12 @@ class DynamicSampler:
 
     @property
     def length_bias(self) -> Estimate | None:
-        """Ratio of trained rollouts' mean length to that of all first tries; ``None`` without enough data."""
+        """Ratio of mean lengths, trained rollouts over first tries that pass the filter (:class:`.BiasMeter`)."""
         return self._bias.length(self._passed)
 
     @property
     def accuracy_bias(self) -> Estimate | None:
-        """Ratio of trained rollouts' mean accuracy to that of all first tries; ``None`` without enough data."""
+        """Ratio of mean accuracies, trained rollouts over first tries that pass the filter (:class:`.BiasMeter`)."""
         return self._bias.accuracy(self._passed)
 
     def close(self) -> Decision:
@@ -300,8 +300,8 @@ class DynamicSampler:
         """Continue from a saved state, on a new sampler.
 
         Returns:
-            Rollouts to submit again under the same ids, rollouts to cancel again, and, if ``max_staleness`` is smaller
-            now, rollouts that have become too old.
+            Rollouts to submit again under the same ids, and rollouts to cancel: those whose cancellation was pending,
+            and those that are too old because ``max_staleness`` is smaller now.
 
         Raises:
             CallerError: ``group_size`` has changed, or another version of this package saved the state.

@@ -42,7 +42,7 @@ class Score:
 
 
 def score_of(job: JobView, filter_on: str | None) -> Score | Origin:
-    """Return the score of an ended job; without a score, the origin of the failure.
+    """Return the score of an ended job, or the origin of its failure; a cancellation counts as infrastructure.
 
     Args:
         job: ended job with its result.

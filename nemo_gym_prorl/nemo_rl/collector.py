@@ -107,7 +107,7 @@ async def validate(
     client: str,
     options: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Run one rollout of each row and return the metrics. Rows without a reward are logged and counted.
+    """Run one rollout of each row and return the metrics. Rows without a reward are counted, errors are logged.
 
     Args:
         version: weight version that is validated.
@@ -147,7 +147,7 @@ async def validate(
 
 
 def _reward_of(job: JobView) -> float | None:
-    """Return the reward of a job; 0 for an agent failure, since excluding failures would favour quick rollouts."""
+    """Return a job's reward, 0 for an agent failure (leaving it out would favour quick rollouts), else ``None``."""
     if job.failure is not None and job.failure.origin is Origin.AGENT:
         return 0.0
     return job.reward if job.state is JobState.SUCCEEDED else None
@@ -235,7 +235,6 @@ class _WeightAnnouncer:
         self._reminding: asyncio.Task[None] | None = None
 
     async def weights(self, version: int, *, needed: bool = False) -> None:
-        """Announce a weight version; see :meth:`.Servers.announce`."""
         async with self._lock:
             self._version = version
             await asyncio.to_thread(self._servers.announce, version, needed=needed)
@@ -302,7 +301,7 @@ class Collector:
         return taker
 
     def close(self) -> None:
-        """Cancel the remaining rollouts and wait until their sandboxes are gone."""
+        """Cancel the remaining rollouts and wait until their sandboxes are gone, at most :data:`JOIN_S`."""
         with self._lock:
             self._closed = True
         self._end(CallerError("training is over"))

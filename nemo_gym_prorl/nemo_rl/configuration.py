@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a training run: block ``prorl:``, recipes by NeMo RL's own loader, smoke check of its checkout.
+"""Configuration of a training run: the block ``prorl:``, recipes, and a smoke check of the NeMo RL checkout.
 
 Sizes come from NeMo RL's own blocks: the prompts of a batch from ``grpo.num_prompts_per_step``, the rollouts of a
 group from ``grpo.num_generations_per_prompt``, the groups in flight from ``async_rl.max_inflight_prompts``.
@@ -102,7 +102,7 @@ class ProrlSettings(_Block):
         max_staleness: maximum weight versions between a rollout's first token and its training; 0 is on-policy.
         mini_batches: optimizer steps of a batch. From the second step on, the policy differs from the policy of the
             log-probabilities in the loss, so the clip takes effect.
-        max_failures: infrastructure failures of a group member before its group is dropped.
+        max_failures: retries after a member's infrastructure failures before its group is dropped.
         max_fruitless: consecutive groups without variance that end training.
         max_dropped: consecutive groups that could not run, which end training.
         filter_on: verdict field that is the accuracy, by which groups vary; ``null``: the reward.
@@ -187,7 +187,6 @@ class RewardShaping:
 
     @classmethod
     def of(cls, settings: ProrlSettings) -> Self:
-        """Return the shaping that the block ``prorl:`` configures."""
         return cls(settings.reward_scaling, settings.overlong)
 
     def __call__(self, reward: float, length: int) -> float:
@@ -220,7 +219,7 @@ def read(recipe: str, variants: Sequence[str] = (), overrides: Sequence[str] = (
         recipe: name of a recipe, or path of a file.
         variants: names or paths of files that override the recipe, in ascending order of precedence.
         overrides: Hydra overrides, which take precedence over all files, e.g. ``grpo.max_num_steps=10``. A setting
-            that is in no file must be added with ``++``; otherwise the override is refused as a typing error.
+            that is in no file must be added with ``++``; otherwise the override is refused as a misspelling.
 
     Raises:
         CallerError: a recipe or file cannot be found or read, an override cannot be applied, or a required value
@@ -340,10 +339,10 @@ _PACKAGES: Mapping[str, str] = {
 
 
 def check_nemo_rl(table: Mapping[str, str]) -> None:
-    """Refuse a NeMo RL without these names.
+    """Refuse a NeMo RL that lacks names of a table.
 
     Raises:
-        CallerError: names are missing; the message lists all of them.
+        CallerError: names are missing; the message lists all missing names.
     """
     if missing := [*missing_names(table)]:
         nemo_rl = resolve_name("nemo_rl")

@@ -88,7 +88,7 @@ class RolloutRows:
         self._members[slot] = [index for index, _ in rows_of(group, self.multiple)]
 
     async def get_samples(self, *, sample_ids: Sequence[str], select_fields: Sequence[str], **more: Any) -> Any:
-        """Return columns of rows, with group and member of each row in place of the prompt ids, once per row."""
+        """Return columns of rows. Prompt ids, which can be read once, are replaced by each row's group and member."""
         method = self._client.get_samples
         found = getattr(method, "remote", method)(sample_ids=sample_ids, select_fields=select_fields, **more)
         if inspect.isawaitable(found):
@@ -357,7 +357,7 @@ class SavingDataLoader:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; the controller calls this after a step, once the step's weights are announced."""
+        """Return the loader's and the sampler's state; called after a step, once the step's weights are announced."""
         return {**self._loader.state_dict(), _STATE_KEY: {**self._identity, "runner": self._rollouts.state()}}
 
 

@@ -61,7 +61,7 @@ class TrainingGroup:
     """The rollouts of one prompt.
 
     Attributes:
-        prompt: token ids of the first prompt.
+        prompt: token ids of the prompt, from the first rollout that has tokens.
         members: ``grpo.num_generations_per_prompt`` rollouts.
         row: dataset row.
     """

@@ -39,9 +39,9 @@ from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 LOG = logging.getLogger(__name__)
 
 CALL_S = 30.0  # limit for the response of a server; a loaded server may pause for many seconds
-ANNOUNCEMENT_TRIES = 3
+ANNOUNCEMENT_TRIES = 3  # then the label is given up, which only informs readers of rows
 _MAX_CONCURRENT_CALLS = 64  # threads, each of which may wait for CALL_S
-PAUSE_S = 1.0  # between two tries of an announcement
+PAUSE_S = 1.0  # between two tries of an announcement, for a server that restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,16 @@ class Servers:
     def announce(self, version: int, *, needed: bool = False) -> None:
         """Announce the engines' weight version to the model servers, without draining turns in flight.
 
-        The engines are registered again at a model server that was restarted. An announcement that fails is tried
-        again and then given up: labels only inform readers of the rows, and training uses the sampler's own versions.
+        The engines are registered again at a model server that was restarted. A failed announcement is repeated unless
+        the server refused it, and then given up: labels inform readers of rows, and training uses its own versions.
 
         Args:
             version: weight version of the engines.
             needed: whether a failure is an error, because no engine is registered yet.
 
         Raises:
-            CallerError: a server refuses an announcement with ``needed``, or the key is not set.
-            InfrastructureError: a server does not answer an announcement with ``needed``.
+            CallerError: with ``needed``, a server refuses the announcement, or the key is not set.
+            InfrastructureError: with ``needed``, a server does not answer.
         """
 
         def announce(url: str) -> None:
@@ -108,7 +108,7 @@ class Servers:
         self._call_all_models(announce)
 
     def cancel_all(self, client: str) -> None:
-        """Cancel all rollouts of a client and wait until their sandboxes are gone; failures are logged."""
+        """Cancel a client's rollouts and wait until their sandboxes are gone, at most ``CLOSE_S``; log failures."""
 
         async def cancel() -> None:
             await asyncio.gather(*(self._cancel_at(url, client) for url in self.services))
@@ -125,7 +125,7 @@ class Servers:
             LOG.warning("rollouts of client %s at %s may go on: %s", client, url, error or type(error).__name__)
 
     def withdraw(self) -> None:
-        """Remove the engines that :meth:`announce` registered from the model servers; failures are logged."""
+        """Remove the engines that :meth:`announce` registered from the model servers; log failures."""
 
         def withdraw(url: str) -> None:
             try:

@@ -46,13 +46,10 @@ SHUTDOWN_S = 30.0  # limit for NeMo RL's Gym actor to end its servers
 
 
 def run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Train until ``grpo.max_num_steps``.
+    """Train until ``grpo.max_num_steps`` and return the controller's result.
 
     Args:
         config: complete configuration, resolved and checked.
-
-    Returns:
-        Result of the controller.
     """
     from nemo_rl.algorithms.single_controller_utils import MasterConfig, setup_single_controller
     from nemo_rl.algorithms.utils import get_tokenizer
@@ -106,7 +103,7 @@ def register_no_environment() -> None:
 def train(
     master: Any, arguments: Any, timings: Any, settings: ProrlSettings, validation: Validation | None = None
 ) -> dict[str, Any]:
-    """Replace parts of the controller and train.
+    """Replace parts of the controller, train, and return the controller's result.
 
     Args:
         master: NeMo RL's ``MasterConfig``.
@@ -114,9 +111,6 @@ def train(
         timings: timings of the setup, for the controller's logger.
         settings: the block ``prorl:``.
         validation: rows and schedule of validations; ``None`` for no validation.
-
-    Returns:
-        Result of the controller.
 
     Raises:
         RolloutError: rollouts failed; the error of Ray or NeMo RL that contains this error is its cause.
@@ -171,7 +165,7 @@ def shut_down(environments: Mapping[str, Any], engines: Iterable[Any]) -> None:
     import ray
 
     for name, actor in environments.items():
-        # In newer versions of NeMo RL this is an object for several Gym actors, whose shutdown() ends the actors.
+        # In newer versions of NeMo RL ``actor`` is an object for several Gym actors, whose shutdown() ends the actors.
         if not hasattr(actor.shutdown, "remote"):
             actor.shutdown()
             continue
@@ -229,7 +223,7 @@ def replace_parts(
     )
     arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, lines, sampling)
     arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator)
-    arguments.advantage_actors = []  # newer versions of NeMo RL may list actors with copies of its own estimator
+    arguments.advantage_actors = []  # newer versions of NeMo RL may list actors that use NeMo RL's estimator
     if settings.mini_batches > 1:
         batch = grpo.num_prompts_per_step * size
         arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches, batch, multiple)
@@ -245,7 +239,9 @@ def _servers(arguments: Any, settings: ProrlSettings, run: str) -> Servers:
 
 
 def _result_of(controller: Any, watchdog: Any) -> dict[str, Any]:
-    """Return the controller's result; raise an error if pings time out, as its own watchdog hangs with its loop."""
+    """Return the controller's result. Without an answer to pings for ``stall_timeout_s``, raise an error, because the
+    controller's own watchdog hangs with its event loop.
+    """
     import ray
 
     running = controller.run.remote()

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find(config: Mapping[str, Any], *, trainable: bool = True) -> list[Finding]:
-    """Return all findings of this package's checks, NeMo RL's validation, and requests to external servers.
+    """Return the findings of this package's checks, NeMo RL's validation, and requests to external servers.
 
     Args:
         config: complete configuration.
@@ -119,7 +119,7 @@ def _check_nemo_rl() -> Iterator[Finding]:
         yield Finding("PYTHONPATH", what, f"Use the Python of NeMo RL's environment, or add {root or 'the checkout'}")
         if root is None:
             return
-        sys.path.append(str(root))  # so that the remaining checks can import NeMo RL
+        sys.path.append(str(root))  # the remaining checks import NeMo RL
     table = {**RECIPE_NAMES, **TRAINING_NAMES}
     if lacking := missing_modules(Path(resolve_name("nemo_rl").__path__[0]).parent, table):
         command = f"`{sys.executable} -m pip install {' '.join(lacking)}`"
@@ -133,7 +133,7 @@ def _check_nemo_rl() -> Iterator[Finding]:
 
 
 def complete(config: dict[str, Any]) -> None:
-    """Set the folder of Gym's virtual environments in a configuration, and export a clone's folder of Gym servers."""
+    """Set the folder of Gym's virtual environments, and add a clone of this package to :data:`ROOTS_VARIABLE`."""
     gym = value_at(config, "env.nemo_gym")
     if not isinstance(gym, dict):
         return

@@ -22,7 +22,7 @@ from nemo_gym_prorl.policy.engines.engine import Sampling
 
 KEY_PREFIX = "rk-"
 """Prefix of capability keys, so that middlewares, scanners and people recognise them."""
-MAX_BYTES_PER_TOKEN = 32  # a token of text has about 4 bytes, a token of white space or of ruler lines more
+MAX_BYTES_PER_TOKEN = 32  # a token of text has about 4 bytes; tokens of long spaces or dashes have more
 DEAD_KEY = 401, "key-revoked", "the capability key is unknown or revoked"
 
 CONTEXT_FULL = "context_length_exceeded"
@@ -36,8 +36,9 @@ LEFT_OUT: ContextVar[set[str] | None] = ContextVar("left_out", default=None)
 
 
 def refuse(field: str, why: str, part: str | None = None) -> None:
-    """Refuse a field of a request; of a program's request, record instead that ``part`` (by default the field without
-    indices) is left out.
+    """Refuse a field of a request; if an agent program sent the request, record the field as left out instead.
+
+    The recorded name is ``part``, or by default the field's path without indices.
 
     Raises:
         CallerError: the request is not a program's.
@@ -65,7 +66,7 @@ class CallGrant:
     """Context length in tokens by engine URL, as far as known; the engine client's own mapping, so always current."""
 
     def check_length(self, *prompt: object) -> None:
-        """Refuse a prompt far longer than the context with 400, because rendering it would block the server."""
+        """Refuse (status 400) a prompt far longer than the context, because its rendering would block the server."""
         context = max((length or math.inf for length in self.contexts.values()), default=math.inf)
         if len(orjson.dumps(prompt)) > context * MAX_BYTES_PER_TOKEN:
             raise ProblemError(400, CONTEXT_FULL, f"prompt is too long: the context has {context} tokens")
@@ -96,13 +97,13 @@ class RolloutCalls:
     Attributes:
         limit: name of the limit that the rollout has reached; ``None`` for none.
         refused: number of refused calls by HTTP status.
-        dropped: number of calls by the name of a field that was left out.
+        dropped: number of calls by name of a field, or type of a tool or content part, that the server removed.
         in_flight: numbers of the calls in flight.
         context_full: whether the latest call had a prompt that is longer than the context.
         unanswered: number of the latest call by the digest of its request, for requests without an answer. A request
             that was cut off or failed stays until the same request is sent again and answered.
         begun: number of calls so far; the calls are numbered from 1.
-        kept: latest calls, by a digest of their requests, which repetitions of a request share.
+        kept: latest calls by digest of the request and its idempotency key; a repeated request awaits the same call.
     """
 
     limit: str | None = None
@@ -130,12 +131,12 @@ class RolloutCalls:
             del self.unanswered[request]
 
     def close(self) -> None:
-        """Forget the requests in flight when the key is revoked, because the program has ended."""
+        """Stop counting requests in flight as unanswered, because the program has ended and its key is revoked."""
         waiting = self.in_flight
         self.unanswered = OrderedDict(one for one in self.unanswered.items() if one[1] not in waiting)
 
     def check(self, grant: CallGrant, turns: int, tokens: int) -> None:
-        """Refuse a call beyond a limit of the key with 403, which clients do not retry.
+        """Refuse a call beyond a limit of the key with status 403, which clients do not retry.
 
         Calls in flight count as turns. ``limit``, which ends the program, is set only once answered turns reach the
         limit.

@@ -61,7 +61,7 @@ class EngineFinding:
 
 
 async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
-    """Check the first backend of a configuration, which must have one. The first ``missing`` finding is the last.
+    """Check the first backend of a configuration and its tokenizer; the checks end at the first ``missing`` finding.
 
     Raises:
         CallerError: the backend's URL is invalid, or the number of keys does not match the number of backends.
@@ -74,7 +74,7 @@ async def check_engine(config: PolicyConfig) -> AsyncIterator[EngineFinding]:
             templates = await asyncio.to_thread(_templates, config, engine)
             yield templates
             if templates.level == "missing":
-                return  # later checks send prompts made by this tokenizer
+                return  # the handshake of all later checks compares the engine with this tokenizer
         reached = await _run_check("Engine", lambda: _check_reachable(engine, url, config.model))
         yield reached
         if config.tokenizer_folder is None and reached.level != "missing":
@@ -150,7 +150,7 @@ async def _check_reachable(engine: HttpEngine, url: str, model: str) -> tuple[st
 
 
 async def _tokenizer(engine: HttpEngine, url: str) -> tuple[str, str]:
-    await engine.probe_log_prob_mode(url)  # its handshake compares the tokenizers
+    await engine.probe_log_prob_mode(url)  # the probe begins with a handshake, which compares the tokenizers
     return "reads texts as the engine does" if engine.takes_tokens else "the engine's own", ""
 
 

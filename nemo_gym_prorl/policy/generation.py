@@ -13,12 +13,12 @@ from nemo_gym_prorl.http.routed_experts import RoutedExperts
 
 
 class Finish(StrEnum):
-    """Why sampling ended."""
+    """Reason for which sampling ended."""
 
     STOP = "stop"
     """The model ended its turn, or wrote a stop string."""
     LENGTH = "length"
-    """The request's ``max_tokens`` were used up."""
+    """The request's ``max_tokens`` or the engine's context were used up."""
     CONTEXT = "context"
     """The prompt left no room in the engine's context, so nothing was sampled."""
 
@@ -36,7 +36,7 @@ class Generation:
         message: the assistant message as the engine parsed it, from engines that parse turns themselves.
         routed_experts: experts of each token of prompt and sample, from engines that report them
             (:mod:`~nemo_gym_prorl.http.routed_experts`).
-        log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`), after its probe.
+        log_prob_mode: the distribution that the log-probs belong to (:class:`.LogProbMode`); ``None`` during a probe.
         top: log-probs of the first position's most probable tokens, if the request asks for these.
         text: the text that the engine decoded, without the reasoning that the engine parsed.
     """
@@ -58,10 +58,10 @@ _MAX_LOG_PROB = 1e-3
 
 
 def validate_generation(generation: Generation) -> Generation:
-    """Return a generation after checking its token ids, log-probs and routed experts, which are trained on.
+    """Return a generation after checking its token ids, log-probs and routed experts.
 
     Raises:
-        ValueError: one of them is invalid. Missing log-probs (``None``) are left for the ledger to refuse.
+        ValueError: ids, log-probs or experts are invalid. Missing log-probs (``None``) are left to the ledger.
     """
     for ids in (generation.ids, generation.prompt_ids or ()):
         if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0):

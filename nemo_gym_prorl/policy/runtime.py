@@ -149,9 +149,6 @@ _log = logging.getLogger(__name__)
 class PolicyRuntime:
     """A policy service with its backends and connections.
 
-    Args:
-        config: the configuration.
-
     Attributes:
         pool: places rollouts on backends.
         metrics: Prometheus metrics of this process.
@@ -254,7 +251,7 @@ class PolicyRuntime:
             run: training run; ``None`` for rollouts that name no run.
 
         Raises:
-            BackendExists: the id is in use, or another run or another id has the URL.
+            BackendExists: the id is in use, or the URL belongs to another run, another id, or a draining backend.
             CallerError: the URL is invalid, its host is not allowed, or the engine has another protocol or returns
                 logits.
         """

@@ -11,7 +11,8 @@ Invariants:
 
 - each attempt at a turn is one engine request, always with the ids of the ledger;
 - a turn enters the ledger only with complete tokens;
-- a rollout is forgotten ``keep_s`` after its last use, and its later turns are refused instead of rebuilt from text.
+- a rollout is forgotten ``keep_s`` after its last use; a later turn whose history lacks tokens is then refused, and
+  never rebuilt from text.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ type HistoryPolicy = Literal["keep", "branch"]
 
 @dataclass(slots=True)
 class RolloutState:
-    """State of one rollout."""
+    """Tokens, conversation and counters of one rollout on this server."""
 
     run: str | None = None
     history: ConversationIndex = field(default_factory=ConversationIndex)
@@ -96,7 +97,7 @@ class PolicyService:
         renderer: tokenizer and chat template, for engines that take tokens.
         form: the model's turn format.
         reads_reasoning: whether leading reasoning is separated from the content.
-        developers: whether templates with a role ``developer`` get its messages, which else become system messages.
+        developers: whether a template's role ``developer`` is used; otherwise the messages become system messages.
         history: see :data:`HistoryPolicy`.
         keep_s: seconds after which an unused rollout is forgotten.
     """
@@ -124,7 +125,7 @@ class PolicyService:
         self.renderer = renderer
         self.form = form
         self.reads_reasoning = reads_reasoning
-        # vLLM detects templates with the role by the same literal.
+        # vLLM searches for the same literal to detect whether a template has the role.
         source = renderer.template.source if renderer is not None else "'developer'"
         self._developers = developers and ("'developer'" in source or '"developer"' in source)
         self.history: HistoryPolicy = history
@@ -141,6 +142,7 @@ class PolicyService:
             CallerError: the request is invalid, or every engine would refuse it.
             RolloutGone: the request continues an unknown rollout or answer, or the rollout was deleted meanwhile.
             BackendFailed: no backend carried out the request.
+            TokenMismatch: token ids or log-probs in the engine's answer are missing or invalid.
         """
         rollout = self._rollout(request)
         turn = start_eager_task(self._turn(rollout, request))
@@ -274,8 +276,10 @@ class PolicyService:
         return strip_known_tokens(body, known.history.ledger, known.texts)
 
     def token_fields(self, rollout: str, turn: LedgerTurn) -> tuple[bytes, bytes]:
-        """Return JSON in two parts that, as the value of ``prompt_token_ids``, adds all three token fields: the prompt
-        ids without a closing bracket, then this bracket and the two other fields with their names.
+        """Return two parts of JSON, which together add all three token fields as the value of ``prompt_token_ids``.
+
+        The first part is the prompt's ids without the closing bracket. The second part is the bracket and the two
+        other fields with their names.
         """
         texts = self.rollout(rollout).texts
         return texts.before(turn), texts.sampled(turn)
@@ -346,9 +350,7 @@ class PolicyService:
             self._forgotten.popitem(last=False)
 
     def _with_template_effort(self, request: TurnRequest) -> TurnRequest:
-        """Translate the effort into template variables if prompts are rendered here; refuse an unsupported
-        ``tool_choice`` or effort.
-        """
+        """Translate the reasoning effort into template variables; refuse an unsupported ``tool_choice`` or effort."""
         if self.renderer is None:
             return request
         if request.tool_choice not in (None, "none"):
@@ -360,7 +362,7 @@ class PolicyService:
             request = replace(request, tool_choice=None)
         if request.effort is None:
             return request
-        # vLLM passes the same variables.
+        # vLLM passes the same variables to templates.
         effort = {"reasoning_effort": request.effort, "enable_thinking": request.effort != "none"}
         if not any(name in self.renderer.template.source for name in effort):
             why = "the chat template uses neither reasoning_effort nor enable_thinking: leave it out"
@@ -459,9 +461,7 @@ class PolicyService:
     def _parse(
         self, rollout: RolloutState, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None
     ) -> Parsed:
-        """Return the parsed turn. ``opened`` is the white space after the reasoning marker at the prompt's end;
-        ``None`` if the prompt does not open reasoning.
-        """
+        """Return the parsed turn; for ``opened`` see :attr:`.RenderedPrompt.opened`."""
         if generation.message is not None:
             return parsed_by_engine(generation.message)
         assert self.renderer is not None

@@ -17,9 +17,7 @@ from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn
 
 
 class RolloutGone(CallerError):
-    """The process does not know the rollout or the answer to continue, because of a restart, a deletion, or ``keep_s``
-    without a turn. The rollout must start again.
-    """
+    """The server does not know the rollout or answer to continue (restart, deletion, ``keep_s``): start it again."""
 
     default_kind = FailureKind.SESSION_LOST
     http_status = 410
@@ -40,7 +38,7 @@ class TurnRequest:
     Attributes:
         rollout: id of the rollout; one agent session.
         group: id that the rollouts of one prompt share; default a digest of the first two messages.
-        run: training run whose backends may sample the turn; the same in all turns of a rollout.
+        run: training run whose backends may sample the turn, the same in all turns of a rollout; ``None`` for none.
         messages: the conversation, or with ``after`` only the new messages.
         instructions: system message before the conversation.
         tools: tools in OpenAI's chat format.
@@ -78,7 +76,7 @@ class PolicyAnswer:
         turn: the turn's tokens; ``None`` if the context left no room to sample.
         finish: why sampling ended.
         prompt_tokens: length of the prompt.
-        cached_tokens: number of prompt tokens in the engine's prefix cache, if reported.
+        cached_tokens: number of prompt tokens in the engine's prefix cache; 0 if not reported.
     """
 
     id: str

@@ -3,8 +3,8 @@
 """Persistent connections to engines, and validation of their answers.
 
 Engines close connections that were idle for some seconds (vLLM: 5), possibly just as a request reuses a connection.
-Such a close says nothing about the engine's health. A request whose connection ends before an answer is sent again.
-Cancelling a request closes its connection, on which engines abort the request.
+Such a close says nothing about the engine's health. The client repeats a request whose connection ended before an
+answer. Cancelling a request closes its connection, on which engines abort the request.
 
 Several choices, missing ids or log-probs, and an aborted generation each raise an error, so they never become a wrong
 trajectory.
@@ -39,7 +39,7 @@ async def post(client: HttpClient, url: str, headers: Mapping[str, str], body: S
         body: JSON, in parts.
 
     Raises:
-        ConnectFailed: no connection was opened in time.
+        ConnectFailed: no connection could be opened in time.
         ConnectionDropped: the connection ended within the answer, or before the answer at every attempt, or the answer
             is not HTTP.
         ValueError: a header is invalid.
@@ -60,7 +60,12 @@ class ContextFull(Exception):
 
 
 def single_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """Return the only choice of an OpenAI-style answer; refuse several (:class:`RequestRefused`) or none."""
+    """Return the only choice of an OpenAI-style answer.
+
+    Raises:
+        RequestRefused: there are several choices.
+        LookupError: there is no choice.
+    """
     choices = required(answer, "choices", url)
     if not choices:
         raise LookupError("no choice")

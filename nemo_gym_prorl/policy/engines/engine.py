@@ -82,9 +82,7 @@ NEUTRAL_SETTINGS: Mapping[str, float] = {
 """Parameters that leave the model's distribution unchanged, under the names of vLLM and SGLang."""
 
 _MAX_VALUES = {"temperature": math.inf, "top_p": 1.0}
-"""Largest valid values. Without this check an engine would refuse each call, and a program's rollout would be scored
-all the same.
-"""
+"""Largest valid values. If only engines refused larger values, a program's rollout without answers would be scored."""
 
 _GREEDY_BELOW = 1e-5
 """Temperature below which vLLM takes the most probable token."""
@@ -156,7 +154,7 @@ class Sampling:
         return Sampling(max_tokens, settings["temperature"], settings["top_p"], extra=extra)
 
     def as_openai(self, max_tokens: int | None) -> dict[str, Any]:
-        """Return the fields of a request to an OpenAI-style engine that samples at most ``max_tokens``."""
+        """Return the fields of a request to an OpenAI-style engine; ``None`` sets no limit of sampled tokens."""
         # Engines differ in the threshold of greedy sampling, so every engine gets an exact 0.
         greedy = {"temperature": 0.0} if self.greedy else {}
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}

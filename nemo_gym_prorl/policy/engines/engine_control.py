@@ -50,7 +50,7 @@ class EngineControl:
         self._headers_by_origin = headers_by_origin
 
     def forget(self, url: str) -> None:
-        """Discard what a handshake found out about the engine at a URL; nothing for a client without a handshake."""
+        """Discard what a handshake found out about the engine at a URL. A client without a handshake does nothing."""
 
     async def routes(self, url: str) -> list[str] | None:
         """Return the routes that an engine publishes; ``None`` if it publishes none.
@@ -126,7 +126,7 @@ class EngineControl:
             return ""
 
     async def load(self, url: str) -> BackendLoad | None:
-        """Return the load that the backend publishes on ``/metrics``; ``None`` if it publishes none."""
+        """Return the load that the backend publishes on ``/metrics``; ``None`` if the load is missing or malformed."""
         text = await self.published_metrics(url)
         try:
             waiting, kv_use = (metric(text, name) for name in self._load_names)

@@ -8,7 +8,7 @@ repeated. A wrong protocol, model name or key, and an answer that is not JSON, e
 setting.
 
 An engine is probed for the mode of its log-probs at registration, or else before its first turn, and for grammars
-before the first turn that uses a grammar. A new handshake discards these verdicts.
+before the first turn that uses a grammar. :meth:`HttpEngine.forget` also discards these verdicts.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class HttpEngine(EngineControl):
         """Pairs of a URL and a setting (such as ``response_format``) with a grammar that the engine follows."""
 
     async def generate(self, url: str, request: SampleRequest) -> Generation:
-        """Sample on a backend; a prompt that fills the context gives an empty sample with :attr:`Finish.CONTEXT`.
+        """Sample on a backend. The sample is empty (:attr:`Finish.CONTEXT`) if the prompt fills the context.
 
         Raises:
             BackendFailed: the backend failed; subclasses of the error name the cause.
@@ -220,12 +220,11 @@ class HttpEngine(EngineControl):
         return EngineTarget(url, context)
 
     async def check_protocol(self, url: str) -> None:
-        """Refuse an engine whose published routes do not match this protocol. An engine without published routes is
-        checked by its answers.
+        """Check that the engine's published routes, if any, match this protocol.
 
         Raises:
-            Misconfigured: names the setting.
-            BackendFailed: no answer.
+            Misconfigured: a required route is missing, or a forbidden route is published.
+            BackendFailed: no answer, or a gateway's error (502, 503 or 504).
         """
         if (routes := await self.routes(url)) is None:
             return
@@ -274,17 +273,16 @@ class HttpEngine(EngineControl):
         return True
 
     def sampling_limit(self, target: EngineTarget, prompt: int, requested: int | None) -> int:
-        """Return how many tokens may be sampled after a prompt: the requested number, limited by the rest of the
-        context.
+        """Return how many tokens may be sampled after a prompt: ``requested``, and at most the rest of the context.
 
-        Without a limit an engine stops at a default (vLLM: 16), and it refuses a limit above its context.
+        Without a limit an engine stops at a default (vLLM: 16), and engines refuse a limit above their context.
 
         Raises:
             ContextFull: the context is full.
             Misconfigured: neither the request nor the engine has a limit.
         """
         if target.context is None:
-            self.contexts.pop(target.url, None)  # the engine may report the length by the next turn
+            self.contexts.pop(target.url, None)  # the next turn repeats the handshake, and may find a length
             if requested is None:
                 raise Misconfigured(
                     f"{target.url} does not report max_model_len in /v1/models, so every row needs this field",

@@ -59,7 +59,7 @@ DISTRIBUTION_NEUTRAL = frozenset(
         *("stop", "stop_token_ids", "stop_regex", "ignore_eos", "include_stop_str_in_output", "no_stop_trim"),
         *("seed", "sampling_seed", "user", "metadata", "priority", "request_id", "session_id", "cache_salt", "rid"),
         *("spaces_between_special_tokens", "add_special_tokens", "repetition_detection", "prompt_logprobs"),
-        # Such options change the prompt, whose ids the engine returns.
+        # options that change only the prompt, whose ids the engine returns
         *("chat_template", "documents", "add_generation_prompt", "continue_final_message", "include_reasoning"),
         *("mm_processor_kwargs", "media_io_kwargs"),
     }
@@ -207,7 +207,7 @@ def classify_biased_mode(log_probs: Sequence[float], biased: LogProbMode) -> Log
 
 
 _PROMPTS = (((0,), "hi"), ((1, 2), "Name any word."), ((3, 1, 2), "Say a number."))
-"""Prompts of the probe, as ids and as messages; several, because a peaked distribution gives no verdict."""
+"""Prompts of the probe, as ids and as messages. If the distribution after one prompt is peaked, the next is tried."""
 
 _TOP = 5
 """Number of most probable tokens that a probe asks for; the sum of their probabilities exposes logits."""
@@ -243,7 +243,7 @@ class EngineProbe:
         ask: sends a request to the engine and raises the engine's errors.
         takes_tokens: whether prompts are token ids.
         biased_mode: mode to assume if the probe finds out only that log-probs include a bias.
-        fixed_sampling: whether the engine refuses other settings than its own, which a rollout's request has.
+        fixed_sampling: whether the engine accepts only the settings that the requests of rollouts have.
         fix: setting with which the engine's log-probs include all sampling settings.
     """
 
@@ -289,7 +289,8 @@ class EngineProbe:
             sampling: settings of the request.
 
         Raises:
-            RequestRefused: names the setting.
+            RequestRefused: the engine does not follow the grammar.
+            BackendErred: the engine errs even without a grammar.
         """
         setting, choices = _GRAMMAR_PROBES.get(name, ("response_format", _CHOICE_FORMAT))
         probe = sampling.probe(4, **{setting: choices})
@@ -298,7 +299,7 @@ class EngineProbe:
         except _NoVerdict:
             return  # the engine will refuse the real request with a reason
         except BackendErred:
-            # vLLM with a reasoning parser fails on some grammars. An error without a grammar is the engine's own.
+            # vLLM with a reasoning parser fails on some grammars. If it also fails without a grammar, raise its error.
             await self._sample(replace(probe, extra={}))
             text = ""
         if text and (text.startswith(_CHOICE) or _CHOICE.startswith(text)):

@@ -71,7 +71,7 @@ class VllmChat(HttpEngine):
     takes_tokens = False
     _biased_mode = LogProbMode.PROCESSED
     _sample_route = "/v1/chat/completions"
-    _required_route: str | None = "/v1/completions"  # which NeMo RL's server lacks
+    _required_route: str | None = "/v1/completions"  # a route that NeMo RL's server lacks
 
     def _body(self, request: SampleRequest) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -45,7 +45,7 @@ class RolloutCaller:
     Attributes:
         rollout: name of the rollout.
         group: name of the rollout's group, if given.
-        run: training run whose backends may sample the rollout; ``None`` for backends of no training run.
+        run: training run whose backends may sample the rollout; ``None`` if the request names no run.
         deferred: whether answers omit tokens.
         streams: whether the answer is a stream.
         grant: permissions of the request's capability key, if the request has one.
@@ -59,7 +59,7 @@ class RolloutCaller:
     grant: CallGrant | None = None
 
     def complete(self, request: TurnRequest, **more: Any) -> TurnRequest:
-        """Return a request with this caller's rollout, group and run, and the parameters of its grant."""
+        """Return a request with this caller's rollout, group, run and granted parameters; refuse a too long prompt."""
         if self.grant is not None:
             self.grant.check_length(more.get("messages", request.messages), request.instructions, request.tools)
             more["sampling"] = request.sampling.overridden(self.grant.sampling)
@@ -68,11 +68,7 @@ class RolloutCaller:
 
 
 def decode_header(value: str) -> str:
-    """Decode a header of arbitrary text: percent-encoded, or the bytes of UTF-8 or Latin-1.
-
-    Args:
-        value: the header's bytes, read as Latin-1.
-    """
+    """Decode a header (percent-encoded, UTF-8 or Latin-1) whose bytes were read as Latin-1."""
     if value.isascii() and "%" not in value:
         return value
     with suppress(UnicodeDecodeError):
@@ -105,7 +101,7 @@ def turn_route(
     """Return a route that calls ``answer`` with the caller, identified by its headers or a session cookie.
 
     Args:
-        answer: handles request, caller and body.
+        answer: function that answers the request, from its caller and body.
         field: session field that holds the id of the session's rollout.
     """
 
@@ -131,9 +127,9 @@ _CONTROL = ("/v1/backends", "/v1/rollouts", "/metrics")
 
 
 class RolloutUrlMiddleware:
-    """ASGI middleware that copies the rollout of a URL ``/ng-rollout/<id>/v1/…``, Gym's notation, into the header.
+    """ASGI middleware that copies the rollout of a URL ``/ng-rollout/<id>/v1/…`` (Gym's form) into ``X-Rollout-Id``.
 
-    Later handlers read the header only. Ids are limited to Gym's characters, because parsers may unescape other ids
+    Later handlers read only this header. Ids are limited to Gym's characters, because parsers may unescape other ids
     differently. Control routes do not answer below such a URL, because agents receive the URL of their rollout.
 
     Args:
@@ -222,7 +218,7 @@ class CapabilityKeyMiddleware:
 
 
 async def _with_body(receive: Receive, limit: float = math.inf) -> Receive:
-    """Read a request's body; return a ``receive`` that repeats the body's messages and then receives further ones."""
+    """Read a request's body of at most ``limit`` bytes; return a ``receive`` that first yields the body's messages."""
     read: list[Message] = []
     while not read or (read[-1]["type"] == "http.request" and read[-1].get("more_body")):
         read.append(await receive())

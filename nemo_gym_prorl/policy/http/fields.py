@@ -160,7 +160,7 @@ def chat_fields_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_fields_of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return as fields of chat completions what Gym's converter drops from a Messages API request.
+    """Return the fields of a Messages API request that Gym's converter drops, as fields of chat completions.
 
     Raises:
         CallerError: names a field that cannot be served.

@@ -89,7 +89,7 @@ class ProgramCalls:
 
 
 def _streams(body: bytes) -> bool:
-    # "stream" precedes or follows the items. Their tokens, which can be 20 MB, are not searched.
+    # "stream" precedes or follows the items, so the items' tokens, which can be 20 MB, are not searched.
     if not any(b'"stream"' in part for part in (body[: body.find(PROMPT_IDS)], body[body.rfind(PROMPT_IDS) :])):
         return False
     with suppress(*KNOWN_ERRORS):  # the route refuses such a body
@@ -100,7 +100,7 @@ def _streams(body: bytes) -> bool:
 def _repetition(request: Request, digest: bytes) -> tuple[bytes, bool]:
     """Return a key that a request shares with its repetitions, and whether the request may be a repetition.
 
-    Clients send an idempotency key, or a count of retries from 0. A request with neither gets an empty key.
+    Clients send an idempotency key, or a count of retries from 0. The key is empty for a request with neither.
     """
     name, count = (request.headers.get(header) for header in ("idempotency-key", "x-stainless-retry-count"))
     if name is None and count is None:

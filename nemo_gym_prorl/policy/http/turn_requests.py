@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns of the Responses API, from request bytes to answer bytes.
 
-Tools, sampling and metadata are the same in all requests of a rollout. Gym's own classes check and convert these once,
-and later requests are recognised by their bytes. This module reads the input's items. Tokens in the answer stay the
-JSON text of the cache.
+Tools, sampling and metadata are the same in all requests of a rollout. Gym's own classes check and convert these
+fields once, and later requests are recognised by their bytes. This module reads the input's items. Tokens are copied
+into the answer as JSON text of the cache.
 
 Agents send texts, calls and their results, reasoning, and earlier turns, with or without tokens. Items are read as Gym
 0.7's converter reads them, except that each sampled turn stays a message of its own. All other items and fields are
@@ -117,7 +117,7 @@ class _AssistantMessage:
 
 
 def _tokens(item: dict[str, Any], turns: Sequence[LedgerTurn], at: str) -> dict[str, Any]:
-    """Remove an item's token fields; return the known turn under :data:`KNOWN_TURN`, or the fields with numbers."""
+    """Remove an item's token fields; return the known turn under :data:`KNOWN_TURN`, or the non-empty fields."""
     mark, given = item.pop(TURN_MARKER, None), {name: item.pop(name, None) for name in TOKEN_FIELDS}
     if item.pop("routed_experts", None) is not None:
         raise CallerError("engines do not accept routed_experts: leave it out", field=f"{at}.routed_experts")
@@ -210,7 +210,7 @@ _PLACEHOLDER_TOKENS = {"prompt_token_ids": [0], "generation_token_ids": [0], "ge
 
 @dataclass(frozen=True, slots=True)
 class RequestTemplate:
-    """The part that requests of a rollout share: all fields except the input.
+    """Part that all requests of a rollout have in common: every field except the input.
 
     Attributes:
         turn_request: the turn without rollout and messages.
@@ -250,8 +250,6 @@ class TurnRequests:
         """Answer a request.
 
         Args:
-            caller: the rollout of the request.
-            body: body of the request.
             more: fields of chat completions that the Responses API lacks.
 
         Raises:

@@ -51,18 +51,19 @@ class PrefixBlockCounts:
         self._counts: Counter[bytes] = Counter()
 
     def add(self, blocks: bytes) -> None:
-        """Count a rollout with these blocks."""
         self._counts.update(_each(blocks))
 
     def remove(self, blocks: bytes) -> None:
-        """Undo :meth:`add` for a rollout with these blocks."""
         for block in _each(blocks):
             self._counts[block] -= 1
             if not self._counts[block]:
                 del self._counts[block]
 
     def tokens_of(self, blocks: bytes) -> int:
-        """Return how many tokens of a prompt's first blocks other rollouts share, by binary search."""
+        """Return how many tokens at the start of a prompt are in blocks of counted rollouts.
+
+        A block's name is a digest of the prompt up to the block's end, so binary search finds the last shared block.
+        """
         low, high = 0, len(blocks) // _DIGEST_BYTES
         while low < high:
             middle = (low + high + 1) // 2
@@ -135,7 +136,6 @@ class Ticket:
             queue.move_to_end(self.id, last=False)
 
     def unqueue(self) -> None:
-        """Leave the queue, if the ticket is in a queue."""
         if self._queue is not None:
             del self._queue[self.id]
             self._queue = None
@@ -143,13 +143,13 @@ class Ticket:
 
 @dataclass(slots=True)
 class RunQueue:
-    """A run's tickets that wait for any backend, of returning rollouts and of new rollouts (``fresh``). ``moved`` is
-    the last pool time at which no turn of the run waited in an outage.
-    """
+    """A run's tickets that wait for any backend."""
 
     moved: float
+    """Last pool time at which no turn of the run waited in an outage."""
     returning: Queue = field(default_factory=OrderedDict)
     fresh: Queue = field(default_factory=OrderedDict)
+    """Tickets of rollouts that had no backend yet."""
 
     def __len__(self) -> int:
         return len(self.returning) + len(self.fresh)
@@ -164,7 +164,7 @@ _PROBE_MIN_WAIT_S, _PROBE_MAX_WAIT_S = 1.0, 30.0
 """First and longest wait in seconds before a failed backend is probed."""
 
 _TURN_SMOOTHING = 0.08
-"""Weight of the latest turn in a backend's mean turn time, which so follows about the last 12 turns."""
+"""Weight of the latest turn in a backend's mean turn time; the mean thus covers about 12 turns."""
 
 _MIN_TURN_S = 0.001
 """Lower bound of a turn time in seconds; differences between shorter turns are noise."""
@@ -239,7 +239,7 @@ type Decision = Assign | Abort | GiveUp | Probe
 
 @dataclass(slots=True)
 class Backend:
-    """One inference backend and its state."""
+    """One inference backend: its settings, health, load and live rollouts."""
 
     id: str
     url: str
@@ -296,7 +296,6 @@ class Backend:
         return tokens_in(rollout.blocks) - self.prefixes.tokens_of(rollout.blocks)
 
     def take(self, rollout: Rollout) -> None:
-        """Make the rollout live on this backend."""
         self.live.add(rollout.id)
         self.prefixes.add(rollout.blocks)
         self.private_tokens += rollout.private_tokens
@@ -310,7 +309,6 @@ class Backend:
         self.private_tokens += rollout.private_tokens
 
     def release(self, rollout: Rollout) -> None:
-        """Remove a live rollout."""
         self.live.discard(rollout.id)
         self.prefixes.remove(rollout.blocks)
         self.private_tokens -= rollout.private_tokens

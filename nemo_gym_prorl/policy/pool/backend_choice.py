@@ -40,9 +40,7 @@ copy of any prompt would seem to cost more than overloading a backend.
 """
 
 KV_OVERCOMMIT = 1.1
-"""Ratio of a backend's KV demand to its cache above which rollouts leave. Above 1, because rollouts that run a tool
-need no cache meanwhile.
-"""
+"""Ratio of KV demand to cache above which rollouts leave; above 1, as rollouts that run a tool need no cache."""
 
 _KV_TARGET = 0.95
 """Ratio of KV demand to cache up to which a backend accepts rollouts that leave another for lack of cache."""
@@ -90,9 +88,7 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend]) -> 
 
 
 def _prompt_copy_cost(rollout: Rollout, backends: Collection[Backend]) -> float:
-    """Return the lowest cost of another copy of the rollout's prompt on a backend without its siblings, in live
-    rollouts of mean private length.
-    """
+    """Return the lowest cost of a prompt copy on a backend without siblings, in rollouts of mean private length."""
     copy = min(
         (backend.missing_prefix_tokens(rollout) for backend in backends if not backend.groups[rollout.group or ""]),
         default=0,

@@ -131,7 +131,7 @@ class BackendDispatcher:
             rollout: rollout of the turn.
             group: group of the rollouts of one prompt, if known.
             call: sends the request to a backend.
-            tokens: length of the prompt, if known.
+            tokens: length of the prompt; 0 if unknown.
             blocks: blocks of the prompt (:func:`.backend.blocks_of`), read for a rollout's first turn only.
             run: training run whose backends may serve the request.
             wait: clock that records the wait for a backend; ``None`` for no record.
@@ -183,8 +183,8 @@ class BackendDispatcher:
     async def _send[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
         """Send one request, and a second time after an engine error.
 
-        If the engine then answers another request, the first request is at fault. The backend keeps its health, and no
-        other backend is tried.
+        If the engine errs again but answers another request, this request is at fault and refused. The backend keeps
+        its health, and no other backend is tried.
         """
         with contextlib.suppress(BackendErred):
             return await call(backend)
@@ -256,7 +256,7 @@ class BackendDispatcher:
     async def _probe(self, backend_id: str) -> None:
         backend = self.pool.backends.get(backend_id)
         if backend is not None:
-            alive = False  # the pool schedules the next probe only when this one is reported, even after an exception
+            alive = False  # also after an exception: without a result the pool would schedule no further probe
             with log_exceptions():
                 alive = await self.engine.healthy(backend.url)
             if alive:

@@ -7,8 +7,8 @@ that backend unless the backend is dead, removed or overloaded. The pool balance
 falls when rollouts finish, so neither past load nor a late start distorts this number:
 
 - :mod:`.backend_choice` chooses a rollout's backend, and the time at which the rollout leaves;
-- a backend that joins late counts as if it carried the load at its join, until that load has finished; the backend
-  gets its share of new rollouts without a burst of cold prefixes;
+- a backend that joins late is credited with the least load of another backend until the rollouts of that time have
+  finished, so that the backend takes new rollouts without a burst of cold prefixes;
 - a backend whose turns take far longer than the others' counts as more loaded by that factor;
 - at most ``limit`` rollouts are live per backend; all others wait in *one* FIFO queue, from which a backend with room
   takes the first.
@@ -57,12 +57,12 @@ _MAX_INACTIVE = 100_000
 
 
 class BackendPool:
-    """State of the pool.
+    """Placement of rollouts on backends; see the module.
 
     Args:
         limit: maximum of live rollouts per backend.
         patience_s: seconds of idleness after which a live rollout becomes inactive while others wait.
-        unreachable_s: seconds without a turn of a run in flight after which the run's waiting turns are given up.
+        unreachable_s: seconds of a run's outage (no turn in flight) after which the run's waiting turns are given up.
 
     Raises:
         CallerError: ``limit`` is less than 1.
@@ -88,7 +88,7 @@ class BackendPool:
     def add(
         self, backend_id: str, url: str, weight_version: str | None = None, run: str | None = None
     ) -> list[Decision]:
-        """Add a backend for a run; ``None`` for rollouts that name no run.
+        """Add a backend for a run, or, if ``run`` is ``None``, for rollouts that name no run.
 
         Raises:
             BackendExists: the id is in use.
@@ -172,9 +172,7 @@ class BackendPool:
         return []
 
     def tick(self, now: float) -> list[Decision]:
-        """Advance the time: request due probes, make idle rollouts inactive while others wait, and give up turns after
-        outages.
-        """
+        """Advance the time: request probes, free idle rollouts' slots if others wait, and give up turns in outages."""
         self._now = max(self._now, now)
         decisions: list[Decision] = [Probe(b.id) for b in self.backends.values() if b.probe_due(now)]
         for run, line in self._run_queues.items():
@@ -258,8 +256,7 @@ class BackendPool:
     def withdraw(self, ticket_id: int, now: float) -> list[Decision]:
         """End a ticket whose caller has given up, whether the ticket waits or runs; unknown tickets are ignored.
 
-        A rollout without another turn becomes inactive at once, because its agent runs no tool. The pool remembers
-        the rollout's backend for a later turn.
+        A rollout without another turn becomes inactive at once, because its agent runs no tool.
         """
         ticket = self._tickets.get(ticket_id)
         if ticket is None:
@@ -300,7 +297,7 @@ class BackendPool:
         return waiting
 
     def of_run(self, run: str | None) -> list[Backend]:
-        """Return the backends of a run; of rollouts that name no run for ``None``."""
+        """Return the backends of a run; ``None`` selects the backends of rollouts that name no run."""
         return [backend for backend in self.backends.values() if backend.run == run]
 
     def backend_of(self, rollout_id: str) -> str | None:
@@ -320,9 +317,7 @@ class BackendPool:
         return self._dispatch()
 
     def _dispatch(self) -> list[Decision]:
-        """Assign queued tickets to backends with room: first tickets queued at a backend, then returning rollouts,
-        then new rollouts.
-        """
+        """Assign queued tickets: first those queued at a backend, then returning rollouts, then new rollouts."""
         decisions: list[Decision] = []
         for backend in self.backends.values():
             self._serve(backend, decisions)
@@ -378,7 +373,7 @@ class BackendPool:
         return decisions
 
     def _evacuate(self, backend: Backend) -> None:
-        """Free the slots of rollouts without requests in flight on a backend that is down or removed."""
+        """Free the slots of a backend's rollouts without requests in flight, and queue its waiting tickets again."""
         flying = {self._tickets[ticket_id].rollout.id for ticket_id in backend.in_flight}
         for rollout_id in sorted(backend.live - flying):
             self._vacate(self._rollouts[rollout_id])

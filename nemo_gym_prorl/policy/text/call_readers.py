@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of tool calls: JSON, bare parameters between tags, nested elements, Python, and the notations of Gemma and
-Harmony.
+"""Readers of tool calls in JSON, tagged parameters, nested elements, Python, and Gemma's and Harmony's notations.
 
 Public functions return a :data:`~nemo_gym_prorl.policy.text.turn_scanner.Reader`, except :func:`harmony`, which splits
 a whole turn. :mod:`.formats` combines readers with opening markers. Readers run in time linear in the text, because
@@ -177,7 +176,7 @@ def tagged(tags: ParameterTags) -> Reader:
         first: re.Match[str] | None = None
         for found in boundary.finditer(text, at):
             if found["end"] is None:
-                first = first or found  # the value has no closing tag, so the next parameter's opening tag ends it
+                first = first or found  # the value ends at its first closing tag, or without one at this opening tag
                 return text[at : first.start()], first.end() if first["end"] is not None else first.start()
             if follows.match(text, found.end()):
                 return text[at : found.start()], found.end()
@@ -229,11 +228,15 @@ def _typed(bare: str, kind: str | None, schemas: ToolSchemas, name: str, key: st
 
 
 def elements(mark: str, call_end: str, block_end: str) -> Reader:
-    """Return a reader of arguments as nested elements, with ``mark`` before each tag (MiniMax M3). ``call_end`` and
-    ``block_end`` are the closing tags of a call and of a block of calls.
+    """Return a reader of arguments that are written as nested XML-like elements (MiniMax M3).
 
     An element with child elements is an array if the tool's schema declares an array or the first child is named
     ``item``, else an object.
+
+    Args:
+        mark: text before each tag.
+        call_end: closing tag of a call.
+        block_end: closing tag of a block of calls, which may be missing.
     """
     opens = re.compile(re.escape(mark) + r"<([^/<>\s][^<>]*)>")
     space, closes = (
@@ -395,7 +398,7 @@ def gemma(closing: str) -> Reader:
         return found, at + 1
 
     def after_separator(text: str, at: int, end: str) -> int:
-        """Return the index after the separator after a value, or the index of the bracket that ends the container."""
+        """Return the index after the separator behind a value, or the index of the container's closing bracket."""
         at = _skip(text, at)
         if text.startswith(end, at) or text.startswith((",", "\n"), at - 1):
             return at

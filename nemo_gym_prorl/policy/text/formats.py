@@ -59,7 +59,7 @@ _KEY_VALUE = r"<arg_key{0}>(?P<key>[^<>]{{1,200}})</arg_key{0}>\s*<arg_value{0}>
 
 
 def _dsml(block: str, space: str = "") -> TurnFormat:
-    """Return a turn format in DeepSeek's markup (from V3.2 on), with calls in a tag of the name ``block``."""
+    """Return a turn format in DeepSeek's markup (from V3.2 on), with calls inside a tag named ``block``."""
     mark = f"｜DSML｜{space}"
     return TurnFormat(
         re.compile(rf'(?:<{mark}{block}>\s*)?<{mark}invoke name="(?P<name>[^"<>]{{0,200}})">|<{mark}{block}>'),
@@ -202,9 +202,7 @@ FORMATS: Mapping[str, TurnFormat] = {
     "openai": TurnFormat(re.compile(r"(?!)"), _PLAIN.read, split=harmony),
     "plain": _PLAIN,
 }
-"""Formats by vLLM's parser name; ``plain`` reads no calls. Detection selects the first format that reads a template's
-calls, and prefers formats with markers.
-"""
+"""Formats by vLLM's parser name; ``plain`` reads no calls. Detection takes the first that reads a template's call."""
 
 SAME_AS: Mapping[str, str] = {
     "llama_json": "llama3_json",

@@ -58,7 +58,7 @@ from nemo_gym_prorl.policy.text.turn_boundary import (
 
 
 LONG_CHARS = 64 << 10
-"""Characters of new messages from which rendering runs in a thread, because encoding them would block the loop."""
+"""Characters of new messages from which rendering runs in a thread, to avoid blocking the event loop."""
 
 _RESULT_ROLES = ("tool", "function", "ipython")
 
@@ -74,9 +74,9 @@ class EscapedSpecials:
     """Replacement of control tokens in observations by placeholder words.
 
     Args:
-        messages: the conversation or its new end, contents as text.
-        special: pattern of the tokens escaped in other roles' messages.
-        control: pattern of the tokens escaped in results of tools.
+        messages: the conversation, or only its new messages, with contents as text.
+        special: pattern of the tokens to escape in messages that are not results of tools.
+        control: pattern of the tokens to escape in results of tools.
         answered: whether the policy has answered before the first of the messages.
 
     Attributes:
@@ -215,15 +215,13 @@ class Renderer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Return whether a prompt lists the offered tools; true if the template refuses a made-up message, because
-        rendering the real messages reports the error.
-        """
+        """Return whether a prompt lists the offered tools; true if the template refuses a made-up message."""
         try:
             return PROBE_TOOL_NAME in self.template.render(
                 [{"role": "user", "content": "u"}], PROBE_TOOLS, prompt=True
             )
         except CallerError:
-            return True
+            return True  # rendering the real messages reports the error
 
     @cached_property
     def sample_prompt(self) -> str:

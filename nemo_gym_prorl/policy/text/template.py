@@ -75,7 +75,7 @@ def for_template(message: Message) -> Message:
 
 
 def with_reasoning(message: Message) -> Message:
-    """Move an assistant's reasoning to the fields ``reasoning`` and ``reasoning_content``, which templates render."""
+    """Move an assistant's ``<think>`` blocks to ``reasoning`` and ``reasoning_content``, which templates render."""
     content = str(message.get("content") or "")
     if message["role"] != "assistant" or not (blocks := REASONING_BLOCK.findall(content)):
         return message
@@ -185,7 +185,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a shortcut past its checks for keys of messages and for ``loop``; results are the same."""
+    """Jinja's sandbox with a shortcut past its checks for keys of dicts and for ``loop``; results are the same."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
@@ -262,13 +262,7 @@ class ChatTemplate:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Render:
-        """Return a function that renders messages already in the template's form.
-
-        Args:
-            tools: as in :meth:`render`.
-            now: as in :meth:`render`.
-            variables: as in :meth:`render`.
-        """
+        """Return a function that renders messages already in the template's form; arguments as in :meth:`render`."""
         plain = [tool_for_template(tool) for tool in tools] or None
         given = {**self._variables, **(variables or {}), "tools": plain}
         clock = (now or datetime.now()).strftime

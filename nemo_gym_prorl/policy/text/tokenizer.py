@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between token ids and text by a model's own fast tokenizer, without adding special tokens.
 
-Many tokenizers put a space before the beginning of a text (SentencePiece's), or drop white space after some of their
+Many tokenizers (such as SentencePiece's) put a space before the beginning of a text, or drop white space after some
 added tokens. Text that continues a sequence is therefore encoded and decoded together with the token before the text.
 
 Control tokens in an observation can be encoded as the ordinary characters of their names (:mod:`.renderer` states
@@ -91,7 +91,7 @@ class Tokenizer:
         return ids, escaped_tokens
 
     def _anchors(self, previous_id: int | None) -> Sequence[str]:
-        """Return candidates of text to encode before a continuation, so that it does not count as a beginning."""
+        """Return candidate texts to encode in front of a continuation, so that the tokenizer sees no beginning."""
         if previous_id in self._added:
             return [self._added[previous_id]]
         return _ANCHORS if previous_id is not None and self._marks_beginnings else ()
@@ -105,8 +105,7 @@ class Tokenizer:
         """Return the text of the ids, special tokens included.
 
         Args:
-            ids: the ids to decode.
-            previous_id: id of the token before these; ``None`` at the beginning of a sequence.
+            previous_id: id of the token before the ids; ``None`` at the beginning of a sequence.
         """
         if previous_id is None:
             return self._text(ids)
@@ -161,9 +160,7 @@ class Tokenizer:
         return text.removesuffix(end) if keeps_spacing else self.decode(ids[:-1], previous_id)
 
     def sample_text(self) -> str:
-        """Return :data:`SAMPLE` after this tokenizer's special tokens, which hardly any other tokenizer encodes as the
-        same ids.
-        """
+        """Return the names of all special tokens and :data:`SAMPLE`, which other tokenizers hardly encode alike."""
         return "".join(self.special.values()) + SAMPLE
 
     def strip_special_tokens(self, text: str) -> str:
@@ -175,9 +172,7 @@ class Tokenizer:
         return _any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
 
     def _ids_of_text(self, token_id: int, text: str) -> list[int] | None:
-        """Return the ids of an added token's name as ordinary characters; ``None`` if the tokenizer cannot encode
-        them.
-        """
+        """Return the ids of an added token's name as ordinary characters; ``None`` if no such ids exist."""
         key = (token_id, text)
         if key not in self._escaped_ids:
             self._escaped_ids[key] = self._encode_as_text(text)

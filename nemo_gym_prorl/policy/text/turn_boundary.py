@@ -9,13 +9,13 @@ conversation:
 1. Exact match. If the rendering is the prompt before the turn followed by exactly the sampled text, the rest comes
    after the turn. This case needs no guess and no check, and covers most turns.
 2. Placeholders. A template may write the turn differently from the policy (a call's JSON in another notation, a
-   malformed call, no reasoning), or rewrite earlier text. The turn's content and arguments are then replaced by a
-   placeholder word, and the text after its last occurrence follows the turn.
+   malformed call, no reasoning), or rewrite earlier text. A placeholder word then replaces the arguments of the turn's
+   calls, or the content of a turn without calls. The text after the word's last occurrence is the text after the turn.
 
 With placeholders, the quotes and brackets that close a call count as text after the turn, although the policy wrote
-them. A second rendering without calls identifies them. The *end* of the turn is the text after the turn that does not
-depend on later messages, so a token at the end of a whole conversation does not count. The rendering of the real
-conversation overrides the result, and a difference is counted.
+them. A second rendering without calls identifies these characters. The *end* of the turn is the part of the text after
+the turn that does not depend on later messages, so a token at the end of a whole conversation does not count. The
+rendering of the real conversation overrides the result, and a difference is counted.
 
 Cost: one rendering of the conversation as text in the first case, because the prompt before the turn is recognised by
 its hash (:class:`RenderedPrompt`), and several in the second. Only new messages are tokenised.
@@ -302,13 +302,13 @@ def _strip_sampled_end(
 
 
 def _end_at(tail: str, before_next: int, end: str) -> int:
-    """Return the index of ``end`` in the text after the turn; -1 if it is not before the next message's content."""
+    """Return the index of ``end`` in the text after the turn; -1 unless it precedes the next message's content."""
     at = tail.find(end)
     return at if at <= 0 or at < before_next else -1
 
 
 def _before_next(render: Render, history: Conversation, new: Conversation, full: str, tail: str) -> int:
-    """Return the number of characters between the turn and the next message's content; -1 if ``tail`` lacks it."""
+    """Return the index of the next message's content in the text after the turn; -1 if ``tail`` lacks this content."""
     if not new:
         return len(tail)
     if first_line := str(new[0].get("content") or "").strip().partition("\n")[0]:

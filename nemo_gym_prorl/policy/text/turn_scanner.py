@@ -8,7 +8,8 @@ write arbitrary text.
 
 Invariants:
 
-- Text that is not a call stays content, character for character.
+- Text that is neither a call nor a dropped marker stays content, character for character. White space that is the
+  only content beside calls is dropped.
 - A call that cannot be parsed is still a call, with the reason in :attr:`ToolCall.malformed`. The agent answers such a
   call with an observation, so that the policy can learn from its mistake.
 - A call that the token limit cut off is malformed, even if it can be parsed.
@@ -42,7 +43,7 @@ _MAX_DEPTH = 100  # levels of a literal, or references in a row; bounds recursio
 _MAX_BRANCHES = 16
 """Maximum of branches that are examined on each level of a union in a schema, to bound time."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
-ARRAY_ITEM = "[]"
+ARRAY_ITEM = "[]"  # stands for the elements of an array in a path of parameter names
 _STRING = "string"
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 
@@ -115,11 +116,7 @@ def python_value(node: ast.expr, depth: int = _MAX_DEPTH) -> Any:
 
 
 class ToolSchemas:
-    """JSON schemas of the parameters of the offered tools, by tool and parameter name.
-
-    Args:
-        tools: tools in OpenAI's chat format.
-    """
+    """JSON schemas of the parameters of tools (in OpenAI's chat format), by the tool's name."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._of: dict[str, Mapping[str, Any]] = {}
@@ -132,10 +129,7 @@ class ToolSchemas:
         return name in self._of
 
     def types(self, tool: str, path: Sequence[str]) -> frozenset[str]:
-        """Return the JSON types declared at a path below a tool's parameters; empty if none are declared.
-
-        :data:`ARRAY_ITEM` in a path means an array's elements.
-        """
+        """Return the JSON types declared at a path below a tool's parameters; empty if none are declared."""
         root = self._of.get(tool, {})
         schema: Any = root
         for name in path:
@@ -258,7 +252,7 @@ class ReaderResult:
     Attributes:
         calls: the calls; empty if the text is not a call.
         end: index after the last call.
-        closed: whether the format's own marker closes the last call.
+        closed: whether the format's closing marker follows the last call; true for a format without such a marker.
         unterminated: whether the text ends within the arguments, so that apparent further calls may be arguments.
     """
 
@@ -418,7 +412,10 @@ def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
 
 
 def as_call(name: object, arguments: object, raw: str, own_id: object = None) -> ToolCall:
-    """Return a call with ``arguments``, an object or JSON text; a malformed call has that text, else ``raw``."""
+    """Return a call; malformed without a name, or if ``arguments`` is neither an object nor JSON text of an object.
+
+    A malformed call keeps textual ``arguments`` if it has a name; otherwise its arguments are ``raw``.
+    """
     own = own_id if isinstance(own_id, str) else None
     if not isinstance(name, str) or not name:
         return ToolCall(MALFORMED_NAME, raw, "it names no function", own)
@@ -444,7 +441,7 @@ _QUOTED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 
 
 def unparsed_tool_call(content: str, form: TurnFormat, tools: Collection[str]) -> str | None:
-    """Return the name of the tool that the end of a text calls; ``None`` unless the call is unambiguous.
+    """Return the name of the first tool that is called at the end of a text; ``None`` without an unambiguous call.
 
     Malformed calls and calls of unknown tools are the policy's mistakes, which engines leave in the text as well. A
     call in a code block, or before other text, is quoted and not meant as a call.

@@ -50,7 +50,7 @@ def validate_template(
         reads_reasoning: whether leading reasoning is separated from the content.
 
     Raises:
-        UnsupportedTemplate: the reason is in the message.
+        UnsupportedTemplate: a rollout's tokens would differ from the template's, or no format reads its calls.
     """
     try:
         return _validate(renderer, tool_format, reads_reasoning=reads_reasoning)
@@ -223,12 +223,16 @@ class _RenderedTurn:
         self._check_continuation(body, cut, finish=Finish.LENGTH)
         eos = self._renderer.template.eos_token
         if end and eos not in gap and eos in self._tokenizer.special.values():
-            # Some models end a call with the token that opens a tool result. After another end token, the service must
-            # append that token.
+            # Some models end a call with the token that opens a tool result. If the policy ends a turn with EOS
+            # instead, the service must append the opening token.
             self._check_continuation(body + eos, right, or_else=end + right)
 
     def _end(self, gap: str) -> str:
-        """Return the token that ends the turn, searched in the text ``gap`` after the turn; empty for none."""
+        """Return the token that ends the turn; empty if there is none.
+
+        Args:
+            gap: rendered text between the turn's marker word and the next message's marker word.
+        """
         special = self._tokenizer.special_pattern
         own = special.findall(end_of_turn(self._renderer.template.writer(self._tools), special))
         known = [self._renderer.template.eos_token, *own[:1]]
@@ -294,7 +298,7 @@ class _RenderedTurn:
         encode, texts = self._tokenizer.encode, (self._prompt, self._prompt + sampled, self._prompt + sampled + right)
         prompt, turn, whole = map(encode, texts)
         if turn[: len(prompt)] != prompt or whole[: len(turn)] != turn:
-            return  # a token spans the boundary, which sampled tokens never do
+            return  # a token spans the boundary, at which the tokens of a rollout are always separate
         ids, previous_id = turn[len(prompt) :], prompt[-1]
         self._require(bool(ids), f"the tokenizer has no ids for {sampled!r}")
         got = self._renderer.render_continuation(

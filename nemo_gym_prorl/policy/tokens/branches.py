@@ -74,12 +74,12 @@ class Branch:
         return last == len(self.nodes) - 1 and self.nodes[last].turn.observed == other.nodes[last].turn.observed
 
     def precedes(self, other: Branch) -> bool:
-        """Return whether the other branch is of the same agent and began after this branch ended, not as its retry."""
+        """Return whether the other branch, of the same agent, began after this branch ended, and is no retry of it."""
         ended_before = self.times[-1] < other.times[self.fork_from(other)]
         return ended_before and self.identity == other.identity and not self.is_retry_of(other)
 
     def summary(self) -> dict[str, Any]:
-        """Return the branch for the list of branches in a row; ``sampled_tokens`` counts only owned turns."""
+        """Return the branch as an entry of a row's list of branches; ``sampled_tokens`` counts only owned turns."""
         return {
             "role": self.role,
             "turns": len(self.nodes),
@@ -123,8 +123,7 @@ def training_traces(
     """Return the trained branches as Gym's ``training_traces``, version 1, the oldest first. ``call_ids`` are the ids
     of the turns' model calls.
 
-    Returns:
-        ``None`` if only the main branch is trained, or if a turn has routed experts, which version 1 lacks.
+    ``None`` if only the main branch is trained, or if a turn has routed experts, which version 1 lacks.
     """
     trained = [branch for branch in branches if branch.trained and any(turn.sampled for turn in branch.owned)]
     turns = [node.turn for branch in trained for node in branch.nodes]

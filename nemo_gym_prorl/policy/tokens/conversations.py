@@ -137,9 +137,7 @@ class ConversationIndex:
     _node_of_turn: dict[LedgerTurn, ConversationNode] = field(default_factory=dict)
     _sampled_lengths: dict[bytes, int] = field(default_factory=dict)
     _fingerprint_cache: dict[tuple[bytes, int], tuple[ConversationFingerprint, bytes]] = field(default_factory=dict)
-    """Fingerprint and key after each message of the conversation that was matched last, by the key before the message
-    and the message's hash.
-    """
+    """Fingerprint and key after each message of the latest conversation, by previous key and hash of the message."""
 
     def record(
         self,
@@ -150,9 +148,7 @@ class ConversationIndex:
         tools: Tools = (),
         rendered: RenderedPrompt | None = None,
     ) -> ConversationNode:
-        """Add a turn, with its assistant message, that was sampled after the turn ``before`` (``None`` at a beginning)
-        and the messages ``new``.
-        """
+        """Add a turn and its conversation: the turn ``before`` (if any), then the messages ``new`` and ``message``."""
         visible, own = before.visible if before else _BEGINNING, ConversationFingerprint.of(message)
         for one in new:
             visible = visible.with_message(one)
@@ -242,9 +238,7 @@ class ConversationIndex:
         key: bytes,
         message: Message,
     ) -> tuple[ConversationFingerprint, bytes]:
-        """Return the fingerprint after one more message, and the fingerprint's key. Both are cached, because agents
-        send the whole conversation each turn.
-        """
+        """Return the fingerprint after a message, and its key; cached, since agents send the whole conversation."""
         step = key, hash(orjson.dumps([message.get(name) for name in ("role", "content", "tool_calls")]))
         if (found := known.get(step)) is None:
             then = visible.with_message(message)
@@ -270,8 +264,10 @@ class ConversationIndex:
     def _choose(
         self, candidates: Sequence[ConversationNode], messages: Sequence[Message]
     ) -> tuple[ConversationNode, bool]:
-        """Return the latest of the candidates that share most identity marks with the messages, and whether another of
-        these has other tokens.
+        """Return the candidate that shares most identity marks with the messages, and whether the choice is ambiguous.
+
+        Among equal candidates, one with exactly the messages' marks precedes, then the latest. The choice is ambiguous
+        if equal candidates have different tokens.
         """
         if len(candidates) == 1:
             return candidates[0], False
@@ -386,8 +382,7 @@ class SavedTurn(BaseModel):
 
 
 def saved_turns(answers: Mapping[str, ConversationNode], after: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the turns after the answer ``after``, or all turns, as objects for orjson. Each turn continues the
-    previous turn.
+    """Yield the turns after the answer ``after`` (``None``: all) in the form of :class:`SavedTurn`, for orjson.
 
     Raises:
         CallerError: the turns branch: the agent sampled a turn twice, or edited its past.

@@ -91,9 +91,7 @@ class TokenTextCache:
         return text[: self._lengths[turn]]
 
     def sequence_text(self, tip: LedgerTurn) -> tuple[bytes, Mapping[LedgerTurn, int]]:
-        """Return the text of a turn's whole sequence without its closing bracket, and the length of each turn's prompt
-        within the text.
-        """
+        """Return a sequence's text without closing bracket, and the length of each turn's prompt within the text."""
         return self._sequence_text(tip), self._lengths
 
     def sampled(self, turn: LedgerTurn) -> bytes:
@@ -135,9 +133,7 @@ def _list_items(ids: Sequence[int], *, first: bool) -> bytes:
 
 
 TURN_MARKER = f"turn of {uuid.uuid4().hex}"
-"""Field that replaces a known turn's tokens; the value is the turn's index in its branch. The random name prevents
-that a client sends the field.
-"""
+"""Field that replaces a known turn's tokens by the turn's index in its branch; random, so no client can send it."""
 
 PROMPT_IDS = b'"prompt_token_ids":'
 """Name of the first token field as JSON text; inside a JSON string the quotes would be escaped."""
@@ -148,8 +144,7 @@ def strip_known_tokens(
 ) -> tuple[bytes, list[LedgerTurn]] | None:
     """Return a request with :data:`TURN_MARKER` in place of the tokens of known turns, and these turns in order.
 
-    Returns:
-        ``None`` if the request has any tokens other than those of one branch, from the branch's first turn on.
+    ``None`` if the request has any tokens other than those of one branch, from the branch's first turn on.
     """
     at = body.find(PROMPT_IDS)
     if at < 0:
