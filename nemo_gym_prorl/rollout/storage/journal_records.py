@@ -57,7 +57,7 @@ class JournalReader:
         self._folder, self._path, self._start_number = folder, path, start_number
 
     async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
-        """Return ended jobs by id; ``None`` for a forgotten job. Unknown ids are left out."""
+        """Return ended jobs by id; ``None`` for a forgotten job. Omits unknown ids and attached callers' jobs."""
 
         def read() -> dict[str, Job | None]:
             found: dict[str, Job | None] = {}

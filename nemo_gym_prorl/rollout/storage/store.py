@@ -282,8 +282,8 @@ class JobStore:
         return {job.number: job for job in found if job.id not in self._jobs}
 
     async def persist_outcome(self, job: Job, outcome: Outcome, at: float) -> bool:
-        """Write the outcome of a packed job to the journal, if any. Return ``False`` if the job stays without an
-        outcome, to be resumed by the next process: the service shuts down, or the journal was closed."""
+        """Write the outcome of a packed job to the journal, if any. Return ``False`` if the service shuts down
+        and the job stays without an outcome, to be resumed by the next process."""
         if self.journal is None:
             return True
         if not job.attached and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
