@@ -135,7 +135,8 @@ class Conversation:
     Args:
         model: the model server.
         rollout_id: id of the attempt; each attempt samples its own tokens.
-        group: rollouts of a group share a prompt, so the server prefers one backend for the group.
+        group: group of the rollout, for which the server prefers one backend, since siblings share a prompt; ``None``
+            without a group.
         run: training run whose backends sample the rollout; ``None`` for the server's own backends.
 
     Attributes:

@@ -311,8 +311,7 @@ class SeededSessionHandler(GymEnvironmentHandler):
     name = "seeded_session"
 
     async def init(self, job: Job) -> GymSession:
-        """Return the session that the caller's cookies identify; refuse a job that did not come by
-        ``/v1/responses``."""
+        """Return the session of the caller's cookies; refuse a job that did not come by ``/v1/responses``."""
         cookies = job.row.get(_COOKIES)
         if not isinstance(cookies, dict):
             raise CallerError("seeded_session is only available through POST /v1/responses", field="environment")
@@ -343,8 +342,7 @@ class SeededSessionHandler(GymEnvironmentHandler):
 
 
 def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
-    """Return the job for a call of ``/v1/responses``; raise a ``CallerError`` with the field for an invalid
-    request."""
+    """Return the job of a ``/v1/responses`` call; raise a ``CallerError`` with the field of an invalid request."""
     try:
         check_row({_PARAMS: params})
     except CallerError as error:
