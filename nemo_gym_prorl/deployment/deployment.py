@@ -4,8 +4,8 @@
 
 ``gym env start`` may orphan servers when it is interrupted, and reports failures only in its output.
 
-Invariants: entering returns when every server answers. After leaving, no process of the deployment lives, or leaving
-raises. A server that dies raises an error with the log's tail; a supervised deployment restarts the server instead.
+Invariants: entering returns when every server answers. Leaving ends every process of the deployment, or raises an
+error. A server that dies raises an error with the log's tail; a supervised deployment restarts the server instead.
 """
 
 from __future__ import annotations
