@@ -203,8 +203,8 @@ _UNEXPECTED_KINDS = {
 }
 
 
-_TEXT_LIMIT = 8_000  # characters of a reason
-_TRACEBACK_LIMIT = 4_000  # characters
+_MAX_REASON_CHARS = 8_000  # a reason may quote a program's output
+_MAX_TRACEBACK_CHARS = 4_000  # the innermost frames show the bug
 _UNREACHABLE = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
 
@@ -287,7 +287,7 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
         return Failure(FailureKind.TRANSPORT_UNREACHABLE, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, ConnectionError):
         return Failure(FailureKind.TRANSPORT_PEER_DROP, Origin.INFRASTRUCTURE, stage, reason)
-    trace = clean_text("".join(traceback.format_exception(error)), _TRACEBACK_LIMIT, end=True)
+    trace = clean_text("".join(traceback.format_exception(error)), _MAX_TRACEBACK_CHARS, end=True)
     return Failure(unexpected, Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
 
 
@@ -346,7 +346,7 @@ def is_text(value: str) -> bool:
     return True
 
 
-def clean_text(text: Any, limit: int = _TEXT_LIMIT, *, end: bool = False) -> str:
+def clean_text(text: Any, limit: int = _MAX_REASON_CHARS, *, end: bool = False) -> str:
     """Convert a value into text that UTF-8 can encode, and cut the text to its first ``limit`` characters, or with
     ``end`` to its last. Text from file names and terminals may contain lone surrogates."""
     text = str(text).encode("utf-8", "backslashreplace").decode()

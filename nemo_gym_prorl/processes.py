@@ -124,7 +124,7 @@ class ProcessMark:
     async def kill(
         self, *, settle_s: float = SETTLE_S, kill_s: float = KILL_S, spared: Container[int] = ()
     ) -> dict[int, str]:
-        """Wait ``settle_s`` seconds for marked processes to end, then send SIGKILL for up to ``kill_s`` seconds.
+        """Wait up to ``settle_s`` seconds for marked processes to end, then send SIGKILL for up to ``kill_s`` seconds.
 
         Returns:
             Command lines by pid of the processes that still live; empty on success.
