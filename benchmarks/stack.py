@@ -44,7 +44,7 @@ PEER, SHELLS = "Gym's stack", "3 bare shells + 2 ms"
 WINDOW = (0.2, 0.7)
 """Fractions of the turns between which a rate is measured, without the start and the end of the run."""
 SUPERVISOR = b"supervisor import server"  # part of the command line of this package's supervisor process
-KNOWN_MS = 100.0
+KNOWN_MS = 100.0  # CPU or waiting time of a tool call that checks the measurement
 BURN = f"python3 -c 'import time\nwhile time.process_time() < {KNOWN_MS / 1000}: pass'"
 GONE_S = 60  # seconds after a run within which its sandboxes must end
 
