@@ -99,7 +99,7 @@ async def starts(bench: Bench) -> list[Row]:
                 before = processes.core_seconds(os.getpid())
         after = processes.core_seconds(os.getpid())
         wall[name], cores[name] = quantile(taken, 0.5), (after - before) / count
-        await asyncio.gather(*(opened.__aexit__(None, None, None) for opened in live))  # together: the peer needs 10 s each
+        await asyncio.gather(*(opened.__aexit__(None, None, None) for opened in live))  # each takes the peer 10 s
         ends[name] = (processes.core_seconds(os.getpid()) - after) / len(live)
     return [
         Row(title, unit, found[OURS], theirs, name, goals.get(name))
