@@ -150,7 +150,7 @@ def cpu_seconds(parts: Mapping[str, Process]) -> dict[str, float]:
         pid = parts["environment"].pid
         own, below = processes.precise_core_seconds(pid), used["environment"]
         ours = sorted(each for each in processes.below(pid) if SUPERVISOR in processes.command_line(each))
-        supervisor = processes.precise_core_seconds(ours[0]) if ours else 0.0  # its forks have the same command line
+        supervisor = processes.precise_core_seconds(ours[0]) if ours else 0.0  # not its forks, which are younger
         used |= {"environment": own, "supervisor": supervisor, "sandboxes": below - own - supervisor}
     return used
 
@@ -219,7 +219,8 @@ def saturated(rollouts: int, ours: Played, peer: Played | None) -> list[Row]:
 
 
 def rows_at_steps(rollouts: int, ours: Played, bare: Played, shell_ms: float, *, judged: bool) -> list[Row]:
-    """Return the rows of runs at an H100's speed. Rates are those while all rollouts are in flight."""
+    """Return the rows of runs at an H100's speed, with goals if ``judged``. Rates are those while all rollouts are in
+    flight. ``shell_ms``: milliseconds of a command in a bare shell."""
     p50, p99 = (quantile(ours.tools, share) for share in (0.5, 0.99))
     mine, theirs = (1e3 * rollouts / one.cycle_ms for one in (ours, bare))
     crowd, at_steps = f"{rollouts} rollouts", "at an H100's steps"

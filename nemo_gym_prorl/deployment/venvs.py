@@ -133,7 +133,7 @@ def link_environments(
             new_link = link.with_name(f".venv-{os.getpid()}")
             new_link.unlink(missing_ok=True)
             new_link.symlink_to(target)
-            with contextlib.suppress(IsADirectoryError):  # keep an environment that Gym has built
+            with contextlib.suppress(IsADirectoryError):  # a folder is an environment that Gym has built: keep it
                 new_link.replace(link)
             new_link.unlink(missing_ok=True)
 

@@ -296,7 +296,7 @@ class Pipeline(RolloutService):
         value: Any = None
         try:
             value = await attempt.run()
-        except Exception as caught:  # any error of a handler; classified below
+        except Exception as caught:
             raised = caught
         error = raised
         control.attempt = None

@@ -124,7 +124,8 @@ class RolloutService(ABC):
         """Return counts per stage, pool and state."""
 
     def share(self, clients: Mapping[str, float]) -> None:
-        """Set the clients' relative shares of slots and limits; all other clients together have a share of 1."""
+        """Set the clients' relative shares of slots and limits. Every other client has one share of slots; all other
+        clients together have one share of limits."""
         self.store.shares = clients
 
     async def accept(self, request: JobRequest, *, bounded: bool = True) -> Job:

@@ -242,7 +242,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
         if isinstance(answer, StreamingResponse):
-            # The whole response is needed: a repeated request gets the same one.
+            # The whole response is stored, since a repeated request gets the same response.
             events = [str(event) async for event in answer.body_iterator]
             answer = Response("".join(events), media_type=answer.media_type)
         if isinstance(answer, Response):

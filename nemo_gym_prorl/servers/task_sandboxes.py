@@ -128,7 +128,7 @@ class SandboxWithSessions(StartedSandbox):
         return has_room
 
     async def egress(self) -> list[dict[str, Any]]:
-        """Return the hosts that programs in the sandbox have requested from the egress proxy."""
+        """Return one object for each host that programs in the sandbox have requested from the egress proxy."""
         hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
         return hosts
 

@@ -164,7 +164,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
         await backends.clear()
         return {"status": "cleared"}
 
-    @router.get("/status", include_in_schema=False)  # a superset of the job API's status
+    @router.get("/status", include_in_schema=False)  # OpenAPI describes the job API's route
     async def status() -> dict[str, Any]:
         """Return the job API's status, and the original's counters."""
         view = pipeline.status().model_dump(mode="json")
