@@ -75,7 +75,7 @@ class GymContext:
         model: the first model server of the policy.
         further_models: more model servers of the policy; rollouts are spread over all of them (:meth:`model_of`).
         environment: the environment's name in the service.
-        config: the handler's configuration, an instance of its ``Config``.
+        config: the handler's configuration: an instance of its ``Config``, or a dict for a handler without ``Config``.
         limits: limits of the tool loop.
         on_timeout: policy for rollouts that exceed the RUN time budget.
         scores_groups_of: number of rollouts of a group that the resources server scores together.

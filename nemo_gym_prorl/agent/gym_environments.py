@@ -6,7 +6,7 @@ Gym's command line can override every setting. Defaults of pipeline settings are
 :class:`~nemo_gym_prorl.rollout.settings.PipelineSettings`.
 
 A service has a default environment, described by the top-level settings, and the further environments in
-``environments``. Each installed plug-in that the configuration does not mention adds one, named like the plug-in.
+``environments``. Each installed plug-in that the configuration does not mention adds an environment of its name.
 
 Gym checks server references only at the top level of an agent's configuration. This module checks the references in
 ``environments`` when the server starts.

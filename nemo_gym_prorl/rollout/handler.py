@@ -93,7 +93,7 @@ class ReportsUnreachable(Protocol):
 
 @runtime_checkable
 class HandlesTimeouts(Protocol):
-    """Optional capability of a handler: decide about rollouts beyond the RUN budget, instead of ``agent_timeout``."""
+    """Optional capability of a handler: decide about rollouts beyond RUN's budget (default: ``agent_timeout``)."""
 
     def timed_out(self, job: Job, session: Any) -> Trajectory | Verdict | None:
         """Return a trajectory to score, a verdict that needs no scoring, or ``None`` to fail the rollout. Called

@@ -105,7 +105,7 @@ class Progress:
             ``{"turn": 0, "first": …, "last": …}``.
         steps: per turn, its timing (:class:`~.turn_records.TurnTiming`).
         log_probs: modes of the turns' log-probs, if the model server reports them.
-        token_in_rate: share of turns whose prompt continued tokens of the rollout, if the model server reports it.
+        token_in_rate: share of turns after the first whose prompt continued the rollout's tokens; ``None`` if unknown.
         harness: report of the program that took the policy's turns; empty without a program.
     """
 
@@ -188,7 +188,7 @@ class Outcome:
         result: the body as an object, or as JSON bytes of an object.
         reward: reward of a scored job.
         failure: failure of a job that was not scored.
-        masked: mask of the verdict (:func:`~.gym_rows.masked`).
+        masked: whether the verdict has a mask (:func:`~.gym_rows.is_masked`).
 
     Raises:
         TypeError: the result cannot be written as JSON, for example because of a lone surrogate.
