@@ -4,10 +4,10 @@
 
 A rollout has 20 turns with one ``bash`` call each, of 110 to 350 sampled tokens, and a last turn that answers. Ours is
 ``prorl_agent``, ``prorl_model`` and ``prorl_code`` with its sandboxes; the peer is Gym's ``simple_agent``,
-``vllm_model`` and ``apptainer`` provider. The engine answers at once for CPU and rates. For the tool round trip it
-decodes at the speed of an H100, also for rates compared with a client without agent and tools. CPU is that of all
-processes of a stack, from the first seed to the end of the last sandbox, divided by the turns with a call. Other load
-on the machine raises CPU and, much more, times: compare only figures of the same run.
+``vllm_model`` and ``apptainer`` provider. The engine answers at once for CPU and rates. For the tool round trip the
+engine decodes at the speed of an H100, also for rates compared with a client without agent and tools. CPU is that of
+all processes of a stack, from the first seed to the end of the last sandbox, divided by the turns with a call. Other
+load on the machine raises CPU and, much more, times: compare only figures of the same run.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     EVAL   POST /verify
     end    POST /close_session                     if the server has the route (Gym ≥ 0.7, and this project's servers)
 
-The handler treats replies as Gym's ``simple_agent`` does, so rewards are equal. In addition it limits turns and
+The handler treats replies as Gym's ``simple_agent`` does, so rewards are equal. The handler also limits turns and
 tokens, ends a rollout at context overflow, keeps partial trajectories, and reports infrastructure errors as failures.
 
 Release is an extension that unmodified servers never see. A server whose answer to ``/seed_session`` has a

@@ -156,7 +156,7 @@ class GymCli:
             the checkout if this package runs from one (nemo-gym 0.4 searches only there), else ``work_dir``.
         folder: folder of a user's own servers and environments. Default: the current directory. Commands about servers
             run in a folder that links these servers and this project's.
-        env: more environment variables; these win.
+        env: more environment variables, which take precedence.
         head_port: port of Gym's head server. Default: a free port.
         server_python: returns the text of a program that starts servers in place of the interpreter, given the
             interpreter's path. Default: the interpreter starts them.

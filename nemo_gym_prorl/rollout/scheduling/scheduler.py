@@ -22,7 +22,7 @@ Invariants:
 - A stage on hold for an environment (:meth:`StageScheduler.hold`) starts no job of the environment. Other environments
   are not affected.
 - Waiting jobs are ordered by :mod:`.fair_queue`. The load of a client or environment is counted in slots of the stage.
-  For INIT it is counted in sessions, because rows with a short INIT would otherwise fill READY and RUN.
+  For INIT, sessions are counted, because rows with a short INIT would otherwise fill READY and RUN.
 """
 
 from __future__ import annotations

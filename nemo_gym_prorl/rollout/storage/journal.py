@@ -270,8 +270,8 @@ class Journal(JournalReader):
         os.close(self._lock)
 
     def _take(self, batch: list[_Entry], at: float) -> bool:
-        """Move queued entries to the batch, not before time ``at``; wait for an entry if the batch is empty. Return
-        whether the journal is being closed."""
+        """Move queued entries to the batch, not before ``at`` (monotonic); wait for an entry if the batch is empty.
+        Return whether the journal is being closed."""
         try:
             entry = self._queue.get(timeout=0 if batch else _RETRY_S if self.failing else _FORGET_INTERVAL_S)
             if (early := at - time.monotonic()) > 0:

@@ -269,7 +269,7 @@ class JobStore:
         return [numbered[number] for number in sorted(numbered)][:limit]
 
     async def _kept(self, *, state: JobState | None, after: int = 0, **which: Any) -> dict[int, Job]:
-        """Return jobs that are only in the journal, by number, and jobs that memory forgot during the read."""
+        """Return, by number, the jobs that are only in the journal, and those that memory forgot during the read."""
         if self.journal is None or not (state is None or state.terminal):
             return {}
         leaving: list[Job] = []
