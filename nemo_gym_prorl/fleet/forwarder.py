@@ -191,9 +191,9 @@ class JobForwarder:
             self._settle(it, LossReason.AWAY, why)
 
     def record_probe(self, error: BaseException | None) -> None:
-        """Record the result of a health probe made by another component; ``None`` for a success. After a failed
-        probe, rollouts whose calls have failed for more than :data:`GIVE_UP_S` are reported as lost, if another service
-        can run them. Calls to a hung or partitioned machine would wait for ever, since TCP connections stay open."""
+        """Record the result of a health probe made by another component; ``None`` for a success. After a failed probe,
+        rollouts whose calls have failed for more than :data:`GIVE_UP_S` are reported as lost, if another service can
+        run them. Calls to a hung or partitioned machine would wait for ever, since TCP connections stay open."""
         if error is None:
             self._is_back()
             return

@@ -428,7 +428,7 @@ def gateway_app(gateway: FleetGateway, *, key: str | None, clients: Path | None 
 
     @router.get("/server_instances", tags=["service"], responses=problem_responses())
     async def server_instances(request: Request) -> list[dict[str, str]]:
-        """Return this gateway as the only instance, as Gym's head server would, at the address that the caller used."""
+        """Return only this gateway, in the form of Gym's head server, at the address that the request used."""
         url = str(request.base_url).rstrip("/")
         return [{"process_name": "fleet", "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
 

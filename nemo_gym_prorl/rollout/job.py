@@ -317,7 +317,7 @@ class Job:
         trajectory: result of RUN. A handler sets the trajectory early and fills it, so that an interrupted rollout
             keeps its samples.
         number: position in the order of submission; set by the store.
-        member: index in its cohort while the cohort is scored; ``None`` without a cohort.
+        member: cohort of the job, and index in the cohort, while the cohort is scored; else ``None``.
         attached: whether the caller waits on a connection and takes the result; no other caller can join.
         delivered: whether the attached caller took the answer, so that the id is free again.
         tokens: tokens of a job with its outcome, as JSON (:func:`~.gym_rows.pack_turns`).

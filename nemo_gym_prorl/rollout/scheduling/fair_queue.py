@@ -284,7 +284,7 @@ class GroupBarrier:
             self._groups.setdefault((environment, group), _Group()).live.add(job_id)
 
     def leave(self, job_id: str) -> None:
-        """Remove a job with an outcome."""
+        """Remove a job that has its outcome."""
         key = self._keys.pop(job_id, None)
         if key is not None:
             self._groups[key].live.discard(job_id)
