@@ -39,7 +39,7 @@ class FailureKind(StrEnum):
     """Types of failure: the failure kinds of NeMo Gym 0.7, and two of this package."""
 
     BAD_ROW = "bad_row"
-    """The row itself is wrong. Not one of Gym's failure kinds."""
+    """The row or another part of the request is wrong. Not one of Gym's failure kinds."""
     ENVIRONMENT_ERROR = "environment_error"
     """The environment's own code failed before the policy's first turn. Not one of Gym's failure kinds."""
 
@@ -72,7 +72,7 @@ class Origin(StrEnum):
     TASK = "task"
     """The task itself is broken, such as a row whose tests cannot run anywhere."""
     CALLER = "caller"
-    """The request was wrong, or the caller cancelled the rollout."""
+    """The request was wrong, or the rollout was cancelled."""
 
 
 class Stage(StrEnum):
@@ -184,7 +184,7 @@ class BudgetExceeded(RolloutError):
 
 
 class JobCancelled(RolloutError):
-    """The job was cancelled by its caller, by the caller's disconnection, or by a drain."""
+    """The job was cancelled by its caller, the caller's disconnection, or the shutdown of its service."""
 
     origin = Origin.CALLER
     default_kind = FailureKind.CANCELLED

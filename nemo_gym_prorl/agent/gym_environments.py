@@ -130,7 +130,8 @@ class ServiceConfig(PipelineSettings, EnvironmentSettings):
     """Private key file for ``tls_port``."""
 
     def of_environment(self, name: str) -> EnvironmentSettings:
-        """Return the settings of a further environment, with the service's values for unset settings."""
+        """Return the settings of a further environment, with the service's values for unset settings, except
+        ``handler_config`` if the environment sets ``handler``."""
         own = self.environments[name]
         explicit = {key: getattr(own, key) for key in EnvironmentSettings.model_fields if key in own.model_fields_set}
         inherited = {key: getattr(self, key) for key in EnvironmentSettings.model_fields}

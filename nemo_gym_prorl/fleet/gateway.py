@@ -73,7 +73,7 @@ _STATE_ORDER = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState
 
 
 class NoNodes(Draining):
-    """The fleet is starting: no node has reported its environments yet."""
+    """No node has reported its environments yet, as while the fleet starts, or no node answers."""
 
     problem = "no-nodes"
     retry_after_s = 5

@@ -271,7 +271,7 @@ class Environments:
 
     @classmethod
     def of(cls, handler: AgentHandler) -> Environments:
-        """Return the environments of a service with one handler: one, named like the handler, for all rows."""
+        """Return a single environment for all rows, named like its handler ``handler``."""
         return cls([Environment(handler.name, handler.name, lambda: handler)], handler.name)
 
     @property
