@@ -36,7 +36,7 @@ MAX_BATCH = 500
 
 class Unfinished(NamedTuple):
     """Accepted job of an earlier process that has no outcome. ``restarts`` counts the starts of the service since the
-    job was accepted. ``node`` and ``name`` are its node in a fleet and its id there, or ``None``."""
+    job was accepted. ``node`` and ``name`` are the job's node in a fleet and its id there; ``None`` without a node."""
 
     job: Job
     restarts: int
