@@ -167,7 +167,7 @@ class Engine:
         return min(hit, request.prompt - 1)
 
     def release(self, request: Request, trace: Trace) -> None:
-        """End a request, and cache the prefixes that it has prefilled while there is room."""
+        """End a request, and cache the request's prefilled prefixes, as far as there is room."""
         shared = shared_by(request, trace)
         own = request.footprint - sum(shared.values())
         for key, size in (shared | {request.rollout.id: own}).items():

@@ -64,7 +64,8 @@ def write_suite(folder: Path, base: str, docker_image: str | None) -> dict[str, 
 
 
 async def play_suite(folders: dict[str, Path], strict: Any) -> bool:
-    """Play the cheats, print a table, and return whether every cheat got reward 0 and the right answer 1."""
+    """Play the cheats, print a table, and return whether every cheat got reward 0 and the right answer 1.
+    ``strict``: the server's setting of this name, ``True``, ``False`` or ``"auto"``."""
     row = row_of(folders["right answer"])
     slots = asyncio.Semaphore(AT_ONCE)
 

@@ -83,8 +83,8 @@ SUBJECTS = {"ours": ours, "exec": fresh_exec, "harbor": harbor}
 
 
 async def measure(subject: str, image: Path, starts: int, commands: int, at_once: int) -> dict[str, object]:
-    """Return the figures of one subject: mean seconds and core-seconds of a start, of a command, and of ``at_once``
-    concurrent sandboxes."""
+    """Return the figures of one subject: mean seconds and core-seconds of a start and of a command, and those of
+    ``at_once`` concurrent sandboxes together."""
     opening = contextlib.asynccontextmanager(SUBJECTS[subject])
     found: dict[str, object] = {"subject": subject, "image": str(image), "load": os.getloadavg()[0]}
 

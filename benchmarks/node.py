@@ -99,7 +99,8 @@ async def starts(bench: Bench) -> list[Row]:
                 before = processes.core_seconds(os.getpid())
         after = processes.core_seconds(os.getpid())
         wall[name], cores[name] = quantile(taken, 0.5), (after - before) / count
-        await asyncio.gather(*(opened.__aexit__(None, None, None) for opened in live))  # the peer takes 10 s each
+        # Concurrently, since the peer takes 10 s to end a sandbox.
+        await asyncio.gather(*(opened.__aexit__(None, None, None) for opened in live))
         ends[name] = (processes.core_seconds(os.getpid()) - after) / len(live)
     return [
         Row(title, unit, found[OURS], theirs, name, goals.get(name))
@@ -149,7 +150,7 @@ async def _crowd(bench: Bench, name: str, found: dict[str, float]) -> None:
     """Add each figure to ``found`` once it is measured, so that a slow end does not discard earlier figures."""
     scale, me = bench.scale, os.getpid()
     until = time.perf_counter() + (PART_TIMEOUT_S if name == OURS else scale.peers_s)
-    known = {me} if name == OURS else processes.below(me)  # the supervisor counts as ours
+    known = {me} if name == OURS else processes.below(me)  # our memory includes the supervisor's
     numbers = iter(range(scale.alive))
     opened: list[tuple[Any, Action]] = []
 
@@ -159,7 +160,7 @@ async def _crowd(bench: Bench, name: str, found: dict[str, float]) -> None:
                 manager = bench.opening(name)
                 opened.append((manager, await manager.__aenter__()))
 
-    def used() -> float:  # without this process, which measures
+    def used() -> float:  # CPU seconds without those of this process, which measures
         return processes.core_seconds(me) - processes.precise_core_seconds(me)
 
     try:

@@ -69,9 +69,9 @@ class StickyLeastLoaded(Base):
 
 
 class CacheAware(Base):
-    """SGLang's policy ``cache_aware``: the engine to which the longest prefix was sent. If that covers less than 30 %
-    of the prompt, the engine with the fewest prefix tokens; if loads differ by more than 64 requests and a factor of
-    1.5, the engine with the least load."""
+    """SGLang's policy ``cache_aware``: the engine to which the longest prefix was sent. If this prefix covers at most
+    30 % of the prompt, the engine with the fewest prefix tokens; if loads differ by more than 64 requests and a factor
+    of 1.5, the engine with the least load."""
 
     name = "cache aware"
 

@@ -7,7 +7,7 @@ rollouts need up to 1.2 times the fleet's capacity); groups of 32 with a group p
 join and leave. Every router replays the same traces. Hit rates are compared with that of engines that share one
 unlimited cache.
 
-A figure is the mean over seeds; the peer is the better of two. A row is the shape with the worst ratio.
+A figure is the mean over seeds; the peer is the better of two. A row shows the shape with the worst ratio.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 A rollout has 20 turns with one ``bash`` call each, of 110 to 350 sampled tokens, and a last turn that answers. Ours is
 ``prorl_agent``, ``prorl_model`` and ``prorl_code`` with its sandboxes; the peer is Gym's ``simple_agent``,
-``vllm_model`` and ``apptainer`` provider. The engine answers at once for CPU and rates. For the tool round trip it
-decodes at the speed of an H100, also for rates compared with a client without agent and tools. CPU is that of all
-processes of a stack, from the first seed to the end of the last sandbox, divided by the turns with a call. Other load
-on the machine raises CPU and, much more, times: compare only figures of the same run.
+``vllm_model`` and ``apptainer`` provider. The engine answers at once for CPU and rates. For the tool round trip the
+engine decodes at the speed of an H100, also for rates compared with a client without agent and tools. CPU is that of
+all processes of a stack, from the first seed to the end of the last sandbox, divided by the turns with a call. Other
+load on the machine raises CPU and, much more, times: compare only figures of the same run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PEER, SHELLS = "Gym's stack", "3 bare shells + 2 ms"
 WINDOW = (0.2, 0.7)
 """Fractions of the turns between which a rate is measured, without the start and the end of the run."""
 SUPERVISOR = b"supervisor import server"  # part of the command line of this package's supervisor process
-KNOWN_MS = 100.0
+KNOWN_MS = 100.0  # CPU or waiting time of a tool call that checks the measurement
 BURN = f"python3 -c 'import time\nwhile time.process_time() < {KNOWN_MS / 1000}: pass'"
 GONE_S = 60  # seconds after a run within which its sandboxes must end
 
@@ -150,7 +150,7 @@ def cpu_seconds(parts: Mapping[str, Process]) -> dict[str, float]:
         pid = parts["environment"].pid
         own, below = processes.precise_core_seconds(pid), used["environment"]
         ours = sorted(each for each in processes.below(pid) if SUPERVISOR in processes.command_line(each))
-        supervisor = processes.precise_core_seconds(ours[0]) if ours else 0.0  # its forks have the same command line
+        supervisor = processes.precise_core_seconds(ours[0]) if ours else 0.0  # not its forks, which are younger
         used |= {"environment": own, "supervisor": supervisor, "sandboxes": below - own - supervisor}
     return used
 
@@ -219,7 +219,8 @@ def saturated(rollouts: int, ours: Played, peer: Played | None) -> list[Row]:
 
 
 def rows_at_steps(rollouts: int, ours: Played, bare: Played, shell_ms: float, *, judged: bool) -> list[Row]:
-    """Return the rows of runs at an H100's speed. Rates are those while all rollouts are in flight."""
+    """Return the rows of runs at an H100's speed, with goals if ``judged``. Rates are those while all rollouts are in
+    flight. ``shell_ms``: milliseconds of a command in a bare shell."""
     p50, p99 = (quantile(ours.tools, share) for share in (0.5, 0.99))
     mine, theirs = (1e3 * rollouts / one.cycle_ms for one in (ours, bare))
     crowd, at_steps = f"{rollouts} rollouts", "at an H100's steps"

@@ -88,7 +88,7 @@ async def peer_player(url: str) -> AsyncIterator[Player]:
 
         async def one(row: dict[str, Any]) -> list[float]:
             async with http.post(f"{url}/run", json=row) as response:
-                # On a busy machine the provider kills commands at its time limit. Their turns still count.
+                # On a busy machine the provider kills commands at its time limit; such turns still count.
                 if failed := _failed_commands(orjson.loads(await response.read())):
                     print(f"{PEER_AGENT}: {len(failed)} commands failed, such as {failed[0][-100:]!r}")
             return []

@@ -208,8 +208,9 @@ class Fleet:
 def best_hit_rate(trace: Trace, engines: int, router: Any) -> float:
     """Return the hit rate of engines that share one unlimited cache, where no routing decision can lose a prefix.
 
-    The value is not an upper bound if many prompts with a long common prefix arrive at once. Engines with room for all
-    prefill the prefix once per prompt, while a full engine lets requests wait, which then find the prefix cached.
+    The value is not an upper bound if many prompts with a long common prefix arrive at once. An engine with room
+    for all these prompts prefills the prefix once per prompt. In a full engine, later prompts wait, and then find the
+    prefix cached.
     """
     fleet = Fleet(trace, engines, router, capacity=10**12)
     for engine in fleet.engines[1:]:

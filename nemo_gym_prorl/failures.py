@@ -39,7 +39,7 @@ class FailureKind(StrEnum):
     """Types of failure: the failure kinds of NeMo Gym 0.7, and two of this package."""
 
     BAD_ROW = "bad_row"
-    """The row itself is wrong. Not one of Gym's failure kinds."""
+    """The row or another part of the request is wrong. Not one of Gym's failure kinds."""
     ENVIRONMENT_ERROR = "environment_error"
     """The environment's own code failed before the policy's first turn. Not one of Gym's failure kinds."""
 
@@ -72,7 +72,7 @@ class Origin(StrEnum):
     TASK = "task"
     """The task itself is broken, such as a row whose tests cannot run anywhere."""
     CALLER = "caller"
-    """The request was wrong, or the caller cancelled the rollout."""
+    """The request was wrong, or the rollout was cancelled."""
 
 
 class Stage(StrEnum):
@@ -184,7 +184,7 @@ class BudgetExceeded(RolloutError):
 
 
 class JobCancelled(RolloutError):
-    """The job was cancelled by its caller, by the caller's disconnection, or by a drain."""
+    """The job was cancelled by its caller, the caller's disconnection, or the shutdown of its service."""
 
     origin = Origin.CALLER
     default_kind = FailureKind.CANCELLED
@@ -203,8 +203,8 @@ _UNEXPECTED_KINDS = {
 }
 
 
-_TEXT_LIMIT = 8_000  # characters of a reason
-_TRACEBACK_LIMIT = 4_000  # characters
+_MAX_REASON_CHARS = 8_000  # a reason may quote a program's output
+_MAX_TRACEBACK_CHARS = 4_000  # the innermost frames show the bug
 _UNREACHABLE = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
 
 
@@ -287,7 +287,7 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
         return Failure(FailureKind.TRANSPORT_UNREACHABLE, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, ConnectionError):
         return Failure(FailureKind.TRANSPORT_PEER_DROP, Origin.INFRASTRUCTURE, stage, reason)
-    trace = clean_text("".join(traceback.format_exception(error)), _TRACEBACK_LIMIT, end=True)
+    trace = clean_text("".join(traceback.format_exception(error)), _MAX_TRACEBACK_CHARS, end=True)
     return Failure(unexpected, Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
 
 
@@ -346,7 +346,7 @@ def is_text(value: str) -> bool:
     return True
 
 
-def clean_text(text: Any, limit: int = _TEXT_LIMIT, *, end: bool = False) -> str:
+def clean_text(text: Any, limit: int = _MAX_REASON_CHARS, *, end: bool = False) -> str:
     """Convert a value into text that UTF-8 can encode, and cut the text to its first ``limit`` characters, or with
     ``end`` to its last. Text from file names and terminals may contain lone surrogates."""
     text = str(text).encode("utf-8", "backslashreplace").decode()

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of file systems, and bounded reads of untrusted files.
 
-Locks, Unix sockets and overlay mounts need a local file system. On a network file system they hang, fail, or have an
-effect on one machine only. Files on ``tmpfs`` and ``ramfs`` use up memory.
+Locks, Unix sockets and overlay mounts need a local file system: on a network file system they hang, fail, or affect
+one machine only. Files on ``tmpfs`` and ``ramfs`` use up memory.
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def parse_network(value: object) -> str | tuple[str, ...]:
-    """Parse a ``network`` field into one of :data:`MODES` or hosts; ``true`` means ``host``, ``false`` ``none``.
+    """Parse a ``network`` field into one of :data:`MODES` or hosts. ``true``: ``host``; ``false``, ``[]``: ``none``.
 
     Raises:
-        ValueError: the value is invalid; the message names the valid ones.
+        ValueError: the value is invalid; the message names the valid values.
     """
     if isinstance(value, bool):
         return HOST if value else NONE

@@ -113,7 +113,7 @@ class ProcessMark:
         return found
 
     async def wait_gone(self, timeout_s: float, spared: Container[int] = ()) -> dict[int, str]:
-        """Wait up to ``timeout_s`` seconds until no marked process lives; return the remaining ones by pid."""
+        """Wait up to ``timeout_s`` seconds until no marked process lives; return the remaining processes by pid."""
         deadline = time.monotonic() + timeout_s
         while True:
             left = await asyncio.to_thread(self.processes, spared)
@@ -124,7 +124,7 @@ class ProcessMark:
     async def kill(
         self, *, settle_s: float = SETTLE_S, kill_s: float = KILL_S, spared: Container[int] = ()
     ) -> dict[int, str]:
-        """Wait ``settle_s`` seconds for marked processes to end, then send SIGKILL for up to ``kill_s`` seconds.
+        """Wait up to ``settle_s`` seconds for marked processes to end, then send SIGKILL for up to ``kill_s`` seconds.
 
         Returns:
             Command lines by pid of the processes that still live; empty on success.
@@ -165,8 +165,8 @@ def _open_files(pid: int) -> set[str]:
 def reaper_command(
     mark: ProcessMark, command: list[str], python: str, scratch: Path, owners: Path | None = None
 ) -> list[str]:
-    """Return the command line that runs ``command`` under a reaper. The caller must start it with ``mark`` in its
-    environment.
+    """Return the command line that runs ``command`` under a reaper. The caller must start the command line
+    with ``mark`` in the environment.
 
     Args:
         mark: mark of the whole tree.

@@ -70,7 +70,6 @@ class Riddle:
 
     @property
     def question(self) -> str:
-        """Question to the policy."""
         return QUESTIONS[self.kind] % self.name
 
     @property

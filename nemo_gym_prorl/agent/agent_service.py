@@ -115,7 +115,7 @@ class AgentService:
         self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
 
     def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
-        """Return a context that also serves the application over TLS at ``tls_port``; empty without ``tls_port``.
+        """Return a context that also serves the application over TLS at ``tls_port``; a no-op without that setting.
 
         Raises:
             CallerError: on entering the context: the port is taken.

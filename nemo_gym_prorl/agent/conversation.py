@@ -135,15 +135,16 @@ class Conversation:
     Args:
         model: the model server.
         rollout_id: id of the attempt; each attempt samples its own tokens.
-        group: rollouts of a group share a prompt, so the server prefers one backend for the group.
+        group: group of the rollout, for which the server prefers one backend, since siblings share a prompt; ``None``
+            without a group.
         run: training run whose backends sample the rollout; ``None`` for the server's own backends.
 
     Attributes:
         weight_versions: after :meth:`fetch_tokens`, the labels of the weights that sampled the first and last token
             of each turn: ``{"turn": 0, "first": "step-7", "last": "step-8"}``; ``None`` for a backend without a label.
         log_probs: after :meth:`fetch_tokens`, the modes of the log-probs that the server reports.
-        token_in_rate: after :meth:`fetch_tokens`, the share of turns whose prompt continued tokens of the rollout, if
-            the server reports it.
+        token_in_rate: after :meth:`fetch_tokens`, the share of turns after the first whose prompt continued tokens of
+            the rollout; ``None`` if the server does not report the share.
     """
 
     def __init__(self, model: GymServer, rollout_id: str, group: str | None = None, run: str | None = None) -> None:

@@ -8,7 +8,7 @@
     EVAL   POST /verify
     end    POST /close_session                     if the server has the route (Gym ≥ 0.7, and this project's servers)
 
-The handler treats replies as Gym's ``simple_agent`` does, so rewards are equal. In addition it limits turns and
+The handler treats replies as Gym's ``simple_agent`` does, so rewards are equal. The handler also limits turns and
 tokens, ends a rollout at context overflow, keeps partial trajectories, and reports infrastructure errors as failures.
 
 Release is an extension that unmodified servers never see. A server whose answer to ``/seed_session`` has a
@@ -75,7 +75,7 @@ class GymContext:
         model: the first model server of the policy.
         further_models: more model servers of the policy; rollouts are spread over all of them (:meth:`model_of`).
         environment: the environment's name in the service.
-        config: the handler's configuration, an instance of its ``Config``.
+        config: the handler's configuration: an instance of its ``Config``, or a dict for a handler without ``Config``.
         limits: limits of the tool loop.
         on_timeout: policy for rollouts that exceed the RUN time budget.
         scores_groups_of: number of rollouts of a group that the resources server scores together.

@@ -6,7 +6,7 @@ Gym's command line can override every setting. Defaults of pipeline settings are
 :class:`~nemo_gym_prorl.rollout.settings.PipelineSettings`.
 
 A service has a default environment, described by the top-level settings, and the further environments in
-``environments``. Each installed plug-in that the configuration does not mention adds one, named like the plug-in.
+``environments``. Each installed plug-in that the configuration does not mention adds an environment of its name.
 
 Gym checks server references only at the top level of an agent's configuration. This module checks the references in
 ``environments`` when the server starts.
@@ -130,7 +130,8 @@ class ServiceConfig(PipelineSettings, EnvironmentSettings):
     """Private key file for ``tls_port``."""
 
     def of_environment(self, name: str) -> EnvironmentSettings:
-        """Return the settings of a further environment, with the service's values for unset settings."""
+        """Return the settings of a further environment, with the service's values for unset settings, except
+        ``handler_config`` if the environment sets ``handler``."""
         own = self.environments[name]
         explicit = {key: getattr(own, key) for key in EnvironmentSettings.model_fields if key in own.model_fields_set}
         inherited = {key: getattr(self, key) for key in EnvironmentSettings.model_fields}
@@ -311,8 +312,7 @@ class SeededSessionHandler(GymEnvironmentHandler):
     name = "seeded_session"
 
     async def init(self, job: Job) -> GymSession:
-        """Return the session that the caller's cookies identify; refuse a job that did not come by
-        ``/v1/responses``."""
+        """Return the session of the caller's cookies; refuse a job that did not come by ``/v1/responses``."""
         cookies = job.row.get(_COOKIES)
         if not isinstance(cookies, dict):
             raise CallerError("seeded_session is only available through POST /v1/responses", field="environment")
@@ -343,8 +343,7 @@ class SeededSessionHandler(GymEnvironmentHandler):
 
 
 def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
-    """Return the job for a call of ``/v1/responses``; raise a ``CallerError`` with the field for an invalid
-    request."""
+    """Return the job of a ``/v1/responses`` call; raise a ``CallerError`` with the field of an invalid request."""
     try:
         check_row({_PARAMS: params})
     except CallerError as error:

@@ -136,8 +136,8 @@ def has_tokens(response: Any) -> bool:
 
 
 def has_items(response: Any, trajectory: Trajectory) -> bool:
-    """Return whether a verifier's response is a dict that still has the trajectory's items with tokens, at their
-    indices."""
+    """Return whether a verifier's response is a dict with as many items as the trajectory, and with items of the same
+    type where the trajectory has tokens. Without tokens, any dict suffices."""
     if not isinstance(response, dict) or not trajectory.tokens:
         return isinstance(response, dict)
     sent, output = trajectory.response["output"], response.get("output")

@@ -75,8 +75,7 @@ class GymCheckpoint:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
-        """Deserialize a state from :meth:`pack`; raise ``ValueError``, ``KeyError`` or ``TypeError`` for damaged
-        bytes."""
+        """Deserialize a packed state; raise ``ValueError``, ``KeyError`` or ``TypeError`` for damaged bytes."""
         parts = orjson.loads(packed)
         batches = tuple(orjson.dumps(turns)[1:-1] for turns in parts["told"])
         turns = SavedTurns(batches, parts["began"], tuple(parts["answers"]), parts["waited_s"])

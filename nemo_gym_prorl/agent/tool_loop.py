@@ -8,7 +8,7 @@ Gym's agent turns every error into an observation, so an overloaded gateway or a
 - *429, 503*: the server refused the call before any work, so the loop retries the call a few times.
 - *502, 504, 520 to 530*: a gateway failed, possibly after the tool's work. Tool calls are not idempotent, so the
   attempt fails, and its sandbox is discarded.
-- *500*: a single one may be due to the arguments and is an observation. A tool that answers several calls in a row
+- *500*: a single answer may be due to the arguments and is an observation. A tool that answers several calls in a row
   with 500, from one rollout or from several, is broken, and the attempt fails.
 """
 

@@ -4,8 +4,8 @@
 
 ``gym env start`` may orphan servers when it is interrupted, and reports failures only in its output.
 
-Invariants: entering returns when every server answers. After leaving, no process of the deployment lives, or leaving
-raises. A server that dies raises an error with the log's tail; a supervised deployment restarts the server instead.
+Invariants: entering returns when every server answers. Leaving ends every process of the deployment, or raises an
+error. A server that dies raises an error with the log's tail; a supervised deployment restarts the server instead.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GymDeployment:
         policy_model_name: name of the model at the endpoint.
         policy_api_key: key of the endpoint, stored in a file that only the user can read while the deployment lives.
         private: more configuration for the key's file, since other users can read command lines.
-        overrides: more Hydra overrides; these win.
+        overrides: more Hydra overrides, which take precedence.
         work_dir: folder for logs and Gym's files. Default: a temporary folder, removed after a run without an error.
         python, cwd, folder, env, head_port: see :class:`GymCli`.
         supervised: restart servers that die, instead of ending the deployment; see :meth:`watch`.

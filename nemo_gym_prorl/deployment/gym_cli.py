@@ -47,7 +47,7 @@ def load_merged(paths: Iterable[str]) -> DictConfig:
 
     Raises:
         FileNotFoundError: a file does not exist.
-        OSError, YAMLError, OmegaConfBaseException: a file cannot be read.
+        OSError, YAMLError, OmegaConfBaseException: a file cannot be read, or is not a mapping.
     """
     files, names = [OmegaConf.create({})], [*map(str, paths)]
     for name in names:  # the loop appends the files' config_paths
@@ -74,7 +74,8 @@ def has_servers(folder: Path) -> bool:
 
 def link_roots(folder: Path, roots: Sequence[Path]) -> Path:
     """Recreate ``folder`` with symlinks to the servers and environments of all roots, for nemo-gym 0.4, which searches
-    a single root. If several roots have a name, the first wins. Other entries are linked from the first root only.
+    a single root. Of several entries with one name, the first root's wins. Entries of other kinds, such as files, are
+    linked from the first root only.
     """
     shutil.rmtree(folder, ignore_errors=True)
     kinds = (*SERVER_TYPES, "environments")
@@ -155,7 +156,7 @@ class GymCli:
             the checkout if this package runs from one (nemo-gym 0.4 searches only there), else ``work_dir``.
         folder: folder of a user's own servers and environments. Default: the current directory. Commands about servers
             run in a folder that links these servers and this project's.
-        env: more environment variables; these win.
+        env: more environment variables, which take precedence.
         head_port: port of Gym's head server. Default: a free port.
         server_python: returns the text of a program that starts servers in place of the interpreter, given the
             interpreter's path. Default: the interpreter starts them.

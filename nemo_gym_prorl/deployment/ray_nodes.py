@@ -38,7 +38,7 @@ RESOURCE = "prorl_node"
 
 POLL_S = 2.0  # seconds between two listings of Ray's nodes: short compared with the start of a deployment
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Bounds in seconds of the doubling backoff before a failed deployment is restarted."""
+"""Bounds, in seconds, of the doubling backoff before a deployment is restarted, so that failures cause little load."""
 LATE_S = 60.0  # seconds; an actor that starts later is reported, since Ray may have no free node for it
 _END_S = 30.0  # seconds for ending all deployments on shutdown; Ray then kills the actors
 
@@ -151,7 +151,7 @@ class RayNodes:
     def __init__(self, spec: NodeDeployment, say: Callable[[str], None], loops: BackgroundLoops) -> None:
         self._spec, self._say, self._loops = spec, say, loops
         self._shared = 0
-        self._awaited: dict[str, str] = {}  # by node name: what has not started yet
+        self._awaited: dict[str, str] = {}  # by node name, the part of the node that has not started
         self._changes: asyncio.Queue[NodeJoined | NodeLeft] = asyncio.Queue()
         self._supervised: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
+LONGEST_PAUSE_S = 30.0  # bounds of the doubling backoff, in seconds, so that a broken server causes little load
 STABLE_S = 60.0  # a server that ran this long did not fail at startup, so its backoff starts over
 END_S = 20.0  # seconds from SIGINT to SIGKILL; shorter than Gym's limit for the end of this program
 

@@ -125,7 +125,7 @@ def link_environments(
     for server in installation.server_folders(cwd):
         link = venvs / server.parent.name / server.name / ".venv"
         if not satisfies_requirements(server, version_of):
-            if link.is_symlink():  # from before an upgrade of the environment
+            if link.is_symlink():  # the environment satisfied the server before an upgrade
                 link.unlink(missing_ok=True)
         elif not (link.is_symlink() and link.readlink() == target):
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def link_environments(
             new_link = link.with_name(f".venv-{os.getpid()}")
             new_link.unlink(missing_ok=True)
             new_link.symlink_to(target)
-            with contextlib.suppress(IsADirectoryError):  # keep an environment that Gym has built
+            with contextlib.suppress(IsADirectoryError):  # a folder is an environment that Gym has built: keep it
                 new_link.replace(link)
             new_link.unlink(missing_ok=True)
 

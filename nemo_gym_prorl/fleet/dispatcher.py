@@ -141,7 +141,7 @@ class FleetDispatcher:
         self._sized: dict[str, asyncio.Event] = {}
         """Per node, set once its size is known."""
         self._change: NodeJoined | NodeLeft | None = None
-        """Change of the node source that is being applied; applied again if that raises."""
+        """Change of the node source that is being applied; after an exception, the next pass applies it again."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -232,7 +232,7 @@ class FleetDispatcher:
             self._wait(rollout, waiting)
 
     def cancel(self, rollout: str) -> None:
-        """Cancel a rollout. Its result is reported once its sandbox is released."""
+        """Cancel a rollout. Its result is reported once its sandbox is released, or once the rollout is lost."""
         if rollout in self._waiting:
             waiting = self._no_longer_waits(rollout)
             self._queue.remove(rollout, waiting.client, waiting.priority, "")
@@ -290,8 +290,6 @@ class FleetDispatcher:
             raise CallerError(f"no node {node!r}; known nodes: {known}", field="node")
         (self._drained.add if drained else self._drained.discard)(node)
         self._usable(node)
-
-    # -- nodes ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         if self._change is not None:
@@ -387,8 +385,6 @@ class FleetDispatcher:
         if (forwarder := self._forwarders.get(node)) is not None:
             self.placement.use(node, not forwarder.away and node not in self._drained and node in self.statuses)
             self._go_on()
-
-    # -- rollouts ------------------------------------------------------------------------------------------------
 
     def _wait(self, rollout: str, waiting: _WaitingJob) -> None:
         self._waiting[rollout] = waiting

@@ -3,14 +3,15 @@
 """Forwarder of rollouts to one service, with exactly one result for each: an outcome, or a :class:`LossReason`.
 
 A service may be unreachable for a while, drop connections, or restart without its memory. So each rollout has a task
-that runs until the result is known: submit (idempotent by id), wait for a notification, fetch, and resubmit a rollout
-that the service does not know. Notifications come from the service's log of outcomes. Whenever the log restarts, all
-tasks fetch, since outcomes may have been missed.
+that runs until the result is known. The task submits the rollout (idempotent by id), waits for a notification from the
+service's log of outcomes, and fetches the result. All tasks fetch when the log restarts or cannot be read. If the
+service does not know the rollout, the task submits the rollout again, or with ``patient`` reports a loss.
 
 The service's event stream reports the progress of rollouts, for placement; events may be missed.
 
-A cancelled rollout ends only when the service confirms the cancellation, or does not know the rollout while no
-submission is in flight. A submission that was sent is never abandoned before its answer.
+A rollout counts as cancelled only when the service confirms, or does not know the rollout while no submission is in
+flight. A rollout of an unreachable service may be given up before; its id is cancelled when the service is back. A
+submission that was sent is never abandoned before its answer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class LossReason(StrEnum):
     """Why a rollout has no outcome."""
 
     REFUSED = "refused"
-    """The service refused the row."""
+    """The service refused the row, or the row cannot be written as JSON."""
     TAKEN = "taken"
     """The id belongs to another rollout."""
     FORGOTTEN = "forgotten"
@@ -64,7 +65,7 @@ class LossReason(StrEnum):
     CANCELLED = "cancelled"
     """The rollout was cancelled before it started."""
     AWAY = "away"
-    """The service was unreachable for too long, and another service is available."""
+    """The service left, lost the rollout at a restart, or was unreachable for too long while another was available."""
     UNTAKEN = "untaken"
     """The service accepts no new rollouts, and another service does."""
     UNFORKABLE = "unforkable"
@@ -190,9 +191,9 @@ class JobForwarder:
             self._settle(it, LossReason.AWAY, why)
 
     def record_probe(self, error: BaseException | None) -> None:
-        """Record the result of a health probe made by another component; ``None`` for a success. A failed probe
-        reports the rollouts as lost whose calls have failed for more than :data:`GIVE_UP_S`, if another service can
-        run them. Calls to a hung or partitioned machine would wait for ever, since their TCP connections stay open."""
+        """Record the result of a health probe made by another component; ``None`` for a success. After a failed probe,
+        rollouts whose calls have failed for more than :data:`GIVE_UP_S` are reported as lost, if another service can
+        run them. Calls to a hung or partitioned machine would wait for ever, since TCP connections stay open."""
         if error is None:
             self._is_back()
             return
@@ -208,7 +209,7 @@ class JobForwarder:
         self._spawn(self._forward(forwarded))
 
     def cancel(self, rollout: str) -> None:
-        """Cancel a rollout. Its result is reported once its sandbox is released."""
+        """Cancel a rollout. Its result is reported once its sandbox is released, or once the rollout is lost."""
         if forwarded := self._jobs.get(rollout):
             self._cancel(forwarded)
 
@@ -246,8 +247,6 @@ class JobForwarder:
                 reason = f"{self.client.url} has no result of rollout {rollout!r}"
                 raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST)
             return job
-
-    # -- one rollout ---------------------------------------------------------------------------------------------
 
     async def _forward(self, it: _ForwardedJob) -> None:
         while await self._accepted(it) and not await self._settled(it):
@@ -368,8 +367,6 @@ class JobForwarder:
         if it.sent:
             self._orphaned_ids.add(it.id)
         return self._settle(it, LossReason.AWAY, f"{self.client.url} does not answer")
-
-    # -- all rollouts --------------------------------------------------------------------------------------------
 
     async def _cancelled(self, rollout: str) -> JobView | None:
         """Cancel a rollout, in one request with others; return the rollout without its result, or ``None`` if the

@@ -73,7 +73,7 @@ _STATE_ORDER = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState
 
 
 class NoNodes(Draining):
-    """The fleet is starting: no node has reported its environments yet."""
+    """No node has reported its environments yet, as while the fleet starts, or no node answers."""
 
     problem = "no-nodes"
     retry_after_s = 5
@@ -113,7 +113,7 @@ class FleetGateway(RolloutService):
     ) -> None:
         super().__init__(settings, journal=journal, loops=loops)
         self.lost_nodes = 0
-        """Number of tries that were lost with their node."""
+        """Number of tries without a usable outcome, for example because their node was lost."""
         self.dispatcher = FleetDispatcher(
             nodes,
             tokens=TokenForm.PACKED,
@@ -155,8 +155,6 @@ class FleetGateway(RolloutService):
         await self._settle()
         for done in self._done.values():
             done.set_result(None)  # wake waiters for jobs that have no outcome
-
-    # -- callers -------------------------------------------------------------------------------------------------
 
     def _environments_now(self) -> Environments:
         if self._environments is None:
@@ -248,8 +246,6 @@ class FleetGateway(RolloutService):
         view.journal = self.store.journal_error
         return view
 
-    # -- reports of nodes ----------------------------------------------------------------------------------------
-
     def _surveyed(self, node: str) -> None:
         """Update the environments from a node's latest status: all nodes of a fleet run the same environments."""
         self._shares = self._shares or self.dispatcher.statuses[node].checkpoint_folder is not None
@@ -333,7 +329,7 @@ class FleetGateway(RolloutService):
             self._again(job, [], why)
 
     def _again(self, job: Job, failures: list[Failure], why: str) -> None:
-        """Start the next try of a job whose node is lost or lost the job; after the last allowed try, fail the job."""
+        """Start the next try of a job whose try gave no usable outcome; after the last allowed try, fail the job."""
         self.lost_nodes += 1
         failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, why)
         job.failures += [*failures, failure]
@@ -345,7 +341,7 @@ class FleetGateway(RolloutService):
         self._run(job)
 
     def _advance(self, job: Job, state: JobState) -> None:
-        """Move the job to a state, through all states between that were not reported."""
+        """Move the job to a state, through the states in between, which the node may not have reported."""
         if state is JobState.QUEUED and job.state is not JobState.QUEUED:
             self._move(job, JobState.QUEUED)
             return
@@ -432,7 +428,7 @@ def gateway_app(gateway: FleetGateway, *, key: str | None, clients: Path | None 
 
     @router.get("/server_instances", tags=["service"], responses=problem_responses())
     async def server_instances(request: Request) -> list[dict[str, str]]:
-        """Return the instances in the form of Gym's head server: only this gateway, at the caller's address for it."""
+        """Return only this gateway, in the form of Gym's head server, at the address that the request used."""
         url = str(request.base_url).rstrip("/")
         return [{"process_name": "fleet", "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
 

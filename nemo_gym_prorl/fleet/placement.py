@@ -98,7 +98,7 @@ class Capacity:
 
     Attributes:
         run: slots of RUN.
-        window: slots of INIT, READY and RUN; 0 for a draining node.
+        window: slots of INIT, READY and RUN; 0 for a node that takes no new rollouts.
     """
 
     run: int
@@ -224,8 +224,7 @@ class Placement:
         return min(able, key=lambda it: (it[1].load / (it[1].capacity.run if it[1].capacity else 1), it[1].number))[0]
 
     def put(self, rollout: str, node: str, group: str | None = None, image: str | None = None) -> None:
-        """Record that a rollout is at a node, which thereby becomes the node of ``group`` and a node with
-        ``image``."""
+        """Record that a rollout is at a node, which becomes the node of ``group`` and a node with ``image``."""
         self._placed[rollout] = _Placed(node, group)
         if group is not None:
             self._members[group] += 1

@@ -145,7 +145,6 @@ def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | N
 
 
 def _protect(folder: Path) -> None:
-    """Make the bundle readable for every user, and its files read-only."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() else 0o555 if _is_program(path) else 0o444)

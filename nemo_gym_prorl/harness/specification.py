@@ -7,7 +7,7 @@ named by path. Texts may contain placeholders, which :meth:`Harness.launch` fill
 
     {prompt}    task of the row          {model}   name of the model
     {base_url}  policy's URL with /v1    {key}     key of the policy; a dummy, since the proxy adds the real one
-    {origin}    the same without /v1     {home}    HOME of the program
+    {origin}    policy's URL, no /v1     {home}    HOME of the program
     {bundle}    folder of the bundle     {context} context window in tokens
     {cpu}       x64 or arm64             {machine} x86_64 or aarch64
     {musl}      ``-musl`` in a bundle for musl, else empty
@@ -103,7 +103,7 @@ class Harness(_Table):
             itself.
         env: environment variables besides HOME.
         files: text of files by path, written before the start; ``~`` at the beginning is the program's HOME.
-        exit_codes: finish reasons by exit code; other codes give :data:`HARNESS_EXIT`.
+        exit_codes: finish reasons by exit code; :data:`HARNESS_EXIT` for other codes.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]

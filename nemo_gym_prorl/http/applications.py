@@ -164,7 +164,7 @@ class DirectRoutes:
 
 
 def wrap_outermost(app: FastAPI, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
-    """Wrap the application outside all of its middlewares, later ones included."""
+    """Wrap an application outside all of its middlewares, including middlewares that are added later."""
     build_stack = app.build_middleware_stack
     app.build_middleware_stack = lambda: wrap(build_stack())  # type: ignore[method-assign]
 

@@ -29,7 +29,7 @@ from nemo_gym_prorl.http.problem_document import Problem
 
 
 _IDLE_S = 15.0
-"""Seconds for which an idle connection is reused; Gym's servers keep connections for 30."""
+"""Seconds for which an idle connection is reused; Gym's servers keep idle connections for 30 s."""
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
 
 

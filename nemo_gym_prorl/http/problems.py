@@ -137,7 +137,7 @@ class ProblemRoute(APIRoute):
 
 
 async def no_other_parameters(request: Request) -> None:
-    """FastAPI dependency that refuses unknown query parameters, and a body of a ``DELETE`` request without one.
+    """FastAPI dependency that refuses unknown query parameters, and a body for a ``DELETE`` route that reads none.
 
     A misspelt filter would otherwise be ignored, and the request would affect other rollouts than intended.
 

@@ -69,8 +69,7 @@ class Row(BaseModel):
 
 
 def as_submitted(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a row. A row from Gym's failures file is restored to its submitted form, without verdict,
-    failure fields and mask."""
+    """Return a copy of a row; for a row of Gym's failures file, without the verdict, failure fields and mask."""
     if FAILURE_CLASS not in row:
         return dict(row)
     bare = {name: value for name, value in unmasked(row).items() if name not in _FAILURE_FIELDS}
@@ -213,7 +212,7 @@ def row_digest(row: Mapping[str, Any]) -> bytes:
 
 
 def compact_json_bytes(value: Any) -> bytes:
-    """Return JSON in memory of its own length: orjson 3.13 keeps a buffer of up to ten times the output's length.
+    """Return JSON as bytes without spare memory: orjson 3.13 keeps a buffer of up to ten times the output's length.
 
     Raises:
         TypeError: the value cannot be written as JSON.
@@ -227,8 +226,8 @@ NO_TOKENS = b"[]"
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """Tokens of one turn. The prompt is the first ``kept`` tokens of the previous sampled turn, that turn's own tokens
-    included, followed by ``observed``.
+    """Tokens of one turn. The prompt is the first ``kept`` tokens of the previous sampled turn (prompt and sampled
+    tokens), followed by ``observed``.
 
     Attributes:
         item: index of the output item with the turn's tokens.

@@ -93,8 +93,7 @@ class ReportsUnreachable(Protocol):
 
 @runtime_checkable
 class HandlesTimeouts(Protocol):
-    """Optional capability of a handler: decide about rollouts that exceed the RUN budget, which otherwise fail as
-    ``agent_timeout``."""
+    """Optional capability of a handler: decide about rollouts beyond RUN's budget (default: ``agent_timeout``)."""
 
     def timed_out(self, job: Job, session: Any) -> Trajectory | Verdict | None:
         """Return a trajectory to score, a verdict that needs no scoring, or ``None`` to fail the rollout. Called
@@ -227,7 +226,7 @@ class Environment:
         share: share of sandboxes and slots while rows of several environments wait, relative to the other shares.
         scores_groups_of: number of a group's rollouts that the verifier scores together; 1 if each is scored alone.
         checkpoint_turns: number of turns between checkpoints; ``None`` for no checkpoints.
-        tool_errors: error answers of tools by HTTP status; counted by the handler.
+        tool_errors: number of error answers of tools by HTTP status; counted by the handler.
     """
 
     name: str
@@ -272,8 +271,7 @@ class Environments:
 
     @classmethod
     def of(cls, handler: AgentHandler) -> Environments:
-        """Return the environments of a service with one handler: one environment, named after the handler, for all
-        rows."""
+        """Return a single environment for all rows, named like its handler ``handler``."""
         return cls([Environment(handler.name, handler.name, lambda: handler)], handler.name)
 
     @property

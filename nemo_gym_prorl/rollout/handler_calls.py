@@ -62,7 +62,7 @@ from nemo_gym_prorl.rollout.storage.checkpoints import SharedCheckpoints, restar
 LOGGER = logging.getLogger(__name__)
 
 QUERY_TIMEOUT_S = 5.0
-"""Seconds that a handler may take to answer a query."""
+"""Seconds that a handler may take to answer a query; bounds how late a budget ends or an outage is noticed."""
 
 
 class HandlerCalls:
@@ -122,7 +122,7 @@ class HandlerCalls:
 
         Raises:
             InfrastructureError: the task was cancelled by the handler itself.
-            Exception: any exception of the task; one that is no ``Exception`` as ``RuntimeError``.
+            Exception: any exception of the task; a ``RuntimeError`` in place of, for example, a ``SystemExit``.
         """
         if task.cancelled():
             raise InfrastructureError(
@@ -281,7 +281,6 @@ class HandlerCalls:
 
 
 def _outcome_defect(outcome: Any) -> str | None:
-    """Return what is wrong with the result of ``on_failure``; ``None`` if the result is valid."""
     if not isinstance(outcome, Outcome):
         return f"returned {_short(outcome)}, not an Outcome"
     if not isinstance(outcome.state, JobState) or outcome.state not in FAILED_STATES:
@@ -300,7 +299,7 @@ def _outcome_defect(outcome: Any) -> str | None:
 
 
 def _well_formed(failure: Failure) -> bool:
-    """Return whether the failure's fields have their declared types; listings and event streams contain the fields."""
+    """Return whether a handler's failure has fields of the declared types, as listings and event streams need."""
     trace, server = failure.traceback, failure.server
     return (
         isinstance(failure.kind, FailureKind)
@@ -448,7 +447,7 @@ class Attempt:
                 left = _MIN_EXTENSION_S
 
     def _release_late_session(self, task: asyncio.Task[Any]) -> None:
-        """Release the session that an abandoned INIT returned late; log an error of an abandoned stage."""
+        """Release the session that an abandoned INIT returned late; log the exception of an abandoned stage."""
         if task.cancelled():
             return
         if task.exception() is not None:

@@ -54,7 +54,7 @@ _BOOKKEEPING = 4_096
 """Estimated bytes of a job besides its row, result and failures."""
 
 _MAX_COUNT = 2**63 - 1
-"""Largest integer that all JSON readers accept."""
+"""Largest signed 64-bit integer, so that clients can store every count."""
 
 _TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 FAILED_STATES = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
@@ -105,7 +105,7 @@ class Progress:
             ``{"turn": 0, "first": …, "last": …}``.
         steps: per turn, its timing (:class:`~.turn_records.TurnTiming`).
         log_probs: modes of the turns' log-probs, if the model server reports them.
-        token_in_rate: share of turns whose prompt continued tokens of the rollout, if the model server reports it.
+        token_in_rate: share of turns after the first whose prompt continued the rollout's tokens; ``None`` if unknown.
         harness: report of the program that took the policy's turns; empty without a program.
     """
 
@@ -188,7 +188,7 @@ class Outcome:
         result: the body as an object, or as JSON bytes of an object.
         reward: reward of a scored job.
         failure: failure of a job that was not scored.
-        masked: mask of the verdict (:func:`~.gym_rows.masked`).
+        masked: whether the verdict has a mask (:func:`~.gym_rows.is_masked`).
 
     Raises:
         TypeError: the result cannot be written as JSON, for example because of a lone surrogate.
@@ -279,7 +279,7 @@ class CheckpointRecorder(Protocol):
     """Interface by which jobs use the checkpoint store."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Write a new checkpoint of a job and let the job hold it; return once other services can find it."""
+        """Let a job hold a new checkpoint; write it to the shared folder, if any. A failed write is only logged."""
         ...
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
@@ -311,13 +311,13 @@ class Job:
             different scopes are distinct.
         run: training run whose backends sample the job; ``None`` for the model server's own backends.
         priority: jobs with a higher priority go first, in every queue.
-        max_attempts: tries of INIT and RUN together, and of EVAL.
+        max_attempts: maximum number of tries of INIT and RUN together, and of EVAL for one trajectory.
         submitted_at: wall-clock time, seconds since the epoch.
         session: session that INIT acquired, until release.
         trajectory: result of RUN. A handler sets the trajectory early and fills it, so that an interrupted rollout
             keeps its samples.
         number: position in the order of submission; set by the store.
-        member: index in its cohort while the cohort is scored; ``None`` without a cohort.
+        member: cohort of the job, and index in the cohort, while the cohort is scored; else ``None``.
         attached: whether the caller waits on a connection and takes the result; no other caller can join.
         delivered: whether the attached caller took the answer, so that the id is free again.
         tokens: tokens of a job with its outcome, as JSON (:func:`~.gym_rows.pack_turns`).
@@ -387,7 +387,7 @@ class Job:
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     async def keep_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Store a checkpoint that a handler has taken; return once other services can find the checkpoint."""
+        """Store a checkpoint that a handler has taken, best-effort also in the folder that services share."""
         assert self.checkpoint_store is not None, "the pipeline keeps them"
         await self.checkpoint_store.keep(self, checkpoint)
 
@@ -448,8 +448,7 @@ class Job:
         return result
 
     def move(self, state: JobState) -> None:
-        """Move the job to another state; raise :class:`IllegalTransition` if :data:`TRANSITIONS` does not allow
-        this."""
+        """Move the job to another state; raise :class:`IllegalTransition` unless :data:`TRANSITIONS` allows this."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"job {self.id}: {self.state} -> {state}")
         self.state = state

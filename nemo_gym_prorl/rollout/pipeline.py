@@ -6,7 +6,7 @@ Slots are counters in :class:`~.scheduler.StageScheduler`, not worker tasks, so 
 service. Each :class:`~.scheduler.Start` becomes one task that always frees its slot. Faults of handlers are contained:
 
 - A handler raises or returns an invalid value: the attempt fails, and infrastructure failures are retried.
-- A server of the environment is down: its rollouts wait until the server answers, and the attempt is not counted.
+- A server of the environment is down: its rollouts wait for up to ``unreachable_s``, and the attempt does not count.
 - A stage exceeds its budget: the stage is cancelled. Waiting for a backend is not charged to RUN.
 - A stage ignores cancellation: after a grace period the call is abandoned and counted, and its slot is freed. A
   session that the abandoned call returns later is released.
@@ -170,8 +170,6 @@ class Pipeline(RolloutService):
             was = replace(was, parents=(job.forked_from["id"],), turn=job.forked_from["turn"], client=None)
         return replace(was, tries=(job.id, *was.tries))
 
-    # -- callers -------------------------------------------------------------------------------------------------
-
     def _environments_now(self) -> Environments:
         return self.environments
 
@@ -252,8 +250,8 @@ class Pipeline(RolloutService):
         )
 
     async def close(self) -> None:
-        """Cancel every job, and return once all have their outcome; with a journal, the next process recovers the
-        cancelled jobs. Bounded by the grace period and the time limit of a release."""
+        """Cancel every job, and return once all have ended. With a journal, jobs without an attached caller get no
+        outcome, and the next process recovers these jobs. Bounded by the grace period and the limit of a release."""
         self.draining = self._closing = True
         if self.store.journal is not None:
             self.store.journal.stop_trying()
@@ -261,8 +259,6 @@ class Pipeline(RolloutService):
             self.request_cancel(job, shutting_down())
         await self._outages.close()
         await self._settle()
-
-    # -- stages --------------------------------------------------------------------------------------------------
 
     def _execute(self, starts: list[Start]) -> None:
         for start in starts:
@@ -300,7 +296,7 @@ class Pipeline(RolloutService):
         value: Any = None
         try:
             value = await attempt.run()
-        except Exception as caught:  # any error of a handler; classified below
+        except Exception as caught:
             raised = caught
         error = raised
         control.attempt = None
@@ -463,8 +459,6 @@ class Pipeline(RolloutService):
             await self._release(job)
         await self._finish_failed(job, failure, None)
         self._execute(self.scheduler.remove(job.id))
-
-    # -- outcomes ------------------------------------------------------------------------------------------------
 
     async def _finish_failed(self, job: Job, failure: Failure, stage: Stage | None) -> None:
         """Cancel scoring that an earlier attempt may have left running, then record the failure."""

@@ -54,7 +54,7 @@ class JobConflict(CallerError):
 
 
 class NotOwner(CallerError):
-    """The job or client name belongs to another client."""
+    """The job or client name belongs to another client, or only administrators may set the field."""
 
     http_status = 403
     problem = "not-yours"
@@ -68,7 +68,7 @@ class NoCheckpoint(CallerError):
 
 
 class CheckpointsForgotten(CallerError):
-    """The rollout has ended and its checkpoints are erased, so it cannot be forked."""
+    """The rollout has ended without checkpoints, or they are erased, so it cannot be forked."""
 
     http_status = 410
     problem = "checkpoints-forgotten"

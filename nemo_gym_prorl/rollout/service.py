@@ -110,7 +110,7 @@ class RolloutService(ABC):
             requests: options of each fork.
 
         Raises:
-            QueueFull, JobConflict, RolloutForgotten, Draining: no job was started.
+            QueueFull, JobConflict, RolloutForgotten, Draining: a fork is refused; forks accepted before are cancelled.
             NoCheckpoint: the parent has no checkpoint after that turn.
             CallerError: the environment or this service takes no checkpoints.
         """
@@ -124,10 +124,9 @@ class RolloutService(ABC):
         """Return counts per stage, pool and state."""
 
     def share(self, clients: Mapping[str, float]) -> None:
-        """Set the clients' relative shares of slots and limits; all other clients together have a share of 1."""
+        """Set the clients' relative shares of slots and limits. Every other client has one share of slots; all other
+        clients together have one share of limits."""
         self.store.shares = clients
-
-    # -- accepting jobs ------------------------------------------------------------------------------------------
 
     async def accept(self, request: JobRequest, *, bounded: bool = True) -> Job:
         """Submit a job, and return once the job is on disk, if there is a journal; idempotent like :meth:`submit`.
@@ -294,8 +293,6 @@ class RolloutService(ABC):
         if job.attached:
             self._answers[job] = asyncio.get_running_loop().create_future()
 
-    # -- waiting and cancelling ----------------------------------------------------------------------------------
-
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome, by default without limit; return ``False`` if ``timeout`` seconds passed first."""
         done = self.done(job)
@@ -339,8 +336,6 @@ class RolloutService(ABC):
         """Accept jobs again after a drain."""
         self.draining = False
 
-    # -- ending jobs ---------------------------------------------------------------------------------------------
-
     def _finish(self, job: Job, outcome: Outcome) -> None:
         """End a job that no stage works on. Waiters are notified once the outcome is on disk."""
         job.pack()
@@ -350,7 +345,7 @@ class RolloutService(ABC):
             self._spawn(self._end_on_disk(job, outcome, time.time()))
 
     async def _end_on_disk(self, job: Job, outcome: Outcome, at: float) -> None:
-        if job.attached:  # its answer is not in the journal, so it need not wait for the disk
+        if job.attached:  # the journal keeps no answer of an attached job, so the caller need not wait
             self._answer(job, outcome)
         if await self.store.persist_outcome(job, outcome, at):
             self._end(job, outcome, at)
@@ -378,8 +373,6 @@ class RolloutService(ABC):
         was = job.state
         job.move(state)
         self.store.record(job, time.time(), was)
-
-    # -- background tasks ----------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)

@@ -185,7 +185,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             path: turn_route(ProgramCalls(self._runtime, answer), SESSION_ID_KEY) for path, answer in turns.items()
         }
         routes["/v1/messages/count_tokens"] = turn_route(self._on_count_tokens, SESSION_ID_KEY)
-        session = self.get_session_middleware_key()  # Gym uses one text as the cookie's name and its signing key
+        session = self.get_session_middleware_key()
 
         def around(route: ASGIApp) -> ASGIApp:
             return SessionMiddleware(CancelOnDisconnect(route), secret_key=session, session_cookie=session)
@@ -203,7 +203,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         """Return whether Gym's application records model calls, for which it needs each request's whole URL.
 
         Raises:
-            CallerError: Gym is configured to read token ids that engines stage elsewhere, which these engines do not.
+            CallerError: Gym expects the engines to stage token ids in external storage, which engines here do not.
         """
         if not hasattr(base_responses_api_model, "install_model_call_capture"):
             return False  # this version of Gym records no calls
@@ -242,7 +242,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
         if isinstance(answer, StreamingResponse):
-            # The whole response is needed: a repeated request gets the same one.
+            # The whole response is stored, since a repeated request gets the same response.
             events = [str(event) async for event in answer.body_iterator]
             answer = Response("".join(events), media_type=answer.media_type)
         if isinstance(answer, Response):

@@ -88,7 +88,7 @@ class _UnexpectedErrors:
 
 
 class ServerConfig(BaseModel):
-    """Mixin for a server's configuration, to be listed after Gym's class. Unlike Gym's class, refuses unknown keys."""
+    """Mixin for a server's configuration, listed after Gym's class. Refuses unknown keys, except ``ignored_keys``."""
 
     model_config = ConfigDict(extra="forbid")
 

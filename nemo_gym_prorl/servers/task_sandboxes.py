@@ -128,7 +128,7 @@ class SandboxWithSessions(StartedSandbox):
         return has_room
 
     async def egress(self) -> list[dict[str, Any]]:
-        """Return the hosts that programs in the sandbox have requested from the egress proxy."""
+        """Return one object for each host that programs in the sandbox have requested from the egress proxy."""
         hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
         return hosts
 
@@ -362,7 +362,7 @@ _PROBE_TIMEOUT_S = 30.0  # enough to start a shell on a loaded machine
 
 
 class Launcher(Protocol):
-    """Agent program whose command depends on the sandbox: policy's URL and key, time limit, command."""
+    """Agent program whose command depends on the sandbox; ``url`` and ``key`` are those of the rollout's policy."""
 
     url: str
     key: str
@@ -382,7 +382,7 @@ async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launc
         ended the program, also ``killed``: the signal's name and the limits that the sandbox has reached.
 
     Raises:
-        CallerError: the session has no sandbox for programs, or the program cannot be made from the row.
+        CallerError: the session has no sandbox for programs, or the row does not fit the program.
         AgentError: the program exceeded a limit of its sandbox.
         InfrastructureError: the sandbox failed, or the machine ran out of memory and killed a process.
     """
@@ -399,7 +399,7 @@ async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launc
         done = await tools.run_script(script, timeout_s=launcher.timeout_s)
         seconds = round(time.monotonic() - start, 3)
     finally:
-        with suppress(RolloutError):  # the end of the sandbox ends the access, too
+        with suppress(RolloutError):  # if the sandbox has ended, no call is possible anyway
             await sandbox.close_policy()
     if done.error_type == "sandbox":
         raise InfrastructureError(f"the program did not run: {done.stderr}", kind=FailureKind.SESSION_LOST)

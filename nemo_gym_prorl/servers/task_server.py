@@ -418,7 +418,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
 
 def _bundle_binds(harness: str | None) -> list[str] | None:
-    """Return the binds of a harness's bundles, one per C library: that of the image is unknown before the start.
+    """Return the binds of a harness's bundles, one per C library, since the image's is unknown before the start.
 
     Args:
         harness: the harness's URL-quoted name; empty if the harness has no bundle, ``None`` if no program runs.

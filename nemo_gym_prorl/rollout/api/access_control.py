@@ -43,7 +43,7 @@ LOGGER = logging.getLogger(__name__)
 ALL_BUT_ADMIN = (Scope.SUBMIT, Scope.READ, Scope.CANCEL)
 
 _RELOAD_INTERVAL_S = 1.0
-"""Least time in seconds between two checks for a change of the keys file."""
+"""Seconds between two checks of the keys file for a change; a revoked key stays valid for at most this time."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -108,7 +108,7 @@ def read_clients(path: Path) -> Clients:
 
 def write_clients(path: Path, clients: Clients) -> None:
     """Replace the keys file, or the target of its symlink, atomically and readable only by this user."""
-    path = path.resolve()  # replace the target of a symlink, not the symlink
+    path = path.resolve()
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -125,7 +125,7 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """Return the hash of a key as it is stored in the file."""
+    """Return the hash of a key in the form of the keys file: ``sha256:`` and hexadecimal digits."""
     return f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
@@ -235,7 +235,7 @@ ROUTES = MappingProxyType(
         ),
     }
 )
-"""Required scope by method and route. All other routes require ``admin``."""
+"""Required scope by method and route. Other routes require ``admin``, except ``/healthz``, which needs no key."""
 
 
 def is_own(caller: Caller, one: Job | Transition) -> bool:

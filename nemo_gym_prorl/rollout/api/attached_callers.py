@@ -38,7 +38,7 @@ class CallerGone(HTTPException):
 
 
 _DISCONNECT_NOTICE_S = 0.5
-"""Seconds to wait for the disconnect of a caller that posts again: its other connection has just been closed."""
+"""Longest wait, in seconds, until the server notices that a repeated post's earlier connection is closed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class _AttachedCall:
     callers: int = 0
     give_up_timer: asyncio.TimerHandle | None = None
     answer: bytes | Exception | None = None
-    """Answer for all connected callers, or the error of making it."""
+    """Answer for all connected callers, or the exception of ``render``; ``None`` until rendered."""
 
 
 def row_key(row: dict[str, Any], body: bytes) -> bytes | None:

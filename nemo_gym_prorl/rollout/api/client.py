@@ -56,7 +56,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WA
 cancellation. Without a limit, a connection to a machine without power would block until the machine is back."""
 
 _KEEP_ALIVE_S = 3.0
-"""Seconds for which an idle connection is reused: servers close theirs after 5 s, which may cross with a request."""
+"""Seconds for which an idle connection is reused; servers close theirs after 5 s, perhaps as a request arrives."""
 _STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
 """Read timeout of the event stream (the server sends a heartbeat every 15 s)."""
 
@@ -125,7 +125,7 @@ class RolloutClient:
 
         Raises:
             ApiError: no checkpoint after that turn (409, 410), an environment without checkpoints (422), or another
-                refusal. No fork was started.
+                refusal. Forks that were accepted before the refused one are cancelled.
         """
         query = {"turn": turn, "n": n}
         return (await self._call(ForkAnswer, "POST", f"{_path(rollout_id)}/fork", options, query)).rollouts
@@ -137,8 +137,8 @@ class RolloutClient:
         return job
 
     async def get(self, rollout_id: str, wait: float = 0.0, tokens: TokenForm = TokenForm.ITEMS) -> JobView:
-        """Return the rollout once it has its outcome, or after ``wait`` seconds (at most 60; 0 for now). ``tokens``
-        selects the form of the rollout's tokens."""
+        """Return the rollout once it has its outcome, or after ``wait`` seconds, at most 60. ``tokens`` is the form of
+        the rollout's tokens."""
         query = {"wait": wait, "tokens": tokens.value}
         return await self._call(JobView, "GET", _path(rollout_id), query=query)
 
@@ -174,7 +174,7 @@ class RolloutClient:
         self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
     ) -> Listing:
         """Return up to ``limit`` ended rollouts behind the cursor ``after``, in order of their end; if there are none,
-        wait up to ``wait`` seconds. ``results``: whether with results."""
+        wait up to ``wait`` seconds. ``results`` adds each rollout's result."""
         query = {"after": after, "group": group, "wait": wait, "results": str(results).lower(), "limit": limit}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
@@ -282,12 +282,11 @@ class RolloutClient:
 
 
 def _path(rollout_id: str) -> str:
-    """Return the URL path of a rollout. The id may be any printable text, so the path has it percent-encoded."""
     return f"/v1/rollouts/{quote(rollout_id, safe='')}"
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Return the seconds, within bounds, that a ``Retry-After`` of seconds or a date asks for; ``None`` if invalid."""
+    """Return the bounded seconds of a ``Retry-After`` (seconds or a date); ``None`` if missing or invalid."""
     if header is None:
         return None
     try:

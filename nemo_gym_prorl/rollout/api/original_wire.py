@@ -7,7 +7,7 @@ jobs run in the same pipeline as all others. Differences, where the original los
 
 - ``/process`` of a cancelled job answers with the partial messages.
 - An unknown job gets 404 rather than 200, and errors keep their status.
-- A second ``/process`` with the ``job_id`` of a running job joins that job; later the ``job_id`` is a new job.
+- A second ``/process`` with the ``job_id`` of a running job joins that job; once answered, the ``job_id`` is free.
 - ``/stop`` cancels only jobs of ``/process``.
 - ``/status`` always has the same fields.
 """
@@ -45,7 +45,7 @@ class BackendControl(Protocol):
 
 
 class ProcessRequest(BaseModel):
-    """Rollout to run. ``instance`` is the dataset row; ``sampling_params`` are added to its request to the policy."""
+    """Rollout to run. ``instance`` is the dataset row; ``sampling_params`` are added to the row's request."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class ServerBody(BaseModel):
 
 
 _SAMPLING = ("temperature", "top_p", "max_output_tokens")
-"""Sampling parameters that a Responses API request has; all others belong in the model server's configuration."""
+"""Sampling parameters of a Responses API request. Others are ignored: the model server's configuration sets them."""
 
 
 def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendControl) -> APIRouter:
@@ -164,7 +164,7 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
         await backends.clear()
         return {"status": "cleared"}
 
-    @router.get("/status", include_in_schema=False)  # a superset of the job API's status
+    @router.get("/status", include_in_schema=False)  # OpenAPI describes the job API's route
     async def status() -> dict[str, Any]:
         """Return the job API's status, and the original's counters."""
         view = pipeline.status().model_dump(mode="json")

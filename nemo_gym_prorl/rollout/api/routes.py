@@ -288,7 +288,7 @@ class JsonRoute(ProblemRoute):
     """Route that parses its body as strict JSON (:func:`read_json`)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the route's handler with requests of strict JSON."""
+        """Return the route's handler, which reads the body by :func:`read_json`."""
         inner = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

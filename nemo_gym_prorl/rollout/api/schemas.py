@@ -203,7 +203,7 @@ class ResumedView(BaseModel):
 
 
 class ForkedView(ResumedView):
-    """Checkpoint from which a fork started."""
+    """Checkpoint from which a fork started; ``id`` is that of the parent rollout."""
 
     id: str
 
@@ -218,8 +218,8 @@ class TokenForm(StrEnum):
 
 
 class TurnView(BaseModel):
-    """Tokens of one turn. The prompt is the first `kept` tokens of the previous turn that sampled any, that turn's own
-    tokens included, followed by `observed`. Arrays are little-endian numbers in base64."""
+    """Tokens of one turn. The prompt is the first `kept` tokens of the previous turn that sampled any (prompt and
+    sampled tokens), followed by `observed`. Arrays are little-endian numbers in base64."""
 
     item: int = Field(ge=0, description="Index in `result.response.output` of the turn's last item.")
     kept: int = Field(ge=0)

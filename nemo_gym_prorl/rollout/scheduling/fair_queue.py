@@ -30,7 +30,7 @@ class _ClientQueue:
         self.jobs: dict[str, OrderedDict[str, None]] = {}
         """Ids in the order of arrival, by environment."""
         self._turns: dict[str, int] = {}
-        """Count of the queue's events at the last service, or at the arrival, by environment."""
+        """By environment, count of the queue's events when a job was last served, or else when the first arrived."""
 
     def push(self, job_id: str, environment: str, turn: int) -> None:
         if environment not in self.jobs:
@@ -64,7 +64,7 @@ class _PriorityLevel:
         self.jobs: dict[str, _ClientQueue] = {}
         """Jobs by client."""
         self.turns: dict[str, int] = {}
-        """Count of the queue's events at the last service, or at the arrival, by client."""
+        """By client, count of the queue's events when a job was last served, or else when the first arrived."""
         self._ranks: list[tuple[float, int, str]] = []
 
     def rank(self, client: str, load: Callable[[str], float]) -> None:
@@ -181,7 +181,6 @@ class FairQueue:
         return self._held[client] / self._shares.get(client, 1.0)
 
     def _move_to_back(self, level: _PriorityLevel, client: str) -> None:
-        """Put the client behind all clients with an equal load."""
         self._turn += 1
         level.turns[client] = self._turn
         level.rank(client, self._load_of)
@@ -285,7 +284,7 @@ class GroupBarrier:
             self._groups.setdefault((environment, group), _Group()).live.add(job_id)
 
     def leave(self, job_id: str) -> None:
-        """Remove a job with an outcome."""
+        """Remove a job that has its outcome."""
         key = self._keys.pop(job_id, None)
         if key is not None:
             self._groups[key].live.discard(job_id)

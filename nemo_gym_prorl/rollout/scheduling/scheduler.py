@@ -22,7 +22,7 @@ Invariants:
 - A stage on hold for an environment (:meth:`StageScheduler.hold`) starts no job of the environment. Other environments
   are not affected.
 - Waiting jobs are ordered by :mod:`.fair_queue`. The load of a client or environment is counted in slots of the stage.
-  For INIT it is counted in sessions, because rows with a short INIT would otherwise fill READY and RUN.
+  For INIT, sessions are counted, because rows with a short INIT would otherwise fill READY and RUN.
 """
 
 from __future__ import annotations
@@ -107,8 +107,6 @@ class StageScheduler:
         self._on_hold: dict[tuple[str, Stage], FairQueue] = {}
         """Queues of the stages on hold, by environment."""
 
-    # -- queries -------------------------------------------------------------------------------------------------
-
     def waiting(self, stage: Stage) -> int:
         """Return the number of jobs that wait for a stage; for RUN these are the jobs in the READY buffer."""
         gathered = self._cohorts.waiting if stage is Stage.EVAL else 0
@@ -154,8 +152,6 @@ class StageScheduler:
     def missing_siblings(self, job_id: str) -> tuple[int, frozenset[str]] | None:
         """Return missing and live siblings of a waiting job; see :meth:`.GroupBarrier.missing`."""
         return self._cohorts.missing(job_id)
-
-    # -- events --------------------------------------------------------------------------------------------------
 
     def share(self, clients: Mapping[str, float]) -> None:
         """Set the clients' shares, relative to each other; 1 by default."""
@@ -219,8 +215,6 @@ class StageScheduler:
             else:
                 self._transfer(waiting, self._on_hold.pop((environment, stage)), self._queues[stage])
         return self._fill()
-
-    # -- implementation ------------------------------------------------------------------------------------------
 
     def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
         if stage is Stage.EVAL and job_id in self._cohorts:

@@ -199,8 +199,6 @@ class Journal(JournalReader):
         self.numbered: int = number
         """Largest ``number`` of a job."""
 
-    # -- writing -------------------------------------------------------------------------------------------------
-
     async def accepted(self, job: Job, *, named: bool = True) -> bool:
         """Write a new job, and return ``True`` once the job is on disk. Return ``False`` if a job with its id has
         ended, which is checked only for a job whose caller chose the id (``named``).
@@ -217,7 +215,7 @@ class Journal(JournalReader):
 
     async def ended(self, job: Job, outcome: Outcome, finished_at: float) -> int | None:
         """Write the outcome of a packed job, and return its position in the log once the outcome is on disk. Return
-        ``None`` if the journal was closed first; then the job has no outcome."""
+        ``None`` if writing fails while the journal is being closed; then the job has no outcome."""
         about, content = outcome_record(job, outcome, finished_at)
         columns = (job.id, job.number, job.attached, outcome.state.value, job.group, finished_at, about, content)
         position: int | None = await self._put(_Entry(self._future(), job.id, ended=columns))
@@ -272,8 +270,8 @@ class Journal(JournalReader):
         os.close(self._lock)
 
     def _take(self, batch: list[_Entry], at: float) -> bool:
-        """Move queued entries to the batch, not before time ``at``; wait for an entry if the batch is empty. Return
-        whether the journal is being closed."""
+        """Move queued entries to the batch, not before ``at`` (monotonic); wait for an entry if the batch is empty.
+        Return whether the journal is being closed."""
         try:
             entry = self._queue.get(timeout=0 if batch else _RETRY_S if self.failing else _FORGET_INTERVAL_S)
             if (early := at - time.monotonic()) > 0:
@@ -376,7 +374,6 @@ class Journal(JournalReader):
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, which is rolled back on an exception."""
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             yield self._writer

@@ -36,7 +36,7 @@ MAX_BATCH = 500
 
 class Unfinished(NamedTuple):
     """Accepted job of an earlier process that has no outcome. ``restarts`` counts the starts of the service since the
-    job was accepted. ``node`` and ``name`` are its node in a fleet and its id there, or ``None``."""
+    job was accepted. ``node`` and ``name`` are the job's node in a fleet and its id there; ``None`` without a node."""
 
     job: Job
     restarts: int
@@ -57,7 +57,7 @@ class JournalReader:
         self._folder, self._path, self._start_number = folder, path, start_number
 
     async def find(self, ids: Sequence[str]) -> Mapping[str, Job | None]:
-        """Return ended jobs by id; ``None`` for a forgotten job. Unknown ids are left out."""
+        """Return ended jobs by id; ``None`` for a forgotten job. Omits unknown ids and attached callers' jobs."""
 
         def read() -> dict[str, Job | None]:
             found: dict[str, Job | None] = {}

@@ -269,7 +269,7 @@ class JobStore:
         return [numbered[number] for number in sorted(numbered)][:limit]
 
     async def _kept(self, *, state: JobState | None, after: int = 0, **which: Any) -> dict[int, Job]:
-        """Return jobs that are only in the journal, by number, and jobs that memory forgot during the read."""
+        """Return, by number, the jobs that are only in the journal, and those that memory forgot during the read."""
         if self.journal is None or not (state is None or state.terminal):
             return {}
         leaving: list[Job] = []
@@ -282,8 +282,8 @@ class JobStore:
         return {job.number: job for job in found if job.id not in self._jobs}
 
     async def persist_outcome(self, job: Job, outcome: Outcome, at: float) -> bool:
-        """Write the outcome of a packed job to the journal, if any. Return ``False`` if the job stays without an
-        outcome, to be resumed by the next process: the service shuts down, or the journal was closed."""
+        """Write the outcome of a packed job to the journal, if any. Return ``False`` if the service shuts down
+        and the job stays without an outcome, to be resumed by the next process."""
         if self.journal is None:
             return True
         if not job.attached and outcome.failure is not None and outcome.failure.kind is FailureKind.SHUTDOWN:
