@@ -19,6 +19,7 @@ import fcntl
 import os
 import random
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -181,6 +182,7 @@ class GymCli:
         self._cwd = cwd
         self._folder = folder or Path.cwd()
         self._given_env = dict(env or {})
+        self._ray_token = secrets.token_hex(32)
         self._installation: Installation | None = None
 
     @property
@@ -239,10 +241,12 @@ class GymCli:
     def _environment(self, installation: Installation) -> dict[str, str]:
         env = dict(os.environ)
         env["PATH"] = f"{installation.bin}{os.pathsep}{env.get('PATH', os.defpath)}"
-        # Ray: no token file in the user's home, no usage report, the smallest object store, and no prestarted workers,
-        # because most deployments run no Ray tasks.
+        # Ray listens on all interfaces. Without a token, whoever reaches its ports runs code as this user.
+        if "RAY_AUTH_MODE" not in self._given_env:
+            env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._ray_token}
+        # Ray: no usage report, the smallest object store, and no prestarted workers, because most deployments run no
+        # Ray tasks.
         env |= {
-            "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
             "RAY_enable_worker_prestart": "0",

@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,35 @@ async def test_a_ray_that_is_late_twice_is_said_in_a_line(tmp_path, monkeypatch:
     assert (tmp_path / "tries").read_text().split() == ["90", "300"]
     assert "waiting for Gym to start Ray (at most 90 s) and to launch its servers; load " in waited[0]
     assert "to start Ray (second attempt after one of 90 s, at most 300 s) and" in waited[-1]
+
+
+RAY_HEAD = """
+import ray, sys
+ray.init(num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[1], log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+RAY_CLIENT = "import ray, sys; ray.init(sys.argv[1]); print(ray.nodes()[0]['Alive'])"
+
+
+@pytest.mark.long
+async def test_ray_takes_only_clients_with_the_deployments_token(tmp_path: Path) -> None:
+    async def client(env: dict[str, str]) -> bytes:
+        words = (sys.executable, "-c", RAY_CLIENT, address)
+        process = await asyncio.create_subprocess_exec(*words, env=env, stdout=PIPE, stderr=DEVNULL)
+        return (await process.communicate())[0].strip()
+
+    _, env, _ = await GymCli(tmp_path).command("env")
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="prorl-t-") as folder:  # Ray's socket paths are long
+        words = (sys.executable, "-c", RAY_HEAD, folder)
+        head = await asyncio.create_subprocess_exec(*words, env=env, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        assert head.stdout
+        address = (await head.stdout.readline()).decode().strip()
+        without = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH")}
+        answers = await asyncio.gather(client(env), client(without), client(without | {"RAY_AUTH_MODE": "disabled"}))
+        await head.communicate()
+    assert address
+    assert answers == [b"True", b"", b""]
 
 
 async def test_an_interpreter_without_gym_is_refused(tmp_path):
