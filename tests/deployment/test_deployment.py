@@ -256,7 +256,7 @@ sys.stdin.read()
 RAY_CLIENT = "import ray, sys; ray.init(sys.argv[1]); print(ray.nodes()[0]['Alive'])"
 
 
-@pytest.mark.long
+@pytest.mark.long("starts Ray")
 async def test_ray_takes_only_clients_with_the_deployments_token(tmp_path: Path) -> None:
     async def client(env: dict[str, str]) -> bytes:
         words = (sys.executable, "-c", RAY_CLIENT, address)
