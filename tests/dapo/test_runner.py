@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -292,6 +293,14 @@ async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
         while len(up[0].handler.sessions) < 7:
             await asyncio.sleep(0.01)
     assert not up[0].handler.sessions, "leaving the runner ends what was begun"
+
+
+async def test_what_a_runner_cancels_itself_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "nemo_gym_prorl")
+    async with nodes() as up, runner(up, rows(8), SamplerConfig(2, 4, 16)):
+        pass  # the first rollouts are not yet submitted
+    levels = {record.levelno for record in caplog.records if "has no outcome: cancelled" in record.getMessage()}
+    assert levels == {logging.DEBUG}
 
 
 async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> None:
