@@ -5,7 +5,7 @@
     services = [RolloutClient(url) for url in urls]
     async with Runner(DynamicSampler(config, prompts), prompts, services) as runner:
         while (batch := await runner.batch()) is not None:
-            train(batch)
+            await asyncio.to_thread(train, batch)
             runner.weights(batch.version + 1)
 
 Rollouts run in the background between calls of :meth:`Runner.batch`, as far as ``max_staleness`` allows. The trainer
