@@ -90,7 +90,7 @@ ENDLESS = {"prorl tail"}
 
 PYTHON_NOT_RUN = {
     "docs/train-nemo-rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
-    "docs/train-your-own.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
+    "docs/train-your-own.md": "wants a trainer; tests/dapo/test_runner.py runs it against services of its own",
     "docs/your-own-environment.md": "serves what prorl init writes, and a handler in a package of its own",
 }
 """Documents whose Python is compiled only, and why."""

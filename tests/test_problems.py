@@ -74,6 +74,22 @@ async def test_every_error_is_a_problem_document(method: str, path: str, body: b
     assert len(content) < 5_000, "whoever sends a thousand wrong fields is told of some"
 
 
+@pytest.mark.parametrize(
+    ("content_type", "body", "told"),
+    [
+        ("application/json", b"", "body: Field required"),
+        ("application/json", b"[1]", "body: must be an object"),
+        ("application/x-www-form-urlencoded", b"{}", "body: must be JSON; send Content-Type: application/json"),
+        ("text/plain", b'{"number": 1}', "body: must be JSON; send Content-Type: application/json"),
+    ],
+)
+async def test_a_body_that_is_not_read_is_told_why(content_type: str, body: bytes, told: str) -> None:
+    headers = {"Content-Type": content_type}
+    async with serve(application()) as url, aiohttp.ClientSession() as http:
+        response = await http.post(f"{url}/typed", data=body, headers=headers)
+        assert (response.status, (await response.json(content_type=None))["detail"]) == (422, told)
+
+
 def test_the_document_says_so() -> None:
     document = application().openapi()
     problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}

@@ -156,9 +156,10 @@ def sample_of(turns: Sequence[TurnTokens], advantage: float) -> Sample:
 
 
 def samples_of(batch: TrainingBatch, rng: random.Random) -> list[Sample]:
-    """Return all rollouts of a batch in random order, with advantages relative to their groups."""
+    """Return the rollouts of a batch that are not masked in random order, with advantages relative to their groups."""
     samples = []
-    for group in batch.groups:
+    for members in batch.groups:
+        group = [rollout for rollout in members if not rollout.masked]
         rewards = torch.tensor([rollout.reward for rollout in group])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         samples += [

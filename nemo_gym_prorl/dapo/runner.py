@@ -5,7 +5,7 @@
     services = [RolloutClient(url) for url in urls]
     async with Runner(DynamicSampler(config, prompts), prompts, services) as runner:
         while (batch := await runner.batch()) is not None:
-            train(batch)
+            await asyncio.to_thread(train, batch)
             runner.weights(batch.version + 1)
 
 Rollouts run in the background between calls of :meth:`Runner.batch`, as far as ``max_staleness`` allows. The trainer
@@ -348,7 +348,8 @@ class Runner:
         # An id in use is an infrastructure failure: an earlier start of this trainer, with other weights, used the id.
         refused = loss in (LossReason.REFUSED, LossReason.CANCELLED, LossReason.UNFORKABLE)
         origin = Origin.CALLER if refused else Origin.INFRASTRUCTURE
-        LOG.warning("rollout %s has no outcome: %s", rollout, why)
+        level = logging.DEBUG if loss is LossReason.CANCELLED else logging.WARNING
+        LOG.log(level, "rollout %s has no outcome: %s", rollout, why)
         if rollout in self._resumed and origin is Origin.INFRASTRUCTURE:
             self.sampler.interrupted(rollout)
         else:

@@ -72,10 +72,18 @@ def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list
     return [
         {
             "field": ".".join(str(part) for part in error["loc"][outer:]) or "body",
-            "message": "must be an object" if error["type"] in _NOT_AN_OBJECT else error["msg"],
+            "message": _message(error),
         }
         for error in _of_nearest_member(errors, outer)[:_MAX_FIELDS]
     ]
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    if error["type"] not in _NOT_AN_OBJECT:
+        return str(error["msg"])
+    # FastAPI leaves a body in bytes unless its content type is JSON; curl -d sends another one.
+    unread = isinstance(error.get("input"), bytes)
+    return "must be JSON; send Content-Type: application/json" if unread else "must be an object"
 
 
 def _of_nearest_member(errors: Sequence[Mapping[str, Any]], depth: int) -> list[Mapping[str, Any]]:

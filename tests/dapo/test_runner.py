@@ -5,12 +5,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
+import logging
+import operator
+import re
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +27,14 @@ from starlette.types import Message, Receive, Scope, Send
 from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
 from nemo_gym_prorl.dapo.group import Group, Member, RolloutOutcome
 from nemo_gym_prorl.dapo.prompts import Epochs
-from nemo_gym_prorl.dapo.runner import Runner
+from nemo_gym_prorl.dapo.runner import Runner, TrainedRollout, TrainingBatch
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Stage
 from nemo_gym_prorl.http.key_guard import KeyGuard
 from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
+from nemo_gym_prorl.rollout.gym_rows import TurnTokens
 from nemo_gym_prorl.rollout.job import Checkpoint, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
@@ -218,6 +225,43 @@ async def test_batches_from_two_services() -> None:
         assert not any(node.pipeline.store.live() for node in up)
 
 
+class EnoughError(Exception):
+    """Ends a training."""
+
+
+PAGE = (Path(__file__).parents[2] / "docs/train-your-own.md").read_text()
+
+
+async def test_the_pages_trainer_trains_without_blocking_the_event_loop() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("groups_per_batch=32, group_size=8", "groups_per_batch=2, group_size=4"), names)
+    trained = []
+
+    def train(batch: TrainingBatch) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        trained.append((batch.version, [len(group) for group in batch.groups]))
+        if len(trained) == 2:
+            raise EnoughError
+
+    async with nodes() as up:
+        with pytest.raises(EnoughError):
+            await names["batches"](rows(8), [node.url for node in up], train)
+    assert trained == [(0, [4, 4]), (1, [4, 4])]
+
+
+async def test_the_page_names_every_field_of_a_rollout_and_nothing_else() -> None:
+    [listed] = re.findall(r"Rollouts in .* have:\n\n(.*?)\n\n", PAGE, re.DOTALL)
+    heads = " ".join(re.findall(r"^- (.*?): ", listed, re.MULTILINE))
+    assert {*re.findall(r"`(\w+)`", heads)} == {name for name in dir(TrainedRollout) if not name.startswith("_")}
+    [turn] = re.findall(r"turns with (.*?);", listed)
+    assert {*re.findall(r"`(\w+)`", turn)} <= {field.name for field in dataclasses.fields(TurnTokens)}
+    async with nodes() as up, runner(up, rows(1), SamplerConfig(1, 2), epochs=1) as driver:
+        known = {"runner": driver, "batch": await driver.batch()}
+        for name in re.findall(r"\b((?:runner|batch)(?:\.\w+)+)", PAGE):
+            operator.attrgetter(name.partition(".")[2])(known[name.partition(".")[0]])
+
+
 async def test_a_rollout_that_is_held_is_small() -> None:
     """A trainer holds thousands of rollouts."""
     *_, said_last, _ = output = said_at_length()
@@ -292,6 +336,14 @@ async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
         while len(up[0].handler.sessions) < 7:
             await asyncio.sleep(0.01)
     assert not up[0].handler.sessions, "leaving the runner ends what was begun"
+
+
+async def test_what_a_runner_cancels_itself_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "nemo_gym_prorl")
+    async with nodes() as up, runner(up, rows(8), SamplerConfig(2, 4, 16)):
+        pass  # the first rollouts are not yet submitted
+    levels = {record.levelno for record in caplog.records if "has no outcome: cancelled" in record.getMessage()}
+    assert levels == {logging.DEBUG}
 
 
 async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> None:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from examples.tiny_dapo.lessons import ASSISTANT, END, Carelessness, Demonstration, demonstrate, lesson, make_tokenizer
 from examples.tiny_dapo.riddles import QUESTIONS, Riddle, RiddleServer, draw_riddles
+from nemo_gym_prorl.dapo.runner import TrainedRollout, TrainingBatch
 from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.turn_scanner import parse
@@ -139,6 +140,19 @@ def test_a_rollout_is_learnt_from_as_it_was_sampled() -> None:
     turns[2]["prompt_token_ids"] = [1, 2, 9, 4, 5]
     with pytest.raises(ValueError, match="do not continue"):
         sample_of(take_tokens({"output": turns}), 0.5)
+
+
+def test_a_masked_rollout_is_in_neither_baseline_nor_loss() -> None:
+    pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
+    from examples.tiny_dapo.policy import samples_of
+
+    [tokens] = take_tokens(
+        {"output": [{"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.1]}]}
+    )
+    ends = [(1.0, False), (0.0, False), (0.0, True), (0.0, True)]
+    group = [TrainedRollout(str(n), {}, reward, 0, masked, [tokens]) for n, (reward, masked) in enumerate(ends)]
+    advantages = sorted(sample.advantage for sample in samples_of(TrainingBatch(0, 0, [group]), random.Random(0)))
+    assert advantages == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-4)
 
 
 def test_the_loss_prefers_what_had_the_advantage_and_stops_at_the_clip() -> None:

@@ -144,12 +144,12 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
         return {"backends": []}
 
     @router.post("/v1/backends/pause", responses=problem_responses(400, 404))
-    async def pause(body: Pause) -> dict[str, Any]:
+    async def pause(body: Pause = Pause()) -> dict[str, Any]:
         """Start no turn until `resume`. Answers when no turn is in flight, or after the timeout."""
         return {"drained": await runtime.dispatcher.pause(body.id, body.timeout_s, body.run)}
 
     @router.post("/v1/backends/resume", responses=problem_responses(400, 404, 500))
-    async def resume(body: Resume) -> dict[str, Any]:
+    async def resume(body: Resume = Resume()) -> dict[str, Any]:
         """Resume backends, with a new label if the weights are new.
 
         With `reset_prefix_cache` each backend's prefix cache is emptied first, so that no turn reads keys and values
@@ -198,7 +198,7 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
         return {"rollout": rollout, "turns": len(body.turns)}
 
     @router.post("/v1/rollouts/{rollout}/key", status_code=201, responses=problem_responses())
-    async def issue_key(rollout: str, body: NewKey) -> dict[str, Any]:
+    async def issue_key(rollout: str, body: NewKey = NewKey()) -> dict[str, Any]:
         """Create a rollout with a capability key, or replace the rollout's key.
 
         Send the key as bearer token or `x-api-key`: it permits turns of this rollout alone, within the limits.
