@@ -299,7 +299,7 @@ async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None)
         batch = await driver.batch()
         assert batch is not None
         assert [rollout.id for rollout in batch.groups[0]] == ["b:0:0:1", "b:0:1:1"]
-        assert driver.sampler.outcomes[RolloutOutcome.FAILED].rollouts == 2
+        assert driver.sampler.outcomes[RolloutOutcome.FAILED].rollouts >= 2  # the next group may have begun
         jobs = [*up[0].pipeline.store.find(state=None, group=None)]
         assert {job.run for job in jobs} == {"x"}
 
