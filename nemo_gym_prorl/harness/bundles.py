@@ -140,7 +140,7 @@ def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | N
     shutil.rmtree(folder / ".python")
     if python is not None:
         hint = "name a relocatable build (python-build-standalone, as uv installs) by --python"
-        check = [prefix / "bin" / "python3", "-I", "-c", _CHECK_COPY, f"{prefix.resolve()}/"]
+        check: list[str | Path] = [prefix / "bin" / "python3", "-I", "-c", _CHECK_COPY, f"{prefix.resolve()}/"]
         run_step(check, f"a copy of {python} does not run by itself; {hint}", environ={})
     pip: list[str | Path] = [uv.find_uv_bin(), "pip"]
     lock = folder / "requirements.txt"
