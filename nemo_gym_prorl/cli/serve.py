@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from nemo_gym_prorl.async_tasks import BackgroundLoops
 from nemo_gym_prorl.cli.environments import check_overrides, server_blocks
 from nemo_gym_prorl.cli.service import DEFAULT_HEAD
 from nemo_gym_prorl.deployment import deployment, gym_cli
-from nemo_gym_prorl.deployment.deployment import GymDeployment, ServerDeath
+from nemo_gym_prorl.deployment.deployment import GymDeployment, Instance, ServerDeath
 from nemo_gym_prorl.deployment.gym_cli import machine_load, ray_auth_mode
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
@@ -174,11 +174,7 @@ async def _run_deployment(deployment: GymDeployment, console: Console) -> None:
     console.print(f"Starting Gym servers (log: {deployment.log.path})", markup=False, soft_wrap=True)
 
     def report_death(death: ServerDeath) -> None:
-        console.print(
-            f"{death.name} ended ({death.how}) after {death.lived_s:.0f} s; restarting in {death.pause_s:g} s",
-            markup=False,
-            soft_wrap=True,
-        )
+        progress(restart_report(death, deployment.instances.values()))
 
     def progress(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
@@ -198,6 +194,15 @@ async def _run_deployment(deployment: GymDeployment, console: Console) -> None:
             await deployment.watch(report_death)
         finally:
             console.print("Stopping Gym servers")
+
+
+def restart_report(death: ServerDeath, instances: Iterable[Instance]) -> str:
+    """Return a line about the end of one of a deployment's servers; for a ``prorl_model``, with what it has lost."""
+    line = f"{death.name} ended ({death.how}) after {death.lived_s:.0f} s; restarting in {death.pause_s:g} s"
+    if not any(one.name == death.name and one.server.endswith("/prorl_model") for one in instances):
+        return line
+    lost = "pauses, weight labels and engines that were added are lost"
+    return f"{line}. Warning: {lost}; the trainer must add and pause its engines and announce the weights again"
 
 
 _RAY_CONNECT_TIMEOUT_S = 10.0  # for a TCP connection to Ray's head, also on a busy network

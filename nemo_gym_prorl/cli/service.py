@@ -333,7 +333,7 @@ def show_status(url: str | None, token: str | None) -> None:
         f"{name} cannot be reached since {_clock(held['since'])}, so its rollouts are on hold: {held['reason']}"
         for name, held in status["held"].items()
     ]
-    down += engines_down(service.url, token)
+    down += engine_outages(service.url, token)
     states = ", ".join(f"{count} {state}" for state, count in status["states"].items() if count) or "no rollouts"
     more = "; draining" if status["draining"] else ""
     console = Console(highlight=False, emoji=False)
@@ -343,9 +343,10 @@ def show_status(url: str | None, token: str | None) -> None:
     )
 
 
-def engines_down(agent: str, token: str | None) -> Iterator[str]:
-    """Yield a line for each engine that is down, and for each model server that has no engine or does not answer.
-    Yields nothing if the head server does not list the URL ``agent``: the listed model servers are then unrelated."""
+def engine_outages(agent: str, token: str | None) -> Iterator[str]:
+    """Yield a line for each engine that is down, paused or draining, for each training run whose turns wait without an
+    engine, and for each model server that has no engine or does not answer. Yields nothing if the head server does not
+    list the URL ``agent``: the listed model servers are then unrelated."""
     try:
         if agent not in (found.rstrip("/") for found in find_servers(head_url(), token, "prorl_agent").values()):
             return
@@ -354,12 +355,20 @@ def engines_down(agent: str, token: str | None) -> Iterator[str]:
         return
     for name, model in models.items():
         try:
-            engines = Service(model, token, _ENGINES_S).get(_BACKENDS, "backends")["backends"]
-            if not engines:
+            found = Service(model, token, _ENGINES_S).get(_BACKENDS, "backends", "waiting_by_run")
+            if not (engines := found["backends"]):
                 yield f"model server {name} has no engine; add one by `prorl backends add`"
+            for run in sorted(found["waiting_by_run"].keys() - {engine["run"] or "" for engine in engines}):
+                which = f"run {run!r}" if run else "no run"
+                yield f"turns of {name} wait for an engine of {which}; none is registered"
             for engine in engines:
-                if (since := engine.get("down_since")) is not None:
-                    yield f"engine {engine['url']} of {name} is down since {_clock(since)}"
+                what = f"engine {engine['url']} of {name} is"
+                if (since := engine["down_since"]) is not None:
+                    yield f"{what} down since {_clock(since)}"
+                if (since := engine["paused_since"]) is not None:
+                    yield f"{what} paused since {_clock(since)}; no turn is sampled until POST /v1/backends/resume"
+                if engine["draining"]:
+                    yield f"{what} draining; no new rollout is placed there"
         except Exception as error:
             yield f"model server {name} cannot say which engines are down: {error}"
 

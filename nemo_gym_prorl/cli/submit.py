@@ -25,7 +25,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_gym_prorl.cli.service import engines_down, find_service, head_url, pools, pools_line, split_urls
+from nemo_gym_prorl.cli.service import engine_outages, find_service, head_url, pools, pools_line, split_urls
 from nemo_gym_prorl.cli.submit_report import (
     RefusedRow,
     ResultsFile,
@@ -182,13 +182,13 @@ def _progress(run: SubmittedRun, console: Console, what: str) -> Iterator[Callab
 async def _report_engines(
     clients: Sequence[RolloutClient], token: str | None, summary: RunSummary, say: Callable[[str], None]
 ) -> NoReturn:
-    """Report each engine that is down once, while no rollout ends: rollouts wait for an engine without failing."""
+    """Report each engine outage once, while no rollout ends: rollouts wait for an engine without failing."""
     said = set[str]()
     while True:
         ended = summary.ended
         await asyncio.sleep(NO_PROGRESS_S)
         for client in clients if ended == summary.ended else ():
-            for line in await asyncio.to_thread(list, engines_down(client.url, token)):
+            for line in await asyncio.to_thread(list, engine_outages(client.url, token)):
                 if line not in said:
                     said.add(line)
                     say(line)

@@ -45,6 +45,12 @@ _DESCRIBE = (
     "import json, platform; print(json.dumps([platform.python_implementation().lower(), "
     "platform.python_version(), platform.machine()]))"
 )
+_CHECK_COPY = (
+    "import os, sys; paths = [line.split()[-1] for line in open('/proc/self/maps') if 'libpython' in line]; "
+    "paths.append(os.path.realpath(os.__file__)); "
+    "sys.exit(next((f'it loads {path}' for path in paths if not path.startswith(sys.argv[1])), None))"
+)
+"""Program that fails if its Python, in the folder of the argument, loads another folder's libpython or library."""
 
 
 def bundles() -> Entries:
@@ -132,6 +138,10 @@ def _install_python(packages: Bundle, folder: Path, libc: Libc, python: Path | N
     prefix = folder / "python"
     program.resolve().parents[1].rename(prefix)
     shutil.rmtree(folder / ".python")
+    if python is not None:
+        hint = "name a relocatable build (python-build-standalone, as uv installs) by --python"
+        check: list[str | Path] = [prefix / "bin" / "python3", "-I", "-c", _CHECK_COPY, f"{prefix.resolve()}/"]
+        run_step(check, f"a copy of {python} does not run by itself; {hint}", environ={})
     pip: list[str | Path] = [uv.find_uv_bin(), "pip"]
     lock = folder / "requirements.txt"
     lock.with_suffix(".in").write_text("\n".join(packages.pip))
@@ -162,7 +172,7 @@ def run_step(
     """Run one command of an installation and return its output.
 
     Raises:
-        InfrastructureError: the command failed or timed out; contains ``problem`` and the end of stderr.
+        InfrastructureError: the command failed or timed out; contains ``problem`` and the last lines of stderr.
     """
     try:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
@@ -170,8 +180,10 @@ def run_step(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InfrastructureError(f"{problem}: {error}") from error
     if done.returncode:
-        said = " / ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
-        raise InfrastructureError(f"{problem}: {said[-MAX_ERROR_CHARS:] or f'exit code {done.returncode}'}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        while len(said := " / ".join(lines)) > MAX_ERROR_CHARS and len(lines) > 1:
+            del lines[0]
+        raise InfrastructureError(f"{problem}: {said[:MAX_ERROR_CHARS] or f'exit code {done.returncode}'}")
     return str(done.stdout).strip()
 
 
@@ -183,7 +195,7 @@ def install_python(python: str, folder: Path) -> tuple[str, Path]:
         folder: parent of the installation's folder.
 
     Raises:
-        CallerError: the folder ``python`` contains no Python.
+        CallerError: the folder ``python`` contains no Python, or only a link to one.
         InfrastructureError: uv can't install the version.
     """
     if "/" in python:
@@ -201,6 +213,8 @@ def _copy(source: Path, folder: Path) -> tuple[str, Path]:
     program = source / "bin" / "python3"
     if not program.exists():
         raise CallerError(f"{source} is no installation of Python: it has no bin/python3", field="--python")
+    if not program.resolve().is_relative_to(source.resolve()):
+        raise CallerError(f"{source} is no installation of Python: its bin/python3 is a link", field="--python")
     implementation, version, machine = _describe(program)
     copy = folder / f"{implementation}-{version}-linux-{machine}-gnu"
     if not copy.exists():

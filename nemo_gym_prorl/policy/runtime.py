@@ -309,9 +309,12 @@ class PolicyRuntime:
             except BaseException as error:
                 for backend in sampling:
                     self.dispatcher.apply(self.pool.resume(backend.id, run=backend.run))
+                if not isinstance(error, BackendFailed):
+                    raise
+                reason = f"{error.reason}; paused engines stay paused, and resume can be repeated"
                 if isinstance(error, Misconfigured):
-                    raise CallerError(error.reason) from error
-                raise
+                    raise CallerError(reason) from error
+                raise BackendFailed(reason, kind=error.kind) from error
         if weight_version is not None:
             self._forget_engines(backend_id, run)
         self.dispatcher.apply(self.pool.resume(backend_id, weight_version, run))

@@ -167,7 +167,8 @@ async def test_a_run_whose_engines_are_gone_waits_and_falls_to_nobody(at: Crowd)
         assert {states[number] for number in waiting} == {JobState.RUNNING}, "nothing is lost"
         assert not set(states.values()) - {JobState.RUNNING, JobState.SUCCEEDED}, "and nothing fails"
         assert [backend["run"] for backend in (await at.model.ask("GET", "/v1/backends"))[1]["backends"]] == ["other"]
-        assert (await at.model.ask("GET", "/v1/backends?run=mine"))[1] == {"backends": [], "waiting": len(waiting)}
+        nowhere = {"backends": [], "waiting": len(waiting), "waiting_by_run": {"mine": len(waiting)}}
+        assert (await at.model.ask("GET", "/v1/backends?run=mine"))[1] == nowhere
         assert await register(later_url, "mine") == 201
         jobs = [await at.service.wait(f"m{number}") for number in range(12)]
     assert {job.timings["run"].attempts for job in jobs} == {1}

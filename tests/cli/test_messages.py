@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.environments import check_overrides
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.cli.serve import policy_warning, report_waiting
+from nemo_gym_prorl.cli.serve import policy_warning, report_waiting, restart_report
 from nemo_gym_prorl.deployment import deployment as deployments
-from nemo_gym_prorl.deployment.deployment import GymDeployment
+from nemo_gym_prorl.deployment.deployment import GymDeployment, Instance, ServerDeath
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.servers.task_sandboxes import PROGRESS
 from tests.cli.command_line import prorl
@@ -205,3 +205,15 @@ async def test_only_what_is_certain_is_told(answer: Response, trouble: str | Non
 async def test_nobody_at_the_address() -> None:
     warning = await policy_warning("http://127.0.0.1:9/v1", "qwen", "key")
     assert "http://127.0.0.1:9/v1/models does not answer" in str(warning)
+
+
+@pytest.mark.parametrize(
+    ("server", "warns"),
+    [("responses_api_models/prorl_model", True), ("responses_api_models/vllm_model", False)],
+)
+def test_a_restarted_model_server_is_reported_with_what_it_has_lost(server: str, warns: bool) -> None:
+    instances = [Instance("policy_model", server, "", 1), Instance("other", "responses_api_models/prorl_model", "", 2)]
+    said = restart_report(ServerDeath("policy_model", "killed by signal 9", lived_s=70.2, pause_s=0.5), instances)
+    line, _, warning = said.partition(". Warning: ")
+    assert line == "policy_model ended (killed by signal 9) after 70 s; restarting in 0.5 s"
+    assert all(part in warning for part in ("pauses", "weight labels", "engines that were added", "trainer")) == warns

@@ -164,7 +164,10 @@ async def _to_its_end(client: RolloutClient, number: int, row: dict[str, Any]) -
 def _tells_of_its_dead(service: Service) -> None:
     said = service.log.read_text()
     for name in SERVERS:
-        assert re.search(rf"^{name} ended \(killed by signal 9\)", said, re.MULTILINE), said
+        lines = re.findall(rf"^{name} ended \(killed by signal 9\).*", said, re.MULTILINE)
+        assert lines, said
+        warned = {"the trainer must add and pause its engines" in line for line in lines}
+        assert warned == {name == "policy_model"}, said
 
 
 @pytest.mark.timeout(900)

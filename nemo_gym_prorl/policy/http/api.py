@@ -126,7 +126,10 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
     @router.get("/v1/backends", responses=problem_responses())
     async def listing(run: _Label | None = None) -> dict[str, Any]:
-        """List backends with their state and the number of waiting turns, of all training runs or of a single run."""
+        """List backends with their state and the number of waiting turns, of all training runs or of a single run.
+
+        `waiting_by_run` has the runs with waiting turns; the empty name stands for rollouts that name no run.
+        """
         return _listing(runtime, run)
 
     @router.delete("/v1/backends/{backend_id}", responses=problem_responses(404))
@@ -266,22 +269,23 @@ def add_control_routes(app: FastAPI, runtime: PolicyRuntime, declared: Mapping[s
 
 
 def _listing(runtime: PolicyRuntime, run: str | None) -> dict[str, Any]:
-    pool, waiting = runtime.pool, runtime.pool.waiting_of
+    pool = runtime.pool
     chosen = pool.backends.values() if run is None else pool.of_run(run)
-    number = sum(waiting.values()) if run is None else waiting.get(run, 0)
-    return {"backends": [_described(runtime, backend) for backend in chosen], "waiting": number}
+    waiting = {of or "": turns for of, turns in pool.waiting_of.items() if turns and run in (None, of)}
+    described = [_described(runtime, backend) for backend in chosen]
+    return {"backends": described, "waiting": sum(waiting.values()), "waiting_by_run": waiting}
 
 
 def _described(runtime: PolicyRuntime, backend: Backend) -> dict[str, Any]:
-    since = backend.down_since if backend.health is Health.DOWN else None  # in seconds of the monotonic clock
     return {
         "id": backend.id,
         "url": backend.url,
         "run": backend.run,
         "health": backend.health,
-        "down_since": None if since is None else time.time() - (time.monotonic() - since),
+        "down_since": _time_of_day(backend.down_since if backend.health is Health.DOWN else None),
         "draining": backend.draining,
         "paused": backend.paused,
+        "paused_since": _time_of_day(backend.paused_since),
         "weight_version": backend.weight_version,
         "live_rollouts": len(backend.live),
         "in_flight": len(backend.in_flight),
@@ -290,6 +294,11 @@ def _described(runtime: PolicyRuntime, backend: Backend) -> dict[str, Any]:
         "capacity": backend.capacity,
         "log_probs": runtime.engine.log_prob_modes.get(backend.url),
     }
+
+
+def _time_of_day(moment: float | None) -> float | None:
+    """Return the seconds since the epoch of a moment of the monotonic clock."""
+    return None if moment is None else time.time() - (time.monotonic() - moment)
 
 
 def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:

@@ -250,7 +250,8 @@ class Backend:
     """Training run whose rollouts the backend samples; ``None`` for rollouts that name no run."""
     health: Health = Health.UP
     draining: bool = False
-    paused: bool = False
+    paused_since: float | None = None
+    """Pool time of the pause; ``None`` if the backend is not paused."""
     live: set[str] = field(default_factory=set)
     groups: Counter[str] = field(default_factory=Counter)
     """Number of live rollouts of each group."""
@@ -322,6 +323,10 @@ class Backend:
         """Load for placement: live rollouts, plus load that a late joiner is credited with, scaled by slowness."""
         unseen = self.load_credit * self.load_at_join_left / self.load_at_join if self.load_at_join else 0.0
         return (len(self.live) + unseen + 1) * self.slowness - 1
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_since is not None
 
     @property
     def usable(self) -> bool:

@@ -230,7 +230,7 @@ class BackendDispatcher:
 
     async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None) -> bool:
         """Pause one backend or all of a run; return whether the requests in flight ended within ``timeout_s``."""
-        chosen = self.pool.pause(backend_id, run)
+        chosen = self.pool.pause(backend_id, run, time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
                 while any(backend.in_flight for backend in chosen):

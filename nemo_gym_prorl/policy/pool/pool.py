@@ -126,22 +126,23 @@ class BackendPool:
         """Remove every backend of a run; tickets wait for new backends."""
         return [decision for backend in self.of_run(run) for decision in self._remove(backend)]
 
-    def pause(self, backend_id: str | None = None, run: str | None = None) -> list[Backend]:
+    def pause(self, backend_id: str | None = None, run: str | None = None, now: float = 0.0) -> list[Backend]:
         """Start no request on the backend, or on all of the run, until ``resume``. Requests in flight may finish.
 
         Returns:
             The paused backends.
         """
+        self._now = max(self._now, now)
         chosen = self.chosen(backend_id, run)
         for backend in chosen:
-            backend.paused = True
+            backend.paused_since = self._now if backend.paused_since is None else backend.paused_since
         return chosen
 
     def resume(
         self, backend_id: str | None = None, weight_version: str | None = None, run: str | None = None
     ) -> list[Decision]:
         for backend in self.chosen(backend_id, run):
-            backend.paused = False
+            backend.paused_since = None
             if weight_version is not None:
                 backend.weight_version = weight_version
         return self._dispatch()
