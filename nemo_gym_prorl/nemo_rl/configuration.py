@@ -36,7 +36,7 @@ from nemo_gym_prorl.failures import CallerError
 
 
 class RolloutSource(StrEnum):
-    """Source of the rollout services."""
+    """Origin of the servers that run the rollouts."""
 
     GYM = "gym"
     """NeMo RL's Gym actor starts the servers next to the trainer."""
