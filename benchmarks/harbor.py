@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that rows of Harbor tasks can be graded on this machine: once with their solution, once without any action.
 
-``python -m benchmarks.harbor ROWS --tools FOLDER`` plays both on each row through the environment's server, like an
-agent: the solution is copied and run by the tool ``bash``. A sound task rewards its solution with 1, and no action
-with 0. ``prorl image build-all ROWS`` builds the images. The file ``--output`` gets one line of JSON per rollout.
+``python -m benchmarks.harbor ROWS --tools FOLDER`` runs two rollouts per row through the environment's server. The
+first copies and runs the task's solution by the tool ``bash``, like an agent. The second only submits. A sound task
+gives reward 1 to the first rollout and 0 to the second. ``prorl image build-all ROWS`` builds the images. The file
+``--output`` gets one line of JSON per rollout.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class ScriptedEngine(Engine):
         else:
             at = body.find(TASK.split("%")[0].encode())
             name, turn = body[at : at + len(TASK % 0)], body.count(b'"assistant"')
-        rollout = self._rollouts.setdefault(name, len(self._rollouts))  # selects the same turns in each run
+        # Rollouts are numbered by arrival, so each run plays the same set of turns whatever the rollouts' names.
+        rollout = self._rollouts.setdefault(name, len(self._rollouts))
         done = turn >= self._script.turns
         one = self._answer if done else self._calls[(rollout + turn * 31) % len(self._calls)]
         delay_s = one.count * self._script.step_s

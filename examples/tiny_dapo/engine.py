@@ -37,10 +37,10 @@ class Sequence:
 
 
 class Engine:
-    """Engine that samples at temperature 1.
+    """Inference engine that samples at temperature 1.
 
     Args:
-        model: model of the policy's shape; :meth:`load` sets its weights.
+        model: model with the policy's architecture; :meth:`load` sets its weights.
         tokenizer: tokenizer of the policy, which the model server compares with its own.
         seed: seed of sampling; results also depend on the order of requests.
     """

@@ -252,7 +252,7 @@ def fleet(
     from nemo_gym_prorl.cli import serve as command
 
     options = command.GatewayOptions(host, port, token, keys_file, journal)
-    with contextlib.suppress(typer.Exit):  # Ctrl-C is the normal end, so the exit code is 0
+    with contextlib.suppress(typer.Exit):  # Ctrl-C or SIGTERM is the normal end, so the exit code is 0
         _run(command.serve_gateway(urls, options, Console(highlight=False)))
 
 

@@ -339,7 +339,7 @@ def _state() -> Check:
 
 
 def state_check(folder: str, kind: str, free: int) -> Check:
-    """Check the state folder, which holds the files of sandboxes, by its file system's type and free bytes."""
+    """Report the state folder's ``free`` bytes; warn if its file system, of the type ``kind``, is in memory."""
     name = "State folder"
     found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
     if is_in_memory(kind):

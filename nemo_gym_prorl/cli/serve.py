@@ -210,7 +210,7 @@ _RAY_CONNECT_TIMEOUT_S = 10.0  # for a TCP connection to Ray's head, also on a b
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Options of a gateway."""
+    """Address, keys and journal of a gateway to several services."""
 
     host: str
     port: int
@@ -223,8 +223,8 @@ async def serve_gateway(urls: Sequence[str], options: GatewayOptions, console: C
     """Run a gateway to services that exist already, until cancelled.
 
     Raises:
-        CallerError: a URL occurs twice, the gateway would listen beyond loopback without a key, or the journal cannot
-            be opened.
+        CallerError: a URL is invalid or occurs twice, the gateway would listen beyond loopback without a key, or the
+            journal cannot be opened.
         InfrastructureError: the port is in use.
     """
     nodes = NodeList([RolloutClient(url, options.token) for url in urls], field="URL")

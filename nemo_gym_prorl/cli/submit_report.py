@@ -204,9 +204,9 @@ def _json(line: bytes) -> bool:
 
 MAX_CAUSES = 20  # printed causes, about one screen; further causes are counted
 
-_REASON_CHARS = 400  # compared and printed characters of a failure's reason
-_MAX_BARS = 10  # of the histogram; more distinct rewards are grouped into intervals
-_BAR_CHARS = 40  # length of the longest bar
+_REASON_CHARS = 400  # compared and printed characters of a failure's reason, about five lines
+_MAX_BARS = 10  # bars of the histogram, half a screen; more distinct rewards are grouped into intervals
+_BAR_CHARS = 40  # length of the longest bar, half a line of a terminal
 
 _WORD = r"[^\s,;:=()\[\]]"
 _VARIABLE_PARTS = re.compile(rf"""(?<!\w)(?:'[^']*'|"[^"]*")|(?<!{_WORD})(?<!HTTP ){_WORD}*\d{_WORD}*""")

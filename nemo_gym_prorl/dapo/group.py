@@ -176,7 +176,8 @@ class PrefixSearch:
         return (self.early + self.late) // 2
 
     def narrow(self, accuracy: float) -> None:
-        """Continue the search after a group whose members all ended with one accuracy."""
+        """Narrow the search after a zero-variance group that began at :attr:`prefix`: go on at later checkpoints if
+        the members' ``accuracy`` equals that of the search, else at earlier checkpoints."""
         if accuracy == self.accuracy:
             self.early = self._middle
         else:

@@ -425,7 +425,7 @@ async def remove_orphans() -> None:
     """Remove the processes and folders of orphaned deployments; running deployments are not touched."""
     for folder, held in _orphans():
         try:
-            # The lock file is empty after a power failure, and missing if another start has removed the orphan.
+            # The lock file may be empty after a power failure, and missing if another start has removed the orphan.
             with suppress(OSError, ValueError, LookupError, TypeError):
                 owner = orjson.loads((folder / _LOCK_FILE).read_bytes())
                 await ProcessMark(*owner["mark"]).kill(settle_s=0)

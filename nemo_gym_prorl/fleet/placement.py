@@ -48,7 +48,7 @@ class NodeLeft:
 
 
 class NodeSource(Protocol):
-    """Source of a fleet's nodes."""
+    """Interface by which the dispatcher learns which services are nodes of the fleet."""
 
     @property
     def present(self) -> Sequence[NodeJoined]:
@@ -61,7 +61,7 @@ class NodeSource(Protocol):
 
 
 class NodeList:
-    """Node source of a fixed list of services.
+    """Node source with a fixed list of services.
 
     Args:
         clients: one client per service.

@@ -36,7 +36,7 @@ from nemo_gym_prorl.failures import CallerError
 
 
 class RolloutSource(StrEnum):
-    """Source of the rollout services."""
+    """Origin of the servers that run the rollouts."""
 
     GYM = "gym"
     """NeMo RL's Gym actor starts the servers next to the trainer."""
@@ -381,12 +381,12 @@ def missing_modules(root: Path, table: Mapping[str, str]) -> list[str]:
 
 
 def missing_names(table: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names of a table that NeMo RL lacks."""
+    """Yield the names of a table that NeMo RL lacks, and the modules that cannot be imported, with the error."""
     for path, names in table.items():
         try:
             owner = resolve_name(path if ":" in path else f"{path}:")
-        except (ImportError, AttributeError) as error:
-            yield f"{path} ({error})"
+        except Exception as error:  # a module may raise any error, such as NeMo RL's own checks of versions
+            yield f"{path} ({type(error).__name__}: {error})"
             continue
         fields = {name for one in getattr(owner, "__mro__", ()) for name in inspect.get_annotations(one)}
         yield from (f"{path}.{name}" for name in names.split() if not hasattr(owner, name) and name not in fields)

@@ -39,7 +39,7 @@ from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 LOG = logging.getLogger(__name__)
 
 CALL_S = 30.0  # limit for the response of a server; a loaded server may pause for many seconds
-ANNOUNCEMENT_TRIES = 3  # then the label is given up, which only informs readers of rows
+ANNOUNCEMENT_TRIES = 3  # few, because the next weights wait meanwhile; see Servers.announce for the last failure
 _MAX_CONCURRENT_CALLS = 64  # threads, each of which may wait for CALL_S
 PAUSE_S = 1.0  # between two tries of an announcement, for a server that restarts
 

@@ -279,7 +279,7 @@ class CheckpointRecorder(Protocol):
     """Interface by which jobs use the checkpoint store."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Let a job hold a new checkpoint; write it to the shared folder, if any. A failed write is only logged."""
+        """Add a new checkpoint to a job; write it to the shared folder, if any. A failed write is only logged."""
         ...
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
@@ -287,7 +287,7 @@ class CheckpointRecorder(Protocol):
         ...
 
     def add(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Let a job hold a checkpoint that is stored already."""
+        """Add a checkpoint that is stored already to a job."""
         ...
 
     def ended(self, job: Job, *, keep: bool) -> None:

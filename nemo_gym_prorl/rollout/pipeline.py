@@ -277,7 +277,8 @@ class Pipeline(RolloutService):
                 failed(this, f"{job.failures[-1].kind.value}: {job.failures[-1].reason}")
 
     async def _work(self, job: Job, stage: Stage) -> None:
-        """Run one stage of a job that holds a slot; then free the slot for the next stage, a retry or the outcome."""
+        """Run one stage of a job that holds the stage's slot, then free the slot. The job is queued for the next
+        stage, set aside for a retry, or gets its outcome."""
         control = self._controls[job.id]
         control.tries[stage] += 1
         spent = job.times[stage]
@@ -434,9 +435,10 @@ class Pipeline(RolloutService):
     def _await_siblings(
         self, job_id: str, patience_s: float, before: frozenset[str] | None = None, of: _Control | None = None
     ) -> None:
-        """Fail the waiting jobs of a group that is scored together, if some siblings were never submitted and the
-        group is the same as ``before``, one EVAL budget (``patience_s``) ago; else check again after that time.
-        ``of``: state of the job at the first check, so that a later job with the same id is left alone."""
+        """Check every ``patience_s`` (the EVAL budget) whether a waiting job's group can still become complete; stop
+        when the job no longer waits. The group's waiting jobs fail if siblings were never submitted and the group has
+        not changed since the last check. ``before``: live jobs of the group at the last check. ``of``: state of the
+        job at the first check, so that a later job with the same id is left alone."""
         control = self._controls.get(job_id)
         if control is None or of not in (None, control):
             return

@@ -5,8 +5,8 @@
 A record can fail in three ways:
 
 - :class:`CallerError`: the record is malformed. Conversion reports the record's line, continues, and fails at the end.
-- :class:`UnusableRecord`: the record is well-formed, but of a kind that cannot be graded. Conversion counts such
-  records.
+- :class:`UnusableRecord`: the record is well-formed, but the target environment cannot grade it. Conversion leaves
+  out and counts such records.
 - :class:`UnsupportedSet`: no record of the data set can be graded. Conversion stops.
 """
 
@@ -41,11 +41,10 @@ _AFTER_HASHES = re.compile(r"^\s*####[ \t]*(.+?)\s*$", re.MULTILINE)
 
 
 class UnusableRecord(CallerError):
-    """A well-formed record that no environment can grade.
+    """A well-formed record that the target environment cannot grade; conversion leaves the record out.
 
     Args:
-        example: excerpt of the record that shows the fault. Not part of ``reason``, because conversion counts records
-            by reason.
+        example: the faulty excerpt of the record. Not part of ``reason``, because conversion counts records by reason.
     """
 
     def __init__(self, reason: str, *, field: str | None = None, example: str = "") -> None:

@@ -48,7 +48,8 @@ _NOT_ONE_SIDE = re.compile(r"[=<>,;&]|\\\\|\\[lg]eq?(?![a-zA-Z])")
 
 
 def with_braces(text: str) -> str:
-    """Return TeX with braces around each argument of a fraction, root, binomial, power or index."""
+    r"""Return TeX with braces around arguments of fractions, binomials and roots, and around longer powers and indices
+    (``x^2`` stays). Converts ``\over`` and ``\choose``, and removes the braces around a base of one symbol."""
     return _braced(text, 0)
 
 

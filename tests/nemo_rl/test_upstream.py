@@ -41,8 +41,9 @@ def test_every_imported_name_is_checked() -> None:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a module ``nemo_rl.fake`` with one member of each kind that the table has."""
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Install a module ``nemo_rl.fake`` with one member of each kind that the table has, and a ``nemo_rl.broken`` that
+    cannot be imported."""
 
     class Actor:
         def run(self) -> None: ...
@@ -52,7 +53,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
         dataloader: int
 
     package, module = ModuleType("nemo_rl"), ModuleType("nemo_rl.fake")
-    package.__path__ = ["/checkout/nemo_rl"]
+    (tmp_path / "broken.py").write_text('raise AssertionError("transformers 5.24.0 detected")')
+    package.__path__ = ["/checkout/nemo_rl", str(tmp_path)]
     vars(package).update(__version__="9.9", fake=module)
     vars(module).update(setup=print, Actor=ray.remote(Actor), Arguments=Arguments)
     monkeypatch.setitem(sys.modules, "nemo_rl", package)
@@ -66,7 +68,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nemo_rl.fake", "setup renamed gone", ["nemo_rl.fake.renamed", "nemo_rl.fake.gone"]),
         ("nemo_rl.fake:Actor", "run", []),
         ("nemo_rl.fake:Actor", "run ping", ["nemo_rl.fake:Actor.ping"]),
-        ("nemo_rl.gone", "run", ["nemo_rl.gone (No module named 'nemo_rl.gone')"]),
+        ("nemo_rl.gone", "run", ["nemo_rl.gone (ModuleNotFoundError: No module named 'nemo_rl.gone')"]),
+        ("nemo_rl.broken", "run", ["nemo_rl.broken (AssertionError: transformers 5.24.0 detected)"]),
     ],
 )
 def test_missing_names_are_named(place: str, names: str, missing: list[str]) -> None:

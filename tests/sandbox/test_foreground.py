@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash_channel import ContainerTerminal
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from tests.conftest import tiered
 from tests.sandbox.running import until
@@ -126,3 +128,14 @@ async def test_nothing_of_a_command_whose_time_is_up_is_left(
         # A killed process may take a moment to end.
         await until(lambda: not of_session(session))
         assert (await shell.run("echo usable")).output.endswith("usable\n")
+
+
+def test_a_terminal_without_a_session_has_no_foreground() -> None:
+    ours, theirs = os.openpty()
+    terminal = ContainerTerminal(os.getpid(), ours)
+    try:
+        assert terminal.foreground() is None
+    finally:
+        terminal.close()
+        os.close(theirs)
+    assert terminal.foreground() is None

@@ -87,7 +87,7 @@ def check_tasks(folder: Path, tools: Path | None) -> list[Check]:
 
     Args:
         folder: folder with Harbor tasks.
-        tools: the tools folder; ``None`` without one.
+        tools: folder with installed verifier packages; ``None`` without one.
     """
     needs = needs_of_tasks(folder)
     checks = [_check_packages(needs, folder, tools)]

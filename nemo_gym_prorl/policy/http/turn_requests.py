@@ -46,11 +46,12 @@ def messages_of(items: object, turns: Sequence[LedgerTurn] = ()) -> list[Message
     """Convert input items to chat messages; each sampled turn becomes one message.
 
     Args:
-        items: the input.
-        turns: the turns that markers in the items refer to.
+        items: value of the request's ``input``: a text or a list of items.
+        turns: known turns, to which a :data:`TURN_MARKER` in an item refers by index.
 
     Raises:
-        CallerError: names the field of an unsupported item.
+        CallerError: the input or an item is invalid or unsupported, or token fields are not on items of the policy;
+            names the field.
     """
     messages: list[Message] = []
     assistant, marks = _AssistantMessage(), 0
@@ -222,7 +223,7 @@ class RequestTemplate:
 
 
 class TurnRequests:
-    """Handler of turn requests.
+    """Handler that checks a turn request, has the policy sample the turn, and encodes the answer.
 
     Args:
         runtime: the policy.

@@ -194,7 +194,7 @@ class NoSuchBackend(CallerError):
 
 
 class Health(StrEnum):
-    """Health of a backend."""
+    """State of a backend's circuit breaker."""
 
     UP = "up"
     TRIAL = "trial"

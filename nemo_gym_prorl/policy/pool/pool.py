@@ -114,7 +114,7 @@ class BackendPool:
         return -(-self.limit // self._parts.get(run, 1))
 
     def drain(self, backend_id: str) -> list[Decision]:
-        """Place no new rollouts on the backend; its live rollouts stay."""
+        """Place no new rollouts on the backend; its live rollouts stay, so the returned list is empty."""
         self._get(backend_id).draining = True
         return []
 

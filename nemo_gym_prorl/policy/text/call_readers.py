@@ -42,7 +42,8 @@ def _skip(text: str, at: int) -> int:
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Return the index after the JSON value at ``at``; ``None`` for invalid JSON, -1 if the text ends in the value."""
+    """Return the index after the JSON value at ``at``; -1 if the text is cut off before the end of the value; ``None``
+    for other invalid JSON, for a literal that is cut off (``tru``), and for excessive nesting."""
     try:
         return _DECODER.raw_decode(text, at)[1]
     except json.JSONDecodeError as error:

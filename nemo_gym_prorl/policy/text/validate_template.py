@@ -69,7 +69,7 @@ def _validate(renderer: Renderer, tool_format: str | None, *, reads_reasoning: b
     name = tool_format or (_detect_format(renderer, think) if plays_calls else "plain")
     form = replace(format_named(name) or FORMATS["plain"], think=think)
     if name == "plain" and renderer.shows_tools:
-        # Calls are not read, but answers still have the markers of the model family's format.
+        # Calls are not parsed, but answers still have the markers of the model family's format.
         with contextlib.suppress(UnsupportedTemplate):
             family = FORMATS[_detect_format(renderer, think)]
             form = replace(form, dropped_markers=family.dropped_markers, split=family.split)
@@ -180,7 +180,7 @@ class _RenderedTurn:
         self._prompt, self._full = prompt, full
 
     def holds_turn(self) -> str:
-        """Return the word that only this turn contains, after a check that the rendering contains the word."""
+        """Return the word that only this turn contains; raise UnsupportedTemplate if the rendering lacks the word."""
         turn, mark = self._history[-1], _unique_word(self._history[-1])
         said = "the policy's calls" if turn.get("tool_calls") else "the policy's text"
         self._require(mark in self._full, f"the template drops {said}")

@@ -33,7 +33,7 @@ type BranchRole = Literal["main", "earlier", "retry", "side", "subagent"]
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One branch of a rollout.
+    """Path of turns from the first turn of a conversation to a turn without a successor.
 
     Attributes:
         nodes: the branch's turns, from first to last.

@@ -286,7 +286,7 @@ def _path(rollout_id: str) -> str:
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Return the bounded seconds of a ``Retry-After`` (seconds or a date); ``None`` if missing or invalid."""
+    """Return the clamped seconds of a ``Retry-After`` (seconds or a date); ``None`` if missing or invalid."""
     if header is None:
         return None
     try:

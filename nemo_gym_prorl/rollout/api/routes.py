@@ -230,10 +230,11 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     async def events(
         request: Request,
         who: CallerParam,
-        after: Annotated[str | None, Query(description="`cursor` of the last one seen.")] = None,
+        after: Annotated[str | None, Query(description="`cursor` of the last event seen.")] = None,
     ) -> EventSourceResponse:
-        """Stream every transition as a server-sent event. `Last-Event-ID` or `after` resumes within the history. A
-        reader that is slower than the history gets an event `problem` with a problem document, and the stream ends."""
+        """Stream state transitions of the caller's rollouts as server-sent events. `Last-Event-ID` or `after` resumes
+        within the history of the last 10,000 transitions. A reader that falls behind the history gets an event
+        `problem` with a problem document, and the stream ends."""
         seen = request.headers.get("last-event-id")
         field, text = ("after", after) if seen is None else ("Last-Event-ID", seen)
         transitions = service.store.events(None if text is None else Cursor.parse(text, field))

@@ -264,7 +264,7 @@ class SharedCheckpoints:
         return self._rollouts / hashlib.sha256(rollout.encode(errors="replace")).hexdigest()[:40]
 
     def _lineage(self, rollout: str) -> dict[int, _StoredTurn]:
-        """Return the stored turns of a rollout and of the rollouts from which it resumed, by number of the turn."""
+        """Return stored turns by number: a rollout's own, and up to each fork those of the rollouts resumed from."""
         found: dict[int, _StoredTurn] = {}
         last: int | None = None
         for _ in range(_MAX_LINKS):

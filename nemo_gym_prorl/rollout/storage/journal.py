@@ -63,8 +63,8 @@ _RETRY_S = 1.0  # before a failed commit is retried, so that a full disk causes 
 _FORGET_INTERVAL_S = 60.0  # between two searches for old outcomes, which live for days
 
 _TABLES = (
-    # Accepted jobs without an outcome. life: number of the service's start. node, name: the job's node in a fleet, and
-    # its id there. asked: options of the job.
+    # Accepted jobs without an outcome. life: start_number when the job was accepted. node, name: the job's node in a
+    # fleet, and its id there. asked: options of the job.
     """CREATE TABLE jobs (seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL, node TEXT,
         name TEXT, asked BLOB NOT NULL, row BLOB NOT NULL)""",
     # The log of outcomes. held: of an attached job. about: fields of listings. content: row, result, tokens and steps,

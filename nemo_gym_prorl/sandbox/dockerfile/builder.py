@@ -3,8 +3,8 @@
 """Build images from Dockerfiles, without Docker, a daemon or root.
 
 Each stage on which the target depends becomes an image in the store. The runtime builds a stage from its base's root
-folder by one shell script with all steps of the stage. A base is the image that the Dockerfile names, or a replacement
-that the user names: another base can change a verdict, so the builder replaces none by itself.
+folder by one shell script with all steps of the stage. A base is an earlier stage, the image that the Dockerfile
+names, or a replacement that the user names: another base can change a verdict, so the builder replaces none by itself.
 
 A stage's key is a hash of its base, its steps and the files that it copies, so an unchanged stage is built once and
 shared by all Dockerfiles with this stage. An unchanged file of a base is stored as a hard link. Differences from
@@ -209,7 +209,7 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
     return image
 
 
-_UNKNOWN_FOLDER = "/.of-the-base"  # stands for the working folder of a base that was not read
+_UNKNOWN_FOLDER = "/.of-the-base"  # placeholder for the working folder of a base that was not read
 
 
 def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:

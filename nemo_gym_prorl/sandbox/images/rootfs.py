@@ -110,7 +110,7 @@ def link_unchanged(root: Path, base: Path) -> int:
     top = os.open(base, OPEN_FOLDER_FLAGS)
     try:
         for path, name, folder in walk(root):
-            with contextlib.suppress(OSError):  # the base lacks the folder, or the file system allows no further link
+            with contextlib.suppress(OSError):  # the base lacks the file, or no further link is allowed
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 above = open_folder_beneath(path.removesuffix(name).rstrip("/") or ".", top)
                 try:

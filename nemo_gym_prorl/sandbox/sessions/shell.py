@@ -154,7 +154,7 @@ class Shell:
         self._container.sessions_started.add("bash")
 
     async def _prepare(self, bash: SandboxProcess, channel: BashChannel) -> str:
-        """Connect to a new bash and run a first command; return the error message, empty if that works."""
+        """Connect to a new bash and run a first command; return the error message, empty if the command works."""
         assert bash.terminal is not None
         self._terminal = ContainerTerminal(bash.pid, bash.terminal)
         bash.ended.add_done_callback(lambda _future: self._output.notify())

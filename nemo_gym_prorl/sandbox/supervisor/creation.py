@@ -462,7 +462,7 @@ async def start_by_runtime(children: Children, sandbox: Sandbox) -> state_dir.Pi
         program = partial(become_runtime, sandbox.request, command, sandbox.folder, theirs, sandbox.log, uncovered)
         starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log, *uncovered], sandbox.group)
     state_dir.record_starter(sandbox.folder, starter.pid)
-    # The PID namespace is recorded before the image's untrusted programs report, which they may never do.
+    # Cleanup needs the PID namespace, so it is recorded before untrusted programs report, which they may never do.
     while starter.alive and not find_pid_namespace(sandbox):  # noqa: ASYNC110  # no event reports the namespace
         await asyncio.sleep(state_dir.POLL_S)
     assert sandbox.channel

@@ -254,7 +254,7 @@ class Sandboxes:
         sandbox.send_event("limit", reason, "memory")
 
     async def destroy(self, name: str) -> Reply:
-        """End a sandbox and wait until its processes and files are gone; a no-op for an unknown sandbox."""
+        """End a sandbox and wait until it is gone (:meth:`.Sandbox.wait_gone`); a no-op for an unknown sandbox."""
         if sandbox := self._all.get(name):
             self._close(sandbox)
             await sandbox.wait_gone()
@@ -318,11 +318,12 @@ class Sandboxes:
                 self.end_early(sandbox, inside=inside, ending=_first_process_ending(code, inside=inside))
 
     def _was_killed(self, sandbox: Sandbox, code: int) -> bool:
-        """Return whether the machine or its users killed the first process, and not sandboxed processes. The kernel
-        ignores SIGKILL from a PID namespace's own processes to its first process, so -9 (direct start) comes from
-        outside. The runtime reports a kill as exit code 137. Commands that are not root can trace the first process,
-        and make the first process exit with 137. So 137 counts only if commands run as root, or the machine lacked
-        memory."""
+        """Return whether the first process was killed from outside the sandbox: by the machine or its users.
+
+        The kernel ignores SIGKILL from a PID namespace's own processes to its first process, so -9 (direct start)
+        comes from outside. The runtime reports a kill as exit code 137. Commands that are not root can trace the first
+        process and make it exit with 137. As root the first process has more capabilities than commands, so commands
+        cannot trace it. So 137 counts only if commands run as root, or if the machine lacked memory."""
         reported_by_runtime = code == 128 + signal.SIGKILL
         return code in KILL_STATUSES and (
             not reported_by_runtime or sandbox.request.uid == 0 or self._lacked_memory(sandbox)

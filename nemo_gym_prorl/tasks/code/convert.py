@@ -108,7 +108,7 @@ def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(value: Any) -> str:
-    """Return a result as JSON text. Data sets store JSON text or values; text that is not JSON is a value."""
+    """Return a result as JSON text. Data sets store JSON text or values; text that is not JSON is a string value."""
     if isinstance(value, str):
         try:
             json.loads(value)

@@ -184,7 +184,8 @@ class _BoundedReader(io.FileIO):
 
 
 class _MemberFilter:
-    """Filter of archive members; paths, symlinks and sizes of earlier archives count for later ones."""
+    """Filter of untrusted archive members. The archives of one filter share its limits of bytes and CPU time, and a
+    symlink in an earlier archive also hides members of later archives."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths

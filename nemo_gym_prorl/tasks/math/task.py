@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Task family ``math``: mathematical problems with a Python tool, and conversion of published records to rows.
 
-The final answer is compared with the expected answer. Rows have the fields of Gym's ``math_with_judge``, ``question``
-and ``expected_answer``, so rows of ``math_with_judge`` work unchanged. Rows of :func:`row_of` also offer the tool.
+The final answer is compared with the expected answer. Rows have the fields ``question`` and ``expected_answer``, like
+rows of Gym's ``math_with_judge``, which work unchanged. Rows that :func:`row_of` converts also offer the Python tool.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class ProtectedFiles:
     """Rules that decide which of the policy's changes are ignored in grading.
 
     Attributes:
-        fix: files that the reference fix changes, without those that the test patch changes.
-        tests: files with the row's tests, and files that the row's test patch changes.
+        fix: files that the reference fix changes, without those that the test patch changes; exempt from most rules.
+        tests: files with the row's tests, and files that the row's test patch changes; always ignored.
     """
 
     def __init__(self, instance: SweInstance) -> None:

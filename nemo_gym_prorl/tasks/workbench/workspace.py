@@ -392,7 +392,7 @@ class Workspace:
         return min(asked or self._limits.timeout_s, self._limits.max_timeout_s)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Send a request to the toolbox program. Return the reply; ``None`` if a live sandbox sends no valid reply."""
+        """Return the toolbox program's reply to a request; ``None`` if a live sandbox sends no valid reply."""
         mark = secrets.token_hex(8)
         text = json.dumps({"mark": mark, "cwd": self.folder} | dict(request))
         encoded = base64.b64encode(text.encode()).decode()

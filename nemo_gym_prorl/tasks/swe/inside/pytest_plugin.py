@@ -45,7 +45,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logreport(report):
-    if _seen["xdist"] and hasattr(report, "node"):  # from an xdist worker
+    if _seen["xdist"] and hasattr(report, "node"):  # from an xdist worker; the controller runs no makereport
         CHANNEL.send("report", _name(report.nodeid), report.when, _status(report))
 
 
