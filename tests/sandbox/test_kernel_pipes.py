@@ -175,8 +175,9 @@ def test_both_ends_agree() -> None:
     names: dict[str, object] = {}
     source = DRIVER[2]
     for name in ("SIZE", "RECORD"):
-        assert re.search(rf'^{name} = struct\.Struct\("{re.escape(globals()[name].format)}"\)(  #.*)?$', source, re.MULTILINE)
-    assert f"BEGINS, ENDS = {BEGINS}, {ENDS}\n" in source
+        form = re.escape(globals()[name].format)
+        assert re.search(rf'^{name} = struct\.Struct\("{form}"\)(  #.*)?$', source, re.MULTILINE)
+    assert f"BEGINS, ENDS = {BEGINS}, {ENDS}  #" in source
     exec(re.search(r"^MAX_RESULT_BYTES = .*$", source, re.MULTILINE)[0], names)  # type: ignore[index]
     assert names["MAX_RESULT_BYTES"] == DATA_LIMIT
     assert f"rjust({WORD_BYTES})" in source
