@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from nemo_gym_prorl.cli.admin import Token, Url, backends_app, key_app
-from nemo_gym_prorl.cli.data import data_app
+from nemo_gym_prorl.cli.data.commands import data_app
 from nemo_gym_prorl.cli.harness import harness_app
 from nemo_gym_prorl.cli.image.commands import image_app
 

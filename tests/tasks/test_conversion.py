@@ -21,7 +21,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
-from nemo_gym_prorl.cli.convert import convert as convert_file
+from nemo_gym_prorl.cli.data.convert import convert as convert_file
 from nemo_gym_prorl.cli.image.images import _images_of_rows
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.cli.convert import convert_harbor
+from nemo_gym_prorl.cli.data.convert import convert_harbor
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.harbor import task_folder
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask

@@ -91,7 +91,7 @@ def index(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the index.")],
 ) -> None:
     """Build an offline search index for the tool `search` of prorl_stem."""
-    from nemo_gym_prorl.cli.convert import make_index
+    from nemo_gym_prorl.cli.data.convert import make_index
 
     make_index(files, output)
 
@@ -185,7 +185,7 @@ def harbor(
     `prorl image build-all ROWS` makes the rows' images. Exit code 1 if a task is refused.
     docs/environments/harbor.md lists the features without support.
     """
-    from nemo_gym_prorl.cli.convert import convert_harbor
+    from nemo_gym_prorl.cli.data.convert import convert_harbor
 
     if not convert_harbor(
         source,
@@ -206,7 +206,7 @@ def _convert(
     data_source: str | None,
     dry_run: bool,
 ) -> None:
-    from nemo_gym_prorl.cli.convert import convert
+    from nemo_gym_prorl.cli.data.convert import convert
 
     if not convert(file, output, row_of, data_source, dry_run=dry_run):
         raise typer.Exit(1)
