@@ -46,7 +46,8 @@ _DESCRIBE = (
     "platform.python_version(), platform.machine()]))"
 )
 _CHECK_COPY = (
-    "import os, sys; paths = [line.split()[-1] for line in open('/proc/self/maps') if 'libpython' in line]; "
+    "import os, sys; maps = open('/proc/self/maps'); "
+    "paths = [line.split(maxsplit=5)[-1].strip() for line in maps if 'libpython' in line]; "
     "paths.append(os.path.realpath(os.__file__)); "
     "sys.exit(next((f'it loads {path}' for path in paths if not path.startswith(sys.argv[1])), None))"
 )

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code.code_rows import MAX_PYTHON_CHARS
 from nemo_gym_prorl.tasks.dataset_records import UnusableRecord
 
 
@@ -32,6 +33,7 @@ _SIGNED = ("starter_code", "prompt", "question", "text", "code", "solution", "co
 _COLON = re.compile(":")
 _NOT_IN_JSON = "its tests have values that JSON does not have"
 _NO_COMPARISON = "its tests do more than compare the result of a call with a value"
+_SHARED_CHARS = 100  # of a value that several asserts use by name, to bound memory
 _FOLDED_CHARS = 1 << 12
 """Maximum characters or items of a value that tests compute from literals, to bound memory."""
 _ARITHMETIC = {
@@ -98,7 +100,7 @@ def of_asserts(
         )
     tests: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "fn_name": called}
     if not all(_is_json(value, tuples=False) for given in inputs for value in given):
-        tests |= {"inputs": ["\n".join(map(repr, given)) for given in inputs], "arguments": "python"}
+        tests |= {"inputs": [_python_text(given, field) for given in inputs], "arguments": "python"}
     checker = {"kind": "float"} | ({"applied": applied} if applied else {})
     if tolerances == {EXACT}:
         return tests | ({"checker": checker} if applied else {})
@@ -122,7 +124,8 @@ def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) ->
     for statement in body:
         match statement:
             case ast.FunctionDef(body=inner, args=parameters):
-                yield from _statements(inner, values | {one.arg: None for one in parameters.args})
+                names = [one.arg for one in ast.walk(parameters) if isinstance(one, ast.arg)]
+                yield from _statements(inner, values | dict.fromkeys(names))
             case ast.Expr(value=ast.Constant()):
                 pass
             case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in functions:  # HumanEval-X calls its tests
@@ -135,16 +138,21 @@ def _statements(body: Sequence[ast.stmt], values: dict[str, ast.expr | None]) ->
 
 
 def _inlined[N: ast.AST](node: N, values: dict[str, ast.expr | None]) -> N:
-    """Replace names in a node by their values. A list or dict is inserted once only, since a function may change it.
+    """Replace names in a node by their values. A value that a function may change is inserted once only.
 
     Names in inserted values are not replaced, because nested values would grow exponentially.
     """
 
     def value_of(part: Any) -> Any:
         value = values.get(part.id) if isinstance(part, ast.Name) else None
-        if isinstance(value, ast.List | ast.Dict):
-            values[part.id] = None
-        return value or part
+        if value is None or hasattr(value, "inserted"):
+            return part
+        is_constructor = isinstance(value, ast.Call) and not (value.args or value.keywords)
+        if len(ast.unparse(value)) > _SHARED_CHARS or not (
+            is_constructor or isinstance(value, ast.UnaryOp | ast.Constant)
+        ):
+            value.inserted = True  # type: ignore[attr-defined]
+        return value
 
     for parent in [*ast.walk(node)]:
         for field, part in ast.iter_fields(parent):
@@ -298,12 +306,37 @@ def _called(function: ast.expr) -> str | None:
 def _argument(node: ast.expr) -> Any:
     """Return an argument, which may also be a tuple, a set, or a dictionary with any keys."""
     value = _evaluated(node)
+    if not (_is_json(value, tuples=False) or _is_literal(value)):
+        raise UnusableRecord(_NOT_IN_JSON)
+    return value
+
+
+def _is_literal(value: Any) -> bool:
     try:
-        if _is_json(value, tuples=False) or ast.literal_eval(repr(value)) == value:
-            return value
-    except (ValueError, RecursionError, MemoryError):
-        pass
-    raise UnusableRecord(_NOT_IN_JSON)
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return False
+
+
+def _python(value: Any) -> str:
+    match value:
+        case set():
+            return f"{{{', '.join(sorted(map(_python, value)))}}}" if value else "set()"
+        case tuple():
+            return f"({', '.join(map(_python, value))}{',' * (len(value) == 1)})"
+        case list():
+            return f"[{', '.join(map(_python, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{_python(key)}: {_python(one)}' for key, one in value.items())}}}"
+    return repr(value)
+
+
+def _python_text(given: Sequence[Any], field: str) -> str:
+    """Return arguments as Python literals, one per line. The text does not depend on the order of sets."""
+    text = "\n".join(map(_python, given))
+    if len(text) > MAX_PYTHON_CHARS or not all(map(_is_literal, given)):
+        raise UnusableRecord(_NOT_IN_JSON, field=field, example=text[:80])
+    return text
 
 
 def _expected(node: ast.expr, *, sets: bool) -> Any:

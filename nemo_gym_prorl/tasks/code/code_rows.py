@@ -37,6 +37,8 @@ from nemo_gym_prorl.tasks.workbench import workbench_schemas
 MAX_TESTS = 100_000  # per problem, to bound memory and grading time
 MAX_TEST_BYTES = 64 << 20
 """Maximum characters of all inputs and outputs of a problem, to bound memory."""
+MAX_PYTHON_CHARS = 1 << 16
+"""Maximum length of a call's arguments as Python, whose evaluation takes 30 times the memory of JSON."""
 
 CALL_TOLERANCE = 1e-5
 """Relative tolerance for numbers returned by functions of rows without a checker; the value of Gym's grader."""
@@ -87,7 +89,7 @@ class UnitTests(BaseModel):
             raise ValueError(f"packed: must be base64 of zlib of JSON ({error})") from error
         if not isinstance(tests, Mapping):
             raise ValueError("packed: must hold an object with inputs and outputs")
-        return {**tests, "fn_name": given.get("fn_name") or tests.get("fn_name")}
+        return {**tests, **{name: given[name] for name in ("fn_name", "arguments") if given.get(name)}}
 
     inputs: list[Any] = Field(min_length=1, max_length=MAX_TESTS)
     outputs: list[Any] = Field(min_length=1, max_length=MAX_TESTS)
@@ -277,14 +279,15 @@ def _call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
 
 
 def _python_call(given: Any, expected: Any, field: str, index: int) -> CodeTestCase:
-    """Parse a test of a function whose arguments are Python literals, one per line; they are read in the sandbox."""
+    """Parse a test of a function whose arguments are Python literals, one per line; the sandbox evaluates them."""
+    field_of_input = f"{field}.inputs.{index}"
+    if not isinstance(given, str) or len(given) > MAX_PYTHON_CHARS:
+        raise CallerError(f"must be text of at most {MAX_PYTHON_CHARS} characters", field=field_of_input)
     try:
-        for line in given.split("\n"):
+        for line in filter(None, given.split("\n")):
             ast.literal_eval(line)
-    except (AttributeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise CallerError(
-            f"must have a Python literal in each line: {error}", field=f"{field}.inputs.{index}"
-        ) from error
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise CallerError(f"must have a Python literal in each line: {error}", field=field_of_input) from error
     return CodeTestCase(given, _call("", expected, field, index).expected)
 
 

@@ -100,9 +100,7 @@ def of_cases(cases: Any, field: str, function: str | None = None) -> dict[str, A
 
 def as_json_text(tests: Mapping[str, Any]) -> dict[str, Any]:
     """Return tests of a function with arguments and results as JSON text, which keeps integers of any size exact."""
-    inputs = [
-        "\n".join(map(json.dumps, given)) if isinstance(given, list) and given else given for given in tests["inputs"]
-    ]
+    inputs = ["\n".join(map(json.dumps, given)) if isinstance(given, list) else given for given in tests["inputs"]]
     kept = {name: tests[name] for name in ("fn_name", "arguments") if name in tests}
     return {"inputs": inputs, "outputs": [_result(value) for value in tests["outputs"]], **kept}
 

@@ -134,6 +134,13 @@ async def test_arguments_that_json_does_not_have(judge: Judge) -> None:
     assert "(1, 2)" in grade.detail
 
 
+@pytest.mark.parametrize("test", ["assert f() == 21", "assert f() == 21\nassert f((1,)) == 21"])
+async def test_call_without_arguments(judge: Judge, test: str) -> None:
+    problem = read_problem(read_metadata(row_of({"question": "?", "test": test})), None)
+    assert (await judge(problem, "def f(*given): return 21")).passed
+    assert not (await judge(problem, "def f(*given): return '21'")).passed
+
+
 def checked(source: str, expected: str = "9\n") -> CodeProblem:
     return CodeProblem([CodeTestCase("9\n", expected)], None, {"kind": "program", "source": source})
 

@@ -371,7 +371,7 @@ def call_function(job: dict[str, Any], code: types.CodeType, prelude_names: dict
     with open(0, encoding="utf-8", closefd=False) as file:
         arguments = json.loads(file.read())
     if isinstance(arguments, str):
-        arguments = [*map(ast.literal_eval, arguments.split("\n"))]
+        arguments = [*map(ast.literal_eval, filter(None, arguments.split("\n")))]
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     try:
