@@ -60,17 +60,16 @@ class Row:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the ratio meets the goal; ``None`` without a goal or without the peer's figure."""
-        if self.goal is None or self.ratio is None:
+        """Whether the ratio meets the goal, which it does not without the peer's figure; ``None`` without a goal."""
+        if self.goal is None:
             return None
         sign, bound = self.goal.split()
-        return self.ratio >= float(bound) if sign == ">=" else self.ratio <= float(bound)
+        ratio = self.ratio
+        return ratio is not None and (ratio >= float(bound) if sign == ">=" else ratio <= float(bound))
 
     @property
     def verdict(self) -> str:
-        if self.is_met is None:
-            return "no goal" if self.goal is None else "no figure of the peer"
-        return "met" if self.is_met else "missed"
+        return {None: "no goal", True: "met", False: "missed"}[self.is_met]
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:

@@ -37,6 +37,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY, TRAJECTORY, gym_reads_trajectories, ng_trajectory
 
 
+_OTHER_FORMAT_LINES = 20  # first lines without a row that show another format, so that a large file is not read
 _NO_ROWS = "must be JSONL with a row in each line; make rows of a dataset's records by `prorl data`"
 _AGENT = {"type": "responses_api_agents", "name": "prorl_agent"}
 
@@ -76,9 +77,12 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[RefusedRow]]:
         raise CallerError(_NO_ROWS, field=str(path))
     rows: dict[int, dict[str, Any]] = {}
     refused: list[RefusedRow] = []
+    begins_with_object = True
     for number, row in json_lines(path):
-        if not isinstance(row, dict) and not rows and not refused:
-            raise CallerError(_NO_ROWS, field=str(path))
+        if not rows and not refused:
+            begins_with_object = isinstance(row, dict)
+        if len(refused) == _OTHER_FORMAT_LINES and not rows and not begins_with_object:
+            break
         if isinstance(row, dict) and {"reward", "response"} <= row.keys():
             raise CallerError(
                 "is a result, not a row; use `prorl show` or `prorl view` for results", field=f"{path}:{number}"
@@ -98,8 +102,8 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[RefusedRow]]:
             refused.append(RefusedRow(number, in_words(field_errors([*map(_with_row_path, error.errors())]))))
         else:
             rows[number] = row
-    if not rows and not refused:
-        raise CallerError("has no rows", field=str(path))
+    if not rows and (not refused or not begins_with_object):
+        raise CallerError(_NO_ROWS if refused else "has no rows", field=str(path))
     return rows, refused
 
 

@@ -76,6 +76,12 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
         assert "2 succeeded, 6 rows refused" in said
         assert [line["rollout"]["source"]["line"] for line in lines_of(output)] in ([1, 7], [7, 1])
 
+        write(rows, "# my rows", GOOD)
+        assert not await submit(SubmitOptions(rows), url, TOKEN)
+        said = capsys.readouterr().out
+        assert "rows.jsonl:1: is not JSON" in said
+        assert "1 succeeded, 1 row refused" in said
+
         # What only the service can refuse: the id belongs to another row.
         write(rows, GOOD | {"task_id": 9}, GOOD)
         assert not await submit(SubmitOptions(rows, repeats=2, run="r"), url, TOKEN)
@@ -100,6 +106,7 @@ async def test_a_file_without_rows_is_refused(tmp_path: Path, line: str, complai
     ("name", "content"),
     [
         ("rows.csv", "question,answer\n1,2\n"),
+        ("rows.csv", "1,2\n" * 100),
         ("rows.parquet", "PAR1\x15\x04"),
         ("rows.json", '[{"question": "1"}]'),
         ("rows.json", '[\n  {"question": "1"}\n]\n'),

@@ -267,12 +267,15 @@ async def test_ray_takes_only_clients_with_the_deployments_token(tmp_path: Path)
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="prorl-t-") as folder:  # Ray's socket paths are long
         words = (sys.executable, "-c", RAY_HEAD, folder)
         head = await asyncio.create_subprocess_exec(*words, env=env, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-        assert head.stdout
-        address = (await head.stdout.readline()).decode().strip()
-        without = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH")}
-        answers = await asyncio.gather(client(env), client(without), client(without | {"RAY_AUTH_MODE": "disabled"}))
-        await head.communicate()
-    assert address
+        try:
+            assert head.stdout
+            address = (await head.stdout.readline()).decode().strip()
+            assert address
+            without = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH")}
+            others = without, without | {"RAY_AUTH_MODE": "disabled"}
+            answers = await asyncio.gather(*map(client, (env, *others)))
+        finally:
+            await head.communicate()  # the end of its input ends the head
     assert answers == [b"True", b"", b""]
 
 

@@ -3,8 +3,9 @@
 /*
  * The launcher: the only program of this package that runs in a sandbox. It starts all processes of sandboxes.
  *
- * With argv[0] "launcher" the program waits on a socket for requests of the supervisor, and forks a child for each request. The
- * child is a child of the supervisor (CLONE_PARENT), starts in the sandbox's control group, and does one of these:
+ * With argv[0] "launcher" the program waits on a socket for requests of the supervisor, and forks a child for each
+ * request. That child is a child of the supervisor (CLONE_PARENT), starts in the sandbox's control group, and does one
+ * of these:
  *
  *   make     start the first process of a new sandbox, in new namespaces; that process sets the sandbox up
  *   spawn    join a sandbox, start a process there, and execute a program
