@@ -100,7 +100,7 @@ async def test_nodes_without_a_key_are_refused_at_once(tmp_path: Path) -> None:
                 front.kill()
     assert front.returncode == 1, said
     assert re.search(
-        rf"^prorl: --token: the nodes' agents listen on {host} for everybody: set PRORL_TOKEN$", said, re.M
+        rf"^prorl: --token: the nodes' agents would listen on {host} without a key: set PRORL_TOKEN$", said, re.M
     )
 
 
