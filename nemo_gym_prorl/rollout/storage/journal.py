@@ -34,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,13 @@ _INDEXES = (
     "CREATE INDEX outcomes_group ON outcomes (job_group, number)",
     "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # covers the queries of _measure
 )
+# Each statement writes all rows of a commit: SQLite gives up the interpreter's lock for every statement, and a thread
+# beside a busy event loop waits up to 5 ms to get it back.
 # REPLACE: an entry that was damaged, and so not recovered, may have the same id.
-_INSERT_JOB = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES (?, ?, ?, ?)"
-_PLACE_JOB = "UPDATE jobs SET node = ?, name = ? WHERE id = ?"
-_INSERT_OUTCOME = "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_JOBS = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES {rows}"
+_PLACE_JOBS = "UPDATE jobs SET node = column2, name = column3 FROM (VALUES {rows}) WHERE id = column1"
+_INSERT_OUTCOMES = "INSERT INTO outcomes VALUES {rows}"
+_DELETE_JOBS = "DELETE FROM jobs WHERE id IN (VALUES {rows})"
 
 
 class JournalUnavailable(Draining):
@@ -97,14 +101,17 @@ class _Entry:
 
     future: asyncio.Future[Any]
     job_id: str
-    new: tuple[bytes, bytes] | None = None
+    new: bytes | None = None
+    """Options of a new job."""
     named: bool = False
     """Whether the caller chose the id of a new job, so that the id may have been used before."""
     placed: tuple[str, str] | None = None
     ended: tuple[Any, ...] | None = None
-    """Columns of an outcome without its position; the content is not yet compressed."""
-    packed: bytes | None = None
-    """The compressed content."""
+    """Columns of an outcome without its position and content."""
+    content: bytes | None = None
+    """Row of a new job or content of an outcome, not yet compressed."""
+    packed: Any = None
+    """The compressed content, a buffer."""
 
 
 class Journal(JournalReader):
@@ -207,7 +214,8 @@ class Journal(JournalReader):
             JournalUnavailable: the journal cannot be written.
         """
         self.check()
-        return bool(await self._put(_Entry(self._future(), job.id, new=job_record(job), named=named)))
+        options, row = job_record(job)
+        return bool(await self._put(_Entry(self._future(), job.id, new=options, named=named, content=row)))
 
     async def placed(self, job_id: str, node: str, name: str) -> None:
         """Write the node of an accepted job, and the job's id there; return once both are on disk."""
@@ -217,8 +225,8 @@ class Journal(JournalReader):
         """Write the outcome of a packed job, and return its position in the log once the outcome is on disk. Return
         ``None`` if writing fails while the journal is being closed; then the job has no outcome."""
         about, content = outcome_record(job, outcome, finished_at)
-        columns = (job.id, job.number, job.attached, outcome.state.value, job.group, finished_at, about, content)
-        position: int | None = await self._put(_Entry(self._future(), job.id, ended=columns))
+        columns = (job.number, job.attached, outcome.state.value, job.group, finished_at, about)
+        position: int | None = await self._put(_Entry(self._future(), job.id, ended=columns, content=content))
         return position
 
     def check(self) -> None:
@@ -303,7 +311,9 @@ class Journal(JournalReader):
         disk is writable again."""
         if not batch and self.failing is None:
             return []
+        self._compress(batch)
         done: list[tuple[asyncio.Future[Any], Any]] = []
+        new, placed, outcomes, over = (list[tuple[Any, ...]]() for _ in range(4))
         end, size = self.end, self.bytes
         with self._writing() as connection:
             if not batch:
@@ -314,23 +324,31 @@ class Journal(JournalReader):
                 if entry.new is not None:
                     result = entry.job_id not in used
                     if result:
-                        asked, row = entry.new
-                        values = entry.job_id, self._start_number, asked, self._zstd.compress(row)
-                        connection.execute(_INSERT_JOB, values)
+                        new.append((entry.job_id, self._start_number, entry.new, entry.packed))
                 elif entry.placed is not None:
-                    connection.execute(_PLACE_JOB, (*entry.placed, entry.job_id))
+                    placed.append((entry.job_id, *entry.placed))
                 elif entry.ended is not None:
-                    *light, about, content = entry.ended
-                    if entry.packed is None:
-                        entry.packed = self._zstd.compress(content)
-                    stored = len(about) + len(entry.packed)
-                    connection.execute(_INSERT_OUTCOME, (end, *light, stored, about, entry.packed))
-                    if not light[2]:  # the jobs table has no entries of attached jobs
-                        connection.execute("DELETE FROM jobs WHERE id = ?", (entry.job_id,))
+                    number, held, state, group, at, about = entry.ended
+                    stored = len(about) + (0 if entry.packed is None else len(entry.packed))
+                    outcomes.append((end, entry.job_id, number, held, state, group, at, stored, about, entry.packed))
+                    if not held:  # the jobs table has no entries of attached jobs
+                        over.append((entry.job_id,))
                     result, end, size = end, end + 1, size + stored
                 done.append((entry.future, result))
+            statements = {_INSERT_JOBS: new, _PLACE_JOBS: placed, _INSERT_OUTCOMES: outcomes, _DELETE_JOBS: over}
+            for statement, rows in statements.items():
+                if rows:
+                    marks = ", ".join([f"({sql_marks(rows[0])})"] * len(rows))
+                    connection.execute(statement.format(rows=marks), [*chain.from_iterable(rows)])
         self.end, self.bytes = end, size
         return done
+
+    def _compress(self, batch: Sequence[_Entry]) -> None:
+        todo = [(entry, entry.content) for entry in batch if entry.content is not None and entry.packed is None]
+        if todo:
+            packed = self._zstd.multi_compress_to_buffer([content for _, content in todo])
+            for index, (entry, _) in enumerate(todo):
+                entry.packed = packed[index]
 
     def _used(self, ids: Sequence[str]) -> set[str]:
         """Return those of at most :data:`MAX_BATCH` ids that belong to ended jobs."""

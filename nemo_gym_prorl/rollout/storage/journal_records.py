@@ -193,9 +193,9 @@ def _job(job_id: str, record: dict[str, Any], row: dict[str, Any] | bytes) -> Jo
     return job
 
 
-def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes]:
+def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[bytes, bytes | None]:
     """Return the columns ``about`` and ``content`` (not yet compressed) for a packed job and its outcome. An attached
-    job has an empty content, because its caller has the answer."""
+    job has no content, because its caller has the answer."""
     row = job.stored_row if isinstance(job.stored_row, bytes) else b"{}"
     parts = () if job.attached else (row, outcome.body, job.tokens, job.steps)
     about = _job_options(job) | {
@@ -218,7 +218,7 @@ def outcome_record(job: Job, outcome: Outcome, finished_at: float) -> tuple[byte
         "masked": outcome.masked,
         "sizes": [len(part) for part in parts],
     }
-    return orjson.dumps(about), b"".join(parts)
+    return orjson.dumps(about), b"".join(parts) if parts else None
 
 
 def ended_job(job_id: str, about: bytes, content: bytes | None) -> Job:
