@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latency that a model server adds for 2,000 agents, compared with Gym's ``vllm_model``.
 
-Each agent plays 50 turns with 20 s between turns, like an agent that waits for its tools. The stand-in engine has
+Each agent plays 20 turns with 20 s between turns, like an agent that waits for its tools. The stand-in engine has
 eight addresses and takes one second per turn. Added latency is the time beyond that second, measured at the agent,
 and includes CPU time of the server, the engine and the agents, which share the machine. Agents of ``prorl_model``
 (four servers) use the server's ledger; agents of ``vllm_model`` (one server) echo all ids. The peer plays only the
@@ -50,7 +50,7 @@ class Scale:
     servers: int
 
 
-FULL = Scale(2000, 50, 5, 20.0, 4)
+FULL = Scale(2000, 20, 5, 20.0, 4)
 QUICK = Scale(40, 5, 5, 0.7, 1)
 
 

@@ -3,9 +3,9 @@
 """Cost of the journal: rollouts per second with and without a journal, and the start of a service from a full journal.
 
 Two ``prorl_agent`` over the same instant servers, one with a journal on the repository's disk, run the same rounds
-alternately, by ``/run`` and by the job API. A ratio is the median over the rounds, which are short because the speed of
-a shared machine changes within seconds. The start is measured in this
-process: until the pipeline accepts a new job and lists outcomes, and until all accepted jobs run again.
+alternately, by ``/run`` and by the job API. A ratio is the median over the rounds, which are short because the speed
+of a shared machine changes within seconds. The start is measured in this process: until the pipeline accepts a new job
+and lists outcomes, and until all accepted jobs run again.
 """
 
 from __future__ import annotations
