@@ -276,6 +276,22 @@ async def test_a_commit_that_fails_refuses_new_jobs_and_writes_outcomes_again(
         assert [job.id for job in pipeline.store.live()] == ["c"], "what was refused is not begun"
 
 
+async def test_a_commit_holds_more_jobs_than_an_old_sqlite_takes_in_a_statement(tmp_path: Path) -> None:
+    ids = [f"r{number}" for number in range(600)]
+    async with life(tmp_path) as (pipeline, _):
+        journal = pipeline.store.journal
+        assert journal is not None
+        journal._writer.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)  # as on RHEL 8
+        jobs = await asyncio.gather(*(pipeline.accept(JobRequest({"text": each}, id=each)) for each in ids))
+        for job in jobs:
+            assert await pipeline.wait(job, 60)
+        told_before = [told(job) for job in jobs]
+    async with life(tmp_path) as (pipeline, _):
+        assert sorted(await log_of(pipeline)) == sorted(ids)
+        found = await pipeline.store.fetch_all(ids)
+        assert [told(found[each]) for each in ids] == told_before
+
+
 async def test_who_holds_a_connection_waits_for_no_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaking: Breaking
 ) -> None:

@@ -34,7 +34,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import batched, chain
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,14 @@ _INDEXES = (
     "CREATE INDEX outcomes_group ON outcomes (job_group, number)",
     "CREATE INDEX outcomes_number ON outcomes (number, bytes)",  # covers the queries of _measure
 )
-# Each statement writes all rows of a commit: SQLite gives up the interpreter's lock for every statement, and a thread
-# beside a busy event loop waits up to 5 ms to get it back.
+_PLACE_JOB = "UPDATE jobs SET node = ?, name = ? WHERE id = ?"
+# Statements for many rows: SQLite releases the lock of the interpreter for every statement, and beside a busy event
+# loop the writer waits up to 5 ms to get the lock back.
 # REPLACE: an entry that was damaged, and so not recovered, may have the same id.
 _INSERT_JOBS = "INSERT OR REPLACE INTO jobs (id, life, asked, row) VALUES {rows}"
-_PLACE_JOBS = "UPDATE jobs SET node = column2, name = column3 FROM (VALUES {rows}) WHERE id = column1"
 _INSERT_OUTCOMES = "INSERT INTO outcomes VALUES {rows}"
 _DELETE_JOBS = "DELETE FROM jobs WHERE id IN (VALUES {rows})"
+_MAX_VALUES = 999  # in a statement; SQLite before 3.32 accepts no more, and RHEL 8 has 3.26
 
 
 class JournalUnavailable(Draining):
@@ -326,7 +327,7 @@ class Journal(JournalReader):
                     if result:
                         new.append((entry.job_id, self._start_number, entry.new, entry.packed))
                 elif entry.placed is not None:
-                    placed.append((entry.job_id, *entry.placed))
+                    placed.append((*entry.placed, entry.job_id))
                 elif entry.ended is not None:
                     number, held, state, group, at, about = entry.ended
                     stored = len(about) + (0 if entry.packed is None else len(entry.packed))
@@ -335,11 +336,11 @@ class Journal(JournalReader):
                         over.append((entry.job_id,))
                     result, end, size = end, end + 1, size + stored
                 done.append((entry.future, result))
-            statements = {_INSERT_JOBS: new, _PLACE_JOBS: placed, _INSERT_OUTCOMES: outcomes, _DELETE_JOBS: over}
-            for statement, rows in statements.items():
-                if rows:
-                    marks = ", ".join([f"({sql_marks(rows[0])})"] * len(rows))
-                    connection.execute(statement.format(rows=marks), [*chain.from_iterable(rows)])
+            for statement, rows in ((_INSERT_JOBS, new), (_INSERT_OUTCOMES, outcomes), (_DELETE_JOBS, over)):
+                for some in batched(rows, _MAX_VALUES // max(map(len, rows), default=1)):
+                    marks = ", ".join([f"({sql_marks(some[0])})"] * len(some))
+                    connection.execute(statement.format(rows=marks), [*chain.from_iterable(some)])
+            connection.executemany(_PLACE_JOB, placed)
         self.end, self.bytes = end, size
         return done
 
