@@ -251,7 +251,7 @@ def _other_kinds(one: str, other: str) -> bool:
 
 @cache
 def _kinds(unit: str) -> frozenset[str]:
-    names = _registry().parse_units(unit)._units if unit else ()
+    names = _unit_names(_registry().parse_units(unit)) if unit else ()
     return frozenset(kind for kind, known in _KINDS.items() if any(_named(name) & known for name in names))
 
 
@@ -376,7 +376,11 @@ def _read_unit(text: str) -> str | None:
         unit = _registry().parse_units(text)
     except _pint().PintError:
         return None
-    return str(unit) if all(_is_common(name) for name in unit._units) else None
+    return str(unit) if all(_is_common(name) for name in _unit_names(unit)) else None
+
+
+def _unit_names(unit: Any) -> list[str]:
+    return [name for name, _ in (1 * unit).unit_items()]
 
 
 @cache
