@@ -22,8 +22,9 @@ from nemo_gym.sandbox import SandboxSpec
 from benchmarks import processes
 from benchmarks.report import Row, median, parser, publish
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.servers.task_sandboxes import SandboxFactory, StartedSandbox
+from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.task import Grade
@@ -81,12 +82,12 @@ async def by_loop(sandbox: StartedSandbox, problem: CodeProblem, source: str) ->
 
 
 async def tests_per_core_second(
-    starter: SandboxFactory, image: str, tests: int, grade: Callable[..., Awaitable[None]]
+    provider: SingularityProvider, image: str, tests: int, grade: Callable[..., Awaitable[None]]
 ) -> float:
     """Grade each program in a fresh sandbox, and return the tests per CPU second."""
     before = processes.core_seconds(os.getpid())
     for source in PROGRAMS:
-        sandbox = await starter.start(SandboxSpec(image=image, workdir="/"))
+        sandbox = StartedSandbox(provider, await provider.create(SandboxSpec(image=image, workdir="/")))
         try:
             await grade(sandbox, problem_of(source, tests), source)
         finally:
@@ -94,13 +95,13 @@ async def tests_per_core_second(
     return tests * len(PROGRAMS) / (processes.core_seconds(os.getpid()) - before)
 
 
-async def programs(starter: SandboxFactory, *, quick: bool) -> list[Row]:
+async def programs(provider: SingularityProvider, *, quick: bool) -> list[Row]:
     image, tests = str(await asyncio.to_thread(ensure_image, KERNEL, print)), 100 if quick else 500
-    await tests_per_core_second(starter, image, 5, by_us)  # warm up
+    await tests_per_core_second(provider, image, 5, by_us)  # warm up
     rates: dict[Any, list[float]] = {by_us: [], by_loop: []}
     for turn in range(1 if quick else ROUNDS):
         for grade in rates if turn % 2 == 0 else reversed(rates):
-            rates[grade].append(await tests_per_core_second(starter, image, tests, grade))
+            rates[grade].append(await tests_per_core_second(provider, image, tests, grade))
     ours, theirs = map(median, rates.values())
     return [Row(f"programs of {tests} tests", "tests/core-s", ours, theirs, "an interpreter each", ">= 2.84")]
 
@@ -109,11 +110,7 @@ async def main() -> None:
     quick = parser(__doc__).parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()
-    starter = SandboxFactory({"singularity": LIMITS})
-    try:
-        rows = await programs(starter, quick=quick)
-    finally:
-        await starter.aclose()
+    rows = await programs(SingularityProvider(**LIMITS), quick=quick)
     publish("tasks", rows, quick=quick)
 
 

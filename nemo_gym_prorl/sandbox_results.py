@@ -19,7 +19,6 @@ class ShellResult:
         timed_out: whether the command was ended at its hard time limit.
         exited: whether the shell has ended (``exit``, ``exec``, ``set -e``, or killed); ``restart`` starts another.
         omitted: number of omitted bytes of output.
-        seconds: duration of the command in seconds.
     """
 
     output: str
@@ -29,7 +28,6 @@ class ShellResult:
     timed_out: bool = False
     exited: bool = False
     omitted: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

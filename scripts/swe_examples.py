@@ -26,7 +26,7 @@ from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_d
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image, unpack_wheels
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, parse_row
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweRow
 
 
 EXAMPLES = Path(__file__).parents[1] / "resources_servers/prorl_swe/data/example.jsonl"
@@ -137,7 +137,7 @@ def build_image(row: dict[str, object], base: Path) -> Path:
     Raises:
         InfrastructureError: a download, git or the build failed.
     """
-    asked = parse_row(row)
+    asked = SweRow.parse(row)
     with tempfile.TemporaryDirectory(prefix="prorl-swe-") as folder:
         context = Path(folder, "context")
         context.mkdir()

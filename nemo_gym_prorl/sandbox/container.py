@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,15 +37,13 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
     shell_command,
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, create_request
-from nemo_gym_prorl.sandbox.strict_types import CommandBounds, ProgramArguments, SandboxPath, checked
+from nemo_gym_prorl.sandbox.strict_types import CommandBounds, ProgramArguments
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess, SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.protocol import (
     CheckRequest,
     DestroyRequest,
-    PauseRequest,
     Request,
-    ResumeRequest,
     SandboxBroken,
     SandboxExhausted,
     SandboxLost,
@@ -83,7 +81,6 @@ class Container:
         start_method: method that started the sandbox.
         fallback_reason: why a direct start was not possible; empty if it was possible or not tried.
         alive: ``False`` once the sandbox has ended or is being closed.
-        paused: whether :meth:`pause` has suspended all programs.
         environment: environment variables of commands.
         workdir: working directory of commands.
         sessions_started: names of the programs, such as ``bash``, that have started a persistent session.
@@ -102,12 +99,10 @@ class Container:
         self.alive = True
         self._fault: AgentError | None = None
         """Error that calls raise after the sandbox's own programs have ended the sandbox; ``None`` before."""
-        self.paused = False
         self.sessions_started: set[str] = set()
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
         self.published = ("", "")
-        self._on_end: list[Callable[[], None]] = []
         self._supervisor = supervisor
         supervisor.watch(name, self._on_event)
 
@@ -153,27 +148,20 @@ class Container:
             rlimits.warn_slow_start_once(reply.fallback_reason)
             container.environment = {**defaults.environment(reply.environment, spec), **spec.env}
             container.published = (own.workdir, own.user) if (own := defaults.config) else ("", "")
-            await container.configure({}, spec.workdir or container.published[0])
+            if workdir := spec.workdir or container.published[0]:
+                await container._enter(workdir)
         except BaseException:
             await container.close()
             raise
         return container
 
-    async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
-        """Change environment variables and working directory of all later commands: ``env`` is added, ``workdir`` is
-        created if missing, and ``None`` keeps the working directory.
-
-        Raises:
-            CallerError: ``workdir`` is not an absolute path, or cannot be created.
-        """
-        self.environment = {**self.environment, **env}
-        if workdir:
-            checked(workdir, SandboxPath, "workdir")
-            self.workdir = workdir
-            if workdir != "/":
-                made = await self.execute(["mkdir", "-p", "--", workdir], cwd="/", timeout_s=30.0)
-                if made.exit_code:
-                    raise CallerError(f"can't be made in the sandbox: {made.stderr.strip()}", field="workdir")
+    async def _enter(self, workdir: str) -> None:
+        """Make a folder the working directory of commands, and create it if missing."""
+        self.workdir = workdir
+        if workdir != "/":
+            made = await self.execute(["mkdir", "-p", "--", workdir], cwd="/", timeout_s=30.0)
+            if made.exit_code:
+                raise CallerError(f"can't be made in the sandbox: {made.stderr.strip()}", field="workdir")
 
     @property
     def folder(self) -> Path:
@@ -282,7 +270,6 @@ class Container:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         terminal: tuple[int, int] | None = None,
-        echo: bool = False,
         user: str | int | None = None,
     ) -> SandboxProcess:
         """Start a program in a POSIX session of its own.
@@ -293,7 +280,6 @@ class Container:
             cwd: working directory; ``None`` for the sandbox's.
             env: additional environment variables.
             terminal: rows and columns of a new terminal; ``None`` for no terminal.
-            echo: make the terminal interactive: echo input, end lines with CR and LF.
             user: name or number of a user in the sandbox's ``/etc/passwd``; ``None`` for the sandbox's own user.
 
         Raises:
@@ -310,7 +296,6 @@ class Container:
             cwd=program.cwd or self.workdir,
             user=program.user,
             tty=list(terminal) if terminal else None,
-            echo=echo,
         )
         self.check_alive()
         try:
@@ -394,36 +379,13 @@ class Container:
         """
         await self.ask(CheckRequest(self.name))
 
-    async def pause(self) -> None:
-        """Suspend all programs; commands are refused until :meth:`resume`. A cancelled call resumes the programs.
-
-        Raises:
-            SandboxRefused: a program cannot be suspended.
-        """
-        try:
-            await self.ask(PauseRequest(self.name))
-        except asyncio.CancelledError:
-            self._supervisor.post(ResumeRequest(self.name))
-            self.paused = False
-            raise
-        self.paused = True
-
-    async def resume(self) -> None:
-        """Continue all programs after :meth:`pause`, and accept commands again."""
-        await self.ask(ResumeRequest(self.name))
-        self.paused = False
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Register a callback for the sandbox's end or :meth:`close`, whichever comes first; called once."""
-        self._on_end.append(callback)
-
     async def close(self) -> None:
         """End the sandbox and wait until its processes and files are gone. Idempotent.
 
         Raises:
             InfrastructureError: processes or files remain; the supervisor keeps retrying.
         """
-        self._ended()
+        self.alive = False
         self._supervisor.watch(self.name, None)
         try:
             await asyncio.shield(self._supervisor.ask(DestroyRequest(self.name)))
@@ -444,17 +406,12 @@ class Container:
             return
         LOGGER.warning("sandbox %s has ended early: %s", self.name, event["reason"])
         if event.get("resource"):
-            self._fault = SandboxExhausted(f"sandbox {self.name} was ended: {event['reason']}", event["resource"])
+            self._fault = SandboxExhausted(f"sandbox {self.name} was ended: {event['reason']}")
         elif event.get("inside"):
             self._fault = SandboxBroken(f"sandbox {self.name} was ended from inside: {event['reason']}")
         elif event["reason"] not in self.notes:
             self.notes.append(event["reason"])
-        self._ended()
-
-    def _ended(self) -> None:
         self.alive = False
-        while self._on_end:
-            self._on_end.pop()()
 
     def check_alive(self) -> None:
         """Raise if the sandbox is closed, or the supervisor has reported its end; asks no other process.

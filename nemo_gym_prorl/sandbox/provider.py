@@ -273,12 +273,8 @@ class SingularityProvider(SnapshotSupport):
         return await container_of(handle).files.write_file(path, data)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
-        """Return ``running``, ``paused`` (``unknown`` with Gym 0.4), or ``stopped`` once the sandbox has ended."""
-        container = container_of(handle)
-        if not container.alive:
-            return SandboxStatus.STOPPED
-        # Gym 0.4 has no state PAUSED.
-        return getattr(SandboxStatus, "PAUSED", SandboxStatus.UNKNOWN) if container.paused else SandboxStatus.RUNNING
+        """Return ``running``, or ``stopped`` once the sandbox has ended."""
+        return SandboxStatus.RUNNING if container_of(handle).alive else SandboxStatus.STOPPED
 
     def published(self, handle: SandboxHandle) -> tuple[str, str]:
         """Return working folder and user that the image's registry configuration names; each empty if not named."""
@@ -321,13 +317,6 @@ class SingularityProvider(SnapshotSupport):
         """Refuse new calls at the port of :meth:`open_policy`; calls in flight continue. Idempotent."""
         with contextlib.suppress(SandboxLost, AgentError):  # a sandbox that has ended has no open port
             await container_of(handle).ask(PolicyRequest(container_of(handle).name))
-
-    async def pause(self, handle: SandboxHandle) -> None:
-        """Suspend all programs in the sandbox; their memory stays in use."""
-        await container_of(handle).pause()
-
-    async def resume(self, handle: SandboxHandle) -> None:
-        await container_of(handle).resume()
 
     async def close(self, handle: SandboxHandle) -> None:
         """End the sandbox and wait until its processes and files are gone. Idempotent."""
@@ -378,21 +367,6 @@ class SingularityProvider(SnapshotSupport):
                 raise ValueError(f"{key} of the descriptor must be {value!r} here, not {descriptor.get(key)!r}")
         container = await Container.attach(descriptor)
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
-
-    async def exec_with_background_services(
-        self, handle: SandboxHandle, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
-    ) -> SandboxExecResult:
-        """Run a command as :meth:`exec`, which always leaves background processes of the command running."""
-        return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
-
-    @contextlib.asynccontextmanager
-    async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Container]:
-        """Start a sandbox, yield its :class:`.Container`, and close the sandbox at the end of the block."""
-        handle = await self.create(spec)
-        try:
-            yield container_of(handle)
-        finally:
-            await self.close(handle)
 
     async def _base(self, snapshot_id: str | None, image: str | None) -> tuple[Snapshot | None, Reference | None]:
         """Return the snapshot and the image from which a sandbox starts; an image ``None`` is the default image."""

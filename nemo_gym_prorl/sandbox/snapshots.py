@@ -24,7 +24,7 @@ import re
 import secrets
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -37,7 +37,6 @@ from nemo_gym_prorl.sandbox.container import Container, container_of
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.layer_archive import HEADER
 from nemo_gym_prorl.sandbox.spec import SNAPSHOT, ContainerSpec
-from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxRefused, SnapshotRequest
 from nemo_gym_prorl.sandbox.supervisor.state_dir import state_root
 
@@ -121,12 +120,12 @@ class SnapshotInfo:
 
 
 async def take(container: Container, folder: Path, name: str, *, quiescent: bool = False) -> SnapshotInfo:
-    """Pause a sandbox, archive its writable layer in ``folder``, and resume the sandbox unless it was paused before.
+    """Pause a sandbox's programs, archive its writable layer in ``folder``, and resume the programs.
 
     Args:
         folder: folder of snapshots; created if missing.
         name: name of the snapshot; a random suffix makes the file name unique.
-        quiescent: skip the pause if only idle shells run in the sandbox, since pausing may take longer than copying.
+        quiescent: as in :class:`.SnapshotRequest`.
 
     Raises:
         CallerError: the folder cannot be created, or no file can be created in the folder.
@@ -141,12 +140,7 @@ async def take(container: Container, folder: Path, name: str, *, quiescent: bool
     try:
         header = json.dumps(asdict(base))
         try:
-            reply: Message = {"busy": True}
-            if quiescent and not container.paused:
-                reply, _files = await container.ask(SnapshotRequest(container.name, header, quiescent=True), [target])
-            if "busy" in reply:
-                async with _paused(container):
-                    reply, _files = await container.ask(SnapshotRequest(container.name, header), [target])
+            reply, _files = await container.ask(SnapshotRequest(container.name, header, quiescent), [target])
         except SandboxRefused as error:
             if error.number and error.number not in _NOT_AGENT_ERRNOS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
@@ -158,18 +152,6 @@ async def take(container: Container, folder: Path, name: str, *, quiescent: bool
     finally:
         os.close(target)
     return SnapshotInfo(snapshot, reply["bytes"], reply["programs"])
-
-
-@contextlib.asynccontextmanager
-async def _paused(container: Container) -> AsyncIterator[None]:
-    was_paused = container.paused
-    if not was_paused:
-        await container.pause()
-    try:
-        yield
-    finally:
-        if not was_paused:
-            await container.resume()
 
 
 def is_named(snapshot: str, stem: str) -> bool:

@@ -130,8 +130,6 @@ def _open_source(source: Path, disk_mib: int) -> int:
         descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CallerError(f"{source}: {error.strerror}", field="source_path") from error
-    except ValueError as error:
-        raise CallerError(f"{str(source)!r} can't be a path: {error}", field="source_path") from error
     found = os.fstat(descriptor)
     trouble = ""
     if not stat.S_ISREG(found.st_mode):
@@ -165,7 +163,5 @@ def _open_target(target: Path) -> tuple[int, Path]:
         if error.errno in MACHINE_ERRNOS:
             raise
         raise CallerError(f"{target} can't be written: {error.strerror}", field="target_path") from error
-    except ValueError as error:
-        raise CallerError(f"{str(target)!r} can't be a path: {error}", field="target_path") from error
     os.fchmod(descriptor, 0o644)
     return descriptor, Path(name)

@@ -6,7 +6,6 @@ An unsupported requirement of a row is refused with the row's field name. Errors
 never attributed to a row.
 
 Gym's own ``AsyncSandbox`` hides the provider and the handle, which a shell needs, and creates a provider per sandbox.
-Here one :class:`SandboxFactory` starts all sandboxes of a provider.
 
 :func:`run_program` runs an agent program in a session's sandbox, in place of the policy's tool calls. The program has
 the same user, folder and variables as the policy's commands, and reaches only its rollout's policy. The program's
@@ -37,17 +36,17 @@ from nemo_gym.sandbox.providers.base import (
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import spec as specs
-from nemo_gym_prorl.sandbox.images.builder import DEFAULT, KERNEL, ensure_image
+from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
 from nemo_gym_prorl.sandbox.snapshots import SnapshotInfo
-from nemo_gym_prorl.tasks.sandbox import HasPolicyAccess, Sandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import OpenTools, RunsScripts, SandboxNeeds
 
 
 class StartedSandbox:
-    """A started sandbox with the methods of Gym's ``AsyncSandbox``."""
+    """A started sandbox of :class:`.SingularityProvider`; implements :class:`.Sandbox`."""
 
     def __init__(self, provider: Any, handle: SandboxHandle) -> None:
         self._provider = provider
@@ -56,6 +55,11 @@ class StartedSandbox:
     @property
     def sandbox_id(self) -> str:
         return str(self._handle.sandbox_id)
+
+    @property
+    def published(self) -> tuple[str, str]:
+        published: tuple[str, str] = self._provider.published(self._handle)
+        return published
 
     async def exec(
         self,
@@ -66,45 +70,23 @@ class StartedSandbox:
         timeout_s: int | float | None = None,
         user: str | int | None = None,
     ) -> SandboxExecResult:
-        options: dict[str, Any] = {"env": env, "user": user}
-        given = {name: value for name, value in options.items() if value is not None}
-        return await self._provider.exec(self._handle, command, cwd=cwd, timeout_s=timeout_s, **given)
+        return await self._provider.exec(self._handle, command, cwd=cwd, env=env, timeout_s=timeout_s, user=user)
+
+    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> Shell:
+        shell: Shell = await self._provider.shell(self._handle, env=env, user=user)
+        return shell
+
+    async def kernel(self) -> Kernel:
+        kernel: Kernel = await self._provider.kernel(self._handle)
+        return kernel
 
     async def upload(self, local_path: Path | str, remote_path: str) -> None:
         await self._provider.upload_file(self._handle, Path(local_path), remote_path)
 
-    async def status(self) -> SandboxStatus:
-        return await self._provider.status(self._handle)
-
-    async def stop(self) -> None:
-        """End the sandbox and wait until all its processes have ended. Idempotent."""
-        await self._provider.close(self._handle)
-
-
-class SandboxWithSessions(StartedSandbox):
-    """A sandbox whose provider supports shells, kernels, file access and :meth:`check`, such as ``singularity``."""
-
-    @property
-    def published(self) -> tuple[str, str]:
-        """Working folder and user that the image's metadata name; each is empty if the image names none."""
-        published: tuple[str, str] = self._provider.published(self._handle)
-        return published
-
-    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> Shell:
-        """Start a persistent shell, which the caller closes."""
-        shell: Shell = await self._provider.shell(self._handle, env=env, user=user)
-        return shell
-
     async def download(self, remote_path: str, local_path: Path) -> None:
         await self._provider.download_file(self._handle, remote_path, local_path)
 
-    async def kernel(self) -> Kernel:
-        """Start an IPython kernel, which the caller closes."""
-        kernel: Kernel = await self._provider.kernel(self._handle)
-        return kernel
-
     async def read_file(self, path: str, *, limit: int) -> bytes:
-        """Return the contents of a regular file in the sandbox; fails if the file has more than ``limit`` bytes."""
         data: bytes = await self._provider.read_file(self._handle, path, limit=limit)
         return data
 
@@ -113,104 +95,50 @@ class SandboxWithSessions(StartedSandbox):
         return existed
 
     async def check(self) -> list[str]:
-        """Return the resource limits that the sandbox has reached.
-
-        Raises:
-            AgentError: programs in the sandbox have ended the sandbox, for example by exceeding a limit.
-            InfrastructureError: the machine has ended the sandbox or a process in the sandbox.
-        """
         limits: list[str] = await self._provider.check(self._handle)
         return limits
 
     async def has_room(self) -> bool:
-        """Return whether the host's disk with the files of all sandboxes has free space."""
         has_room: bool = await self._provider.has_room(self._handle)
         return has_room
 
     async def egress(self) -> list[dict[str, Any]]:
-        """Return one object for each host that programs in the sandbox have requested from the egress proxy."""
         hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
         return hosts
 
     async def open_policy(self, url: str, key: str) -> str:
-        """Forward a port in the sandbox to a policy's ``url`` with ``key``; return the base URL in the sandbox."""
         base_url: str = await self._provider.open_policy(self._handle, url, key)
         return base_url
 
     async def close_policy(self) -> None:
-        """Refuse new calls at the port of :meth:`open_policy`; calls in flight continue. Idempotent."""
         await self._provider.close_policy(self._handle)
 
     async def checkpoint(self, name: str) -> SnapshotInfo:
-        """Take a snapshot of the sandbox's files, from which other sandboxes can start."""
         info: SnapshotInfo = await self._provider.checkpoint(self._handle, name)
         return info
 
+    async def status(self) -> SandboxStatus:
+        return await self._provider.status(self._handle)
 
-class SandboxFactory:
-    """Factory of sandboxes of one provider; owns the provider.
-
-    Args:
-        provider: one provider name with its options, as in Gym's configuration.
-    """
-
-    def __init__(self, provider: Mapping[str, Any]) -> None:
-        self._provider = create_provider(provider)
-        wanted = ("shell", "kernel", "read_file", "write_file", "check", "has_room", "published", "egress")
-        has_all = all(hasattr(self._provider, name) for name in wanted)
-        self._kind = SandboxWithSessions if has_all else StartedSandbox
-
-    async def fetch_image(self, spec: SandboxSpec) -> None:
-        """Pull a specification's image before the sandbox starts; no-op if the provider does not support this.
-
-        Raises:
-            SandboxCreateError: no sandbox of the specification can start.
-        """
-        if (fetch := getattr(self._provider, "fetch_image", None)) is not None:
-            await fetch(spec)
-
-    async def start(self, spec: SandboxSpec) -> StartedSandbox:
-        """Start a sandbox.
-
-        Raises:
-            SandboxCreateError: the sandbox did not start. Providers of other projects may raise other errors.
-        """
-        return self._kind(self._provider, await self._provider.create(spec))
-
-    async def delete_snapshot(self, name: str) -> None:
-        await self._provider.delete_snapshot(name)
-
-    async def renew_snapshot(self, name: str) -> None:
-        await self._provider.renew_snapshot(name)
-
-    async def delete_old_snapshots(self, name: str, age_s: float) -> None:
-        """Delete snapshots taken as ``name`` that were neither taken nor renewed in the last ``age_s`` seconds."""
-        if (delete := getattr(self._provider, "delete_old_snapshots", None)) is not None:
-            await delete(name, age_s)
-
-    async def aclose(self) -> None:
-        """Close the provider, after its sandboxes have ended."""
-        await self._provider.aclose()
+    async def stop(self) -> None:
+        await self._provider.close(self._handle)
 
 
 PROGRESS = "prorl: "
 """Prefix of progress lines in a server's output, which ``prorl serve`` parses."""
 
 OWN_PROVIDER = "singularity"
-"""Name of this project's provider."""
-
-LOCAL_PROVIDERS = frozenset({"apptainer", OWN_PROVIDER})
-"""Providers that run Apptainer locally and can use the images that set-up builds."""
+"""Name of this project's provider, whose shells, files and snapshots the tasks need."""
 
 _OPTIONS = ("network", "processes", "binds", "snapshot_paths")
-"""Fields of :class:`.SandboxNeeds` that Gym's specification lacks; this project's provider accepts them as options."""
+"""Fields of :class:`.SandboxNeeds` that Gym's specification lacks; the provider accepts them as options."""
 
 _NEED_OF_PROVIDER_FIELD = {"cpus": "cpu", "disk_mib": "disk_gib"}
 """Field of :class:`.SandboxNeeds` by the provider's name of the field, where the names differ."""
 
 
 class TaskSandboxes:
-    """Sandboxes of one provider for tasks.
+    """Sandboxes of this project's provider for tasks.
 
     Args:
         provider: one provider name with its options, as in Gym's configuration.
@@ -219,29 +147,20 @@ class TaskSandboxes:
         own_image: name of the shipped image that is built if ``image`` is ``None``.
 
     Raises:
-        CallerError: an option of the provider is unknown or invalid; names the option.
-        ValueError: an image is required, ``image`` is ``None``, and the provider cannot use shipped images.
+        CallerError: the provider is another one, or an option is unknown or invalid; names the option.
     """
 
     def __init__(
         self, provider: Mapping[str, Any], image: str | None, *, rows_name_images: bool, own_image: str = KERNEL
     ) -> None:
-        [self._name] = provider
-        if self._name == OWN_PROVIDER:
-            specs.provider_options(provider[OWN_PROVIDER] or {})  # raises now if an option is invalid
-        if image is None and not rows_name_images and self._name not in LOCAL_PROVIDERS:
-            raise ValueError(f"image: missing; the sandbox provider {self._name!r} has no default image")
-        self._provider = provider
+        if [*provider] != [OWN_PROVIDER]:
+            raise CallerError(f"must be {OWN_PROVIDER}, not {', '.join(provider)}", field="sandbox_provider")
+        specs.provider_options(provider[OWN_PROVIDER] or {})  # raises now if an option is invalid
+        self._settings = provider
         self._image = image
         self._rows_name_images = rows_name_images
-        # Only this project's provider supports kernels.
-        self._own_image = DEFAULT if own_image == KERNEL and self._name != OWN_PROVIDER else own_image
-        self._factory: SandboxFactory | None = None
-
-    @property
-    def is_own(self) -> bool:
-        """Return whether the provider is this project's, which supports snapshots and access to a policy."""
-        return self._name == OWN_PROVIDER
+        self._own_image = own_image
+        self._provider: Any = None
 
     async def get_ready(self) -> None:
         """Find the container runtime, and build the default image if it is required and missing.
@@ -249,14 +168,13 @@ class TaskSandboxes:
         Raises:
             InfrastructureError: the runtime or the image is unavailable; the message contains the fix.
         """
-        if self._factory is not None:
+        if self._provider is not None:
             return
-        if self._name in LOCAL_PROVIDERS:
-            (await asyncio.to_thread(require_runtime)).activate()
+        (await asyncio.to_thread(require_runtime)).activate()
         if self._image is None and not self._rows_name_images:
             self._image = str(await asyncio.to_thread(ensure_image, self._own_image, self._print_progress))
-        if self._factory is None:
-            self._factory = SandboxFactory(self._provider)
+        if self._provider is None:
+            self._provider = create_provider(self._settings)
 
     def _print_progress(self, message: str) -> None:
         print(f"{PROGRESS}sandbox image {self._own_image}: {message}", flush=True)
@@ -269,7 +187,7 @@ class TaskSandboxes:
             InfrastructureError: the runtime is missing, or there is no image for a row without one.
             Exception: any error of the provider.
         """
-        await self._of_row(needs, lambda factory, spec: factory.fetch_image(spec))
+        await self._of_row(needs, lambda spec: self._provider.fetch_image(spec))
 
     async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
         """Start a sandbox from an image, or from the snapshot of this name.
@@ -280,36 +198,34 @@ class TaskSandboxes:
             Exception: any error of the provider.
         """
         try:
-            return await self._of_row(needs, lambda factory, spec: factory.start(_from(spec, snapshot)))
+            handle = await self._of_row(needs, lambda spec: self._provider.create(_from(spec, snapshot)))
+            return StartedSandbox(self._provider, handle)
         except Exception as error:
             if isinstance(cause := error.__cause__, CallerError) and cause.field == specs.SNAPSHOT:
                 raise CallerError(cause.complaint, field="checkpoint.snapshot") from error
             raise
 
     async def delete_snapshot(self, name: str) -> None:
-        assert self._factory is not None
-        await self._factory.delete_snapshot(name)
+        await self._provider.delete_snapshot(name)
 
     async def renew_snapshot(self, name: str) -> None:
-        assert self._factory is not None
-        await self._factory.renew_snapshot(name)
+        await self._provider.renew_snapshot(name)
 
     async def delete_old_snapshots(self, name: str, age_s: float) -> None:
         """Delete snapshots taken as ``name`` that were neither taken nor renewed in the last ``age_s`` seconds."""
-        if self._factory is not None:
-            await self._factory.delete_old_snapshots(name, age_s)
+        if self._provider is not None:
+            await self._provider.delete_old_snapshots(name, age_s)
 
     async def aclose(self) -> None:
         """Release the provider's resources; to be called after the sandboxes have ended."""
-        if self._factory is not None:
-            await self._factory.aclose()
+        if self._provider is not None:
+            await self._provider.aclose()
 
-    async def _of_row[T](self, needs: SandboxNeeds, ask: Callable[[SandboxFactory, SandboxSpec], Awaitable[T]]) -> T:
+    async def _of_row(self, needs: SandboxNeeds, ask: Callable[[SandboxSpec], Awaitable[Any]]) -> Any:
         """Call the provider, and convert its refusal of a requirement to an error with the row's field."""
         await self.get_ready()
-        assert self._factory is not None
         try:
-            return await ask(self._factory, self._spec(needs))
+            return await ask(self._spec(needs))
         except Exception as error:
             if refusal := _refusal(error, needs):
                 raise refusal from error
@@ -322,10 +238,6 @@ class TaskSandboxes:
                 "missing: neither the row nor the server's configuration names an image", field="image"
             )
         options = {name: value for name in _OPTIONS if (value := getattr(needs, name)) is not None}
-        if options and self._name != OWN_PROVIDER:
-            raise CallerError(
-                f"the sandbox provider {self._name!r} does not support it", field=needs.row_field(min(options))
-            )
         resources = SandboxResources(cpu=needs.cpu, memory_mib=needs.memory_mib, disk_gib=needs.disk_gib)
         # Shell and kernel start in "/", because an agent can remove any other folder.
         env = dict(needs.env or {})
@@ -386,8 +298,8 @@ async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launc
         AgentError: the program exceeded a limit of its sandbox.
         InfrastructureError: the sandbox failed, or the machine ran out of memory and killed a process.
     """
-    if sandbox is None or not isinstance(sandbox, HasPolicyAccess) or not isinstance(tools, RunsScripts):
-        raise CallerError("this row starts no sandbox of the provider 'singularity', in which programs run")
+    if sandbox is None or not isinstance(tools, RunsScripts):
+        raise CallerError("this row starts no sandbox in which programs run")
     probed = await tools.run_script(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
     if probed.return_code:
         raise InfrastructureError(f"the sandbox runs no shell: {(probed.stderr or '')[-500:]}")

@@ -224,7 +224,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
             app.post(path, response_class=PlainTextResponse)(route)
         app.post(RELEASE_PATH)(self.release_session)
         app.post(LEASE_PATH)(self.renew_leases)
-        if self._resumes:
+        if self._sessions.resumes:
             app.post(CHECKPOINT_PATH)(self.checkpoint_session)
             app.post(f"{CHECKPOINT_PATH}/resume")(self.resume_session)
             app.post(f"{CHECKPOINT_PATH}/forget")(self.forget_checkpoints)
@@ -312,22 +312,17 @@ class TaskServer(ServerBase, SimpleResourcesServer):
     def _offers(self, lease: str | None, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the paths of the routes that Gym's servers lack, and the row's time limit."""
         offers: dict[str, Any] = {"release_path": RELEASE_PATH}
-        if self._resumes:
+        if self._sessions.resumes:
             offers["checkpoint_path"] = CHECKPOINT_PATH
         if isinstance(self._task, LimitsTime) and (limit_s := self._task.time_limit_s(row)):
             offers["time_limit_s"] = limit_s
-        if lease and self._sandboxes is not None and self._sandboxes.is_own:
+        if lease and self._sandboxes is not None:
             offers["program_path"] = PROGRAM_PATH
         return offers | ({"lease_path": LEASE_PATH} if lease else {})
 
     @property
     def _schemas(self) -> Sequence[Mapping[str, Any]]:
         return self._task.tools.schemas
-
-    @property
-    def _resumes(self) -> bool:
-        ours = self._sandboxes is None or self._sandboxes.is_own
-        return ours and self._sessions.resumes
 
     @property
     def snapshot_prefix(self) -> str:

@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sandbox protocols that tasks depend on, independent of the sandbox provider.
-
-Every sandbox runs commands and accepts uploads. Optional capabilities are protocols of their own, such as
-:class:`HasSessions`; a task must work without them.
+"""Sandbox protocols that tasks depend on; :class:`.StartedSandbox` implements :class:`Sandbox`.
 
 Any operation raises :class:`InfrastructureError` if the machine fails. If a session ends in a live sandbox, sandboxed
 code has ended the session. Any operation raises :class:`AgentError` if the sandbox ended because its processes
@@ -15,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from nemo_gym_prorl.sandbox_results import CellResult, ShellResult
 
@@ -34,20 +31,6 @@ class ExecResult(Protocol):
 
     @property
     def error_type(self) -> str | None: ...
-
-
-class Sandbox(Protocol):
-    """Subset of Gym's ``AsyncSandbox`` that tasks use."""
-
-    async def exec(
-        self, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
-    ) -> ExecResult: ...
-
-    async def upload(self, local_path: Path | str, remote_path: str) -> None: ...
-
-    async def status(self) -> Enum: ...
-
-    async def stop(self) -> None: ...
 
 
 class ShellSession(Protocol):
@@ -86,67 +69,6 @@ class KernelSession(Protocol):
     async def close(self) -> None: ...
 
 
-@runtime_checkable
-class HasSessions(Protocol):
-    """Sandbox with persistent shells and kernels, which start in the sandbox's working folder."""
-
-    async def shell(self, *, env: Mapping[str, str] | None = None) -> ShellSession: ...
-
-    async def kernel(self) -> KernelSession: ...
-
-
-@runtime_checkable
-class HasHealthCheck(Protocol):
-    """Sandbox that can attribute its end to sandboxed code or to the machine."""
-
-    async def check(self) -> list[str]:
-        """Check that the sandbox lives, and describe the limits that it has reached so far, oldest first.
-
-        Raises:
-            AgentError: sandboxed code ended the sandbox.
-            InfrastructureError: the machine ended the sandbox or a process in it.
-        """
-        ...
-
-
-@runtime_checkable
-class HasDiskCheck(Protocol):
-    """Sandbox that can check the host's free disk space."""
-
-    async def has_room(self) -> bool:
-        """Return whether the host's disk has free space. Without free space, writes in the sandbox may have failed."""
-        ...
-
-
-@runtime_checkable
-class HasEgress(Protocol):
-    """Sandbox that may reach other hosts through a proxy, which counts connections by host."""
-
-    async def egress(self) -> list[dict[str, Any]]:
-        """Return an object for each requested host, with ``host``, ``port``, ``allowed`` and ``connections``."""
-        ...
-
-
-@runtime_checkable
-class HasPolicyAccess(HasHealthCheck, Protocol):
-    """Sandbox whose programs can call the policy's model server, even without network access."""
-
-    async def open_policy(self, url: str, key: str) -> str:
-        """Forward a port on the sandbox's loopback to a model server, and return the origin in the sandbox.
-
-        Requests below ``/v1/`` are forwarded with ``key`` as the bearer token, which never enters the sandbox. A
-        further call replaces the model server.
-
-        Raises:
-            CallerError: ``url`` is not an origin (scheme, host and port), or the sandbox shares the host's network.
-        """
-        ...
-
-    async def close_policy(self) -> None:
-        """Refuse further requests to the model server; requests in flight continue. Idempotent."""
-        ...
-
-
 class SandboxCheckpoint(Protocol):
     """Snapshot of a sandbox's files: name, size in bytes, and the number of running programs, which are not saved."""
 
@@ -160,22 +82,12 @@ class SandboxCheckpoint(Protocol):
     def programs(self) -> int: ...
 
 
-@runtime_checkable
-class HasCheckpoints(Protocol):
-    """Sandbox whose files can be saved as a snapshot, from which other sandboxes start."""
+class Sandbox(Protocol):
+    """A started sandbox with commands, sessions, files and snapshots.
 
-    async def checkpoint(self, name: str) -> SandboxCheckpoint:
-        """Save the files as a snapshot with the label ``name``.
-
-        Raises:
-            AgentError: sandboxed code wrote files that cannot be saved.
-        """
-        ...
-
-
-@runtime_checkable
-class HasContainer(HasSessions, HasCheckpoints, Protocol):
-    """Sandbox with the features of common containers: users, environment variables and settings of the image."""
+    Paths are resolved in the sandbox, with the rights of the sandbox's user. Methods that access a file raise the
+    :class:`OSError` that a program in the sandbox would get.
+    """
 
     @property
     def published(self) -> tuple[str, str]:
@@ -192,31 +104,17 @@ class HasContainer(HasSessions, HasCheckpoints, Protocol):
         user: str | int | None = None,
     ) -> ExecResult: ...
 
-    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> ShellSession: ...
+    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> ShellSession:
+        """Start a persistent shell in the sandbox's working folder."""
+        ...
+
+    async def kernel(self) -> KernelSession:
+        """Start an IPython kernel in the sandbox's working folder."""
+        ...
 
     async def upload(self, local_path: Path | str, remote_path: str) -> None: ...
 
     async def download(self, remote_path: str, local_path: Path) -> None: ...
-
-    async def read_file(self, path: str, *, limit: int) -> bytes: ...
-
-    async def write_file(self, path: str, data: bytes) -> bool: ...
-
-    async def has_room(self) -> bool: ...
-
-    async def check(self) -> list[str]: ...
-
-    async def status(self) -> Enum: ...
-
-    async def stop(self) -> None: ...
-
-
-@runtime_checkable
-class HasFiles(Protocol):
-    """Sandbox with direct file access. Paths are resolved in the sandbox, with the rights of the sandbox's user.
-
-    Methods raise the :class:`OSError` that a program in the sandbox would get.
-    """
 
     async def read_file(self, path: str, *, limit: int) -> bytes:
         """Return a regular file's bytes; the error is ``EFBIG`` above ``limit`` bytes, ``EINVAL`` for other files."""
@@ -226,4 +124,50 @@ class HasFiles(Protocol):
         """Write a file and its parent folders; return whether the file existed. An existing file keeps its
         permissions.
         """
+        ...
+
+    async def check(self) -> list[str]:
+        """Check that the sandbox lives, and describe the limits that it has reached so far, oldest first.
+
+        Raises:
+            AgentError: sandboxed code ended the sandbox.
+            InfrastructureError: the machine ended the sandbox or a process in it, or the host's disk is full.
+        """
+        ...
+
+    async def has_room(self) -> bool:
+        """Return whether the host's disk has free space. Without free space, writes in the sandbox may have failed."""
+        ...
+
+    async def egress(self) -> list[dict[str, Any]]:
+        """Return ``host``, ``port``, ``allowed`` and ``connections`` of each host requested from the proxy."""
+        ...
+
+    async def open_policy(self, url: str, key: str) -> str:
+        """Forward a port on the sandbox's loopback to a model server, and return the origin in the sandbox.
+
+        Requests below ``/v1/`` are forwarded with ``key`` as the bearer token, which never enters the sandbox. A
+        further call replaces the model server.
+
+        Raises:
+            CallerError: ``url`` is not an origin (scheme, host and port), or the sandbox shares the host's network.
+        """
+        ...
+
+    async def close_policy(self) -> None:
+        """Refuse further requests to the model server; requests in flight continue. Idempotent."""
+        ...
+
+    async def checkpoint(self, name: str) -> SandboxCheckpoint:
+        """Save the files as a snapshot with the label ``name``, from which other sandboxes can start.
+
+        Raises:
+            AgentError: sandboxed code wrote files that cannot be saved.
+        """
+        ...
+
+    async def status(self) -> Enum: ...
+
+    async def stop(self) -> None:
+        """End the sandbox, and wait until all its processes have ended. Idempotent."""
         ...

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.tasks.sandbox import HasEgress, Sandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 
 
@@ -53,9 +53,9 @@ class ShieldedTasks:
 
 
 async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
-    """Return a sandbox's network connections by host (:class:`HasEgress`). Empty without a proxy or a live sandbox."""
+    """Return a sandbox's network connections by host. Empty without a proxy or a live sandbox."""
     with suppress(RolloutError):
-        return await sandbox.egress() if isinstance(sandbox, HasEgress) else []
+        return [] if sandbox is None else await sandbox.egress()
     return []
 
 

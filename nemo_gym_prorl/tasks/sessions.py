@@ -32,7 +32,7 @@ from weakref import WeakValueDictionary
 
 from nemo_gym_prorl.async_tasks import is_cancelled
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
-from nemo_gym_prorl.tasks.sandbox import HasCheckpoints, HasDiskCheck, Sandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
@@ -194,15 +194,13 @@ class Sessions[Opened: OpenTools, Artefacts]:
             ``size`` in bytes.
 
         Raises:
-            CallerError: the task or the sandbox provider does not support checkpoints, or a file cannot be saved.
+            CallerError: the task does not support checkpoints, or a file cannot be saved.
             InfrastructureError: ``session_lost``: the session is unknown or released, or the sandbox has ended.
         """
         session = self._require(key)
         sandbox, tools = session.sandbox, cast(OpenTools, session.tools)
         if not self.resumes or not isinstance(tools, ResumableTools):
             raise CallerError("sessions of this environment do not support checkpoints")
-        if sandbox is not None and not isinstance(sandbox, HasCheckpoints):
-            raise CallerError("this sandbox provider does not support checkpoints")
         with session.in_use():
             if not session.open:
                 raise session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
@@ -433,8 +431,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
                     with task_errors("the artefacts could not be extracted", FailureKind.SESSION_LOST):
                         taking = self._task.artefacts(session.row, session.tools)
                         session.artefacts = await self._until_closed(session, taking)
-                    sandbox = session.sandbox
-                    if sandbox is not None and isinstance(sandbox, HasDiskCheck) and not await sandbox.has_room():
+                    if session.sandbox is not None and not await session.sandbox.has_room():
                         # Without free space on the disk, the policy's files may be incomplete.
                         raise InfrastructureError("the disk that sandboxes are kept on is full")
             except AgentError as error:
@@ -451,8 +448,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 raise
             finally:
                 sandbox, session.sandbox, session.open = session.sandbox, None, False
-                session.egress = await egress_of(sandbox) if keep else []
-                await self._end(sandbox, session.tools)
+                try:
+                    session.egress = await egress_of(sandbox) if keep else []
+                finally:
+                    await self._end(sandbox, session.tools)
 
     async def _end(self, sandbox: Sandbox | None, tools: Opened | None) -> None:
         try:

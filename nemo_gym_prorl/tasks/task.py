@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 import sysconfig
 import traceback
@@ -25,11 +26,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.network_access import Network
 from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
 
@@ -54,6 +56,9 @@ _RESERVED_FIELDS = frozenset(
 
 EXHAUSTED = "exhausted"
 """Verdict on a policy that exceeded its sandbox's disk, memory or process limit."""
+
+_BRANCH = re.compile(r"str|int|float|(?:dict|literal|tuple)\[.*", re.DOTALL)
+"""Names of types, which pydantic adds to the path of an error in a union."""
 
 _FOREIGN = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 """Folders of Python, of installed packages and of this package; other code is the environment's own."""
@@ -91,6 +96,66 @@ class SandboxNeeds:
     def row_field(self, need: str) -> str:
         """Return the name of the row's field that sets a requirement."""
         return self.fields.get(need, need)
+
+
+class ImageRow(BaseModel):
+    """Fields of a row that names its image; other fields are ignored.
+
+    Attributes:
+        instance_id: name of the task.
+        image: image of the task, in the sandbox provider's format.
+        network: network access of the policy's sandbox, such as ``package-mirrors`` or a list of hosts. ``None`` here
+            and below means the server's value.
+        cpu: number of cores.
+        memory_mib: memory limit in MiB.
+        disk_gib: disk limit in GiB.
+        processes: limit on processes and threads.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    instance_id: str = Field(min_length=1)
+    image: str = Field(min_length=1)
+    network: Network | None = None
+    cpu: float | None = Field(default=None, gt=0)
+    memory_mib: int | None = Field(default=None, gt=0)
+    disk_gib: int | None = Field(default=None, gt=0)
+    processes: int | None = Field(default=None, gt=0)
+
+    @classmethod
+    def parse(cls, row: Mapping[str, Any]) -> Self:
+        """Validate a row.
+
+        Raises:
+            CallerError: the row is invalid; names the field, for example ``swe.FAIL_TO_PASS``.
+        """
+        try:
+            return cls.model_validate(row)
+        except ValidationError as error:
+            raise validation_refusal(error) from error
+
+    def needs(self, env: Mapping[str, str] | None = None) -> SandboxNeeds:
+        return SandboxNeeds(
+            image=self.image,
+            network=self.network,
+            cpu=self.cpu,
+            memory_mib=self.memory_mib,
+            disk_gib=self.disk_gib,
+            processes=self.processes,
+            env=env,
+        )
+
+
+def validation_refusal(error: ValidationError) -> CallerError:
+    """Convert the first error of a validation to a :class:`CallerError` that names the field."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    path = [str(part) for part in fault["loc"] if not _BRANCH.fullmatch(str(part))]
+    message = fault["msg"].removeprefix("Value error, ")
+    if named := re.fullmatch(r"(\w+): (.*)", message, re.DOTALL):
+        path.append(named[1])
+        message = named[2]
+    given = "" if fault["type"] in ("missing", "value_error") else f" (given: {fault['input']!r:.100})"
+    return CallerError(f"{message}{given}", field=".".join(path) or None)
 
 
 class UnreadableAnswer(AgentError):
@@ -267,6 +332,24 @@ class ToolSet[Opened: OpenTools](Protocol):
         ...
 
 
+class FurtherTool(Protocol):
+    """Tool of a :class:`.Workbench` that needs no sandbox; all sessions share it.
+
+    Attributes:
+        schema: function schema of the Responses API.
+    """
+
+    schema: Mapping[str, Any]
+
+    async def prepare(self) -> None:
+        """Prepare the tool for a session; raises :class:`InfrastructureError` if this fails."""
+        ...
+
+    async def call(self, arguments: object) -> str:
+        """Execute a call; see :meth:`OpenTools.call`."""
+        ...
+
+
 class OpenSandbox(Protocol):
     """Factory of context managers, which start a fresh sandbox and stop it at the end of the block."""
 
@@ -385,83 +468,6 @@ class AsyncCloseable(Protocol):
     async def aclose(self) -> None:
         """Release the resources. Called when the server ends, after all sessions."""
         ...
-
-
-class CombinedTools[First: OpenTools, Second: OpenTools]:
-    """Tools of one session from two tool sets; an :class:`OpenTools`."""
-
-    def __init__(self, first: First, second: Second, names_of_first: frozenset[str]) -> None:
-        self.first = first
-        self.second = second
-        self._parts: dict[str, OpenTools] = {"first": first, "second": second}
-        self._names_of_first = names_of_first
-
-    @property
-    def over(self) -> bool:
-        return self.first.over or self.second.over
-
-    async def call(self, tool: str, arguments: object) -> str:
-        """Execute a call. After a submission, all calls go to the tool set through which the policy submitted."""
-        mine = self._parts["first" if tool in self._names_of_first else "second"]
-        ended = next((part for part in self._parts.values() if part.over), None)
-        return await (ended or mine).call(tool, arguments)
-
-    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
-        runner = next(part for part in self._parts.values() if isinstance(part, RunsScripts))
-        return await runner.run_script(script, timeout_s=timeout_s)
-
-    def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        counting = (part.tool_use() for part in self._parts.values() if isinstance(part, CountsToolCalls))
-        return {tool: counts for used in counting for tool, counts in used.items()}
-
-    async def start_sessions(self, offered: Collection[str]) -> None:
-        for part in self._parts.values():
-            if isinstance(part, StartsSessions):
-                await part.start_sessions(offered)
-
-    async def save(self) -> tuple[dict[str, Any], list[str]]:
-        """Save the state of each tool set that is a :class:`ResumableTools`, under ``first`` and ``second``."""
-        resumable = {name: part for name, part in self._parts.items() if isinstance(part, ResumableTools)}
-        saved = {name: await part.save() for name, part in resumable.items()}
-        return {name: known for name, (known, _) in saved.items()}, [one for _, lost in saved.values() for one in lost]
-
-    async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        for name, part in self._parts.items():
-            if isinstance(part, ResumableTools):
-                await part.resume(saved[name], lost)
-
-    async def close(self) -> None:
-        """Close both tool sets, even if closing the first one fails."""
-        try:
-            await self.first.close()
-        finally:
-            await self.second.close()
-
-
-class CombinedToolSet[First: OpenTools, Second: OpenTools]:
-    """Union of two tool sets; a :class:`ToolSet`.
-
-    Raises:
-        ValueError: both sets have a tool of the same name.
-    """
-
-    def __init__(self, first: ToolSet[First], second: ToolSet[Second]) -> None:
-        self._first = first
-        self._second = second
-        self.schemas: Sequence[Mapping[str, Any]] = [*first.schemas, *second.schemas]
-        self._names_of_first = frozenset(schema["name"] for schema in first.schemas)
-        if both := self._names_of_first & {schema["name"] for schema in second.schemas}:
-            raise ValueError(f"both tool sets have a tool named {min(both)!r}; rename one")
-
-    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> CombinedTools[First, Second]:
-        """Open both tool sets (:meth:`ToolSet.open`); if opening the second one fails, close the first one."""
-        first = await self._first.open(sandbox, needs)
-        try:
-            second = await self._second.open(sandbox, needs)
-        except BaseException:
-            await first.close()
-            raise
-        return CombinedTools(first, second, self._names_of_first)
 
 
 def offered_tools(row: Mapping[str, Any]) -> frozenset[str]:

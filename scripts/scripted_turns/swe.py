@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.cli.scripted.text import Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.swe.instance import parse_row
+from nemo_gym_prorl.tasks.swe.instance import SweRow
 
 
 PATCH_FILE = "/tmp/fix.patch"
@@ -24,7 +24,7 @@ def scripted_row(row: Mapping[str, Any], variant: str) -> dict[str, Any]:
     Raises:
         CallerError: the row is invalid, or the variant is unknown.
     """
-    return with_turns(row, script_of(VARIANTS, parse_row(row).swe.patch, variant)["turns"])
+    return with_turns(row, script_of(VARIANTS, SweRow.parse(row).swe.patch, variant)["turns"])
 
 
 def with_turns(row: Mapping[str, Any], turns: list[Turn]) -> dict[str, Any]:

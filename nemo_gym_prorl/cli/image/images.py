@@ -36,7 +36,7 @@ from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import RegistryImage, parse, parse_registry
 from nemo_gym_prorl.sandbox.images.store import Image, ImageStore, read_info
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.tasks.harbor.task_folder import HarborTask, built_image, parse_row, plain_file, refusing_anything
+from nemo_gym_prorl.tasks.harbor.task_folder import HarborRow, HarborTask, built_image, plain_file, refusing_anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,7 @@ def _images_of_rows(rows: Path) -> dict[str, HarborTask | None]:
             if "harbor" not in row:
                 found.setdefault(row["image"])
                 continue
-            task = (harbor := parse_row(row)).harbor
+            task = (harbor := HarborRow.parse(row)).harbor
             for name in (harbor.image, *(used.image for used in task.verifier_images.values())):
                 found.setdefault(name, task if name in task.builds else None)
         except CallerError as error:

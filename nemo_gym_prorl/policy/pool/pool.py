@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool import backend_choice
 from nemo_gym_prorl.policy.pool.backend import (
     KV_SATURATED,
@@ -63,14 +62,9 @@ class BackendPool:
         limit: maximum of live rollouts per backend.
         patience_s: seconds of idleness after which a live rollout becomes inactive while others wait.
         unreachable_s: seconds of a run's outage (no turn in flight) after which the run's waiting turns are given up.
-
-    Raises:
-        CallerError: ``limit`` is less than 1.
     """
 
     def __init__(self, *, limit: int = 256, patience_s: float = 30.0, unreachable_s: float = 900.0) -> None:
-        if limit < 1:
-            raise CallerError("must be at least 1", field="limit")
         self.limit = limit
         self._parts: dict[str | None, int] = {}
         """Number of pools that share a run's backends, by run; 1 for runs that are not listed."""

@@ -21,9 +21,6 @@ from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH, OciConfig
 
 DEFAULT_SHELL = ("/bin/sh", "-c")
 
-MAX_VARIABLES, MAX_CHARACTERS = 1000, 128 << 10
-"""Maximum number of a stage's variables, and of the characters of their values; each command gets all variables."""
-
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WITHOUT_FLAGS = frozenset({"ARG", "CMD", "ENTRYPOINT", "ENV", "SHELL", "USER", "WORKDIR"})
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -147,10 +144,7 @@ class _State:
     workdir: str
     user: str
     shell: tuple[str, ...]
-    entrypoint: tuple[str, ...]
-    command: tuple[str, ...]
     args: dict[str, str] = field(default_factory=dict)
-    command_is_own: bool = False
 
     def scope(self) -> dict[str, str]:
         return {**self.args, **self.env}
@@ -169,7 +163,7 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
         CallerError: an instruction is wrong or not supported; names the line.
     """
     env = {"PATH": DEFAULT_PATH, **base.env}
-    state = _State(env, base.workdir or "/", base.user, base.shell or DEFAULT_SHELL, base.entrypoint, base.command)
+    state = _State(env, base.workdir or "/", base.user, base.shell or DEFAULT_SHELL)
     steps: list[Step] = []
     for one in stage.instructions:
         if one.name in _WITHOUT_FLAGS and one.flags:
@@ -197,19 +191,10 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
                 steps.append(_run_step(one, state))
             case "COPY" | "ADD":
                 steps.append(_copy_step(one, state))
-            case "CMD":
-                state.command, state.command_is_own = _program(one, state), True
-            case "ENTRYPOINT":
-                state.entrypoint = _program(one, state)
-                if not state.command_is_own:
-                    state.command = ()  # the base's arguments are for the base's entrypoint
             case _:
                 pass  # instructions without effect on the image: instructions.parse refuses unknown ones
-        scope = state.scope() if one.name in ("ARG", "ENV") else {}
-        if len(scope) > MAX_VARIABLES or sum(map(len, scope.values())) > MAX_CHARACTERS:
-            raise one.error(f"more than {MAX_VARIABLES} variables, or {MAX_CHARACTERS >> 10} KiB of them")
     user = _owner_of(state.user).partition(":")[0]
-    config = OciConfig(state.env, state.workdir, user, state.entrypoint, state.command, shell=state.shell)
+    config = OciConfig(state.env, state.workdir, user, shell=state.shell)
     return steps, config
 
 
@@ -303,11 +288,6 @@ def _copy_step(one: Instruction, state: _State) -> CopyStep:
     return CopyStep(
         one.line, tuple(sources), texts, path.rstrip("/") + folder or "/", origin, owner, mode, one.name == "ADD"
     )
-
-
-def _program(one: Instruction, state: _State) -> tuple[str, ...]:
-    words = one.words()
-    return tuple(words) if words is not None else (*state.shell, one.text)
 
 
 def _arg_pairs(one: Instruction, scope: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:

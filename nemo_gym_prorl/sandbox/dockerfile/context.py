@@ -245,44 +245,29 @@ def _tree(folder: Path, name: str, ignore: IgnoreRules) -> Iterator[CopyEntry]:
             yield CopyEntry(path, path.name)
 
 
-_MAX_UNANCHORED = 3  # '**' that follow no '/' in one pattern; each multiplies the time of a match
 _TOKEN = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])+\]|\*\*/?|.", re.DOTALL)
 
 
 @cache
 def _compiled(pattern: str, *, deep: bool = False) -> re.Pattern[str]:
-    """Convert a pattern of Go's ``filepath.Match`` to a regular expression; with ``deep``, ``**`` matches any depth.
-    Patterns are untrusted. Wildcards become atomic groups wherever backtracking could not find another match, so
-    matching takes polynomial time."""
-    chunks = [[""]]  # the pattern split at ``**``, and each chunk split at ``*``
-    for token in _TOKEN.findall(pattern):
+    """Convert a pattern of Go's ``filepath.Match`` to a regular expression; ``deep``: ``**`` matches any depth."""
+    result, tokens = "", _TOKEN.findall(pattern)
+    for token in tokens:
         if deep and token.startswith("**"):
-            if len(chunks) == 1 or chunks[-1] != [""]:
-                chunks.append([""])
+            result += "(?:.*/)?"
         elif token.startswith("*"):
-            chunks[-1].append("")
+            result += "[^/]*"
         elif token == "?":
-            chunks[-1][-1] += "[^/]"
+            result += "[^/]"
         elif len(token) > 1:
-            chunks[-1][-1] += re.escape(token[1]) if token[0] == "\\" else "[" + token[1:].replace("[", r"\[")
+            result += re.escape(token[1]) if token[0] == "\\" else "[" + token[1:].replace("[", r"\[")
         else:
-            chunks[-1][-1] += re.escape(token)
-    if sum(chunk != [""] and not chunk[-1].endswith("/") for chunk in chunks[:-1]) > _MAX_UNANCHORED:
-        raise CallerError(f"{pattern}: more than {_MAX_UNANCHORED} '**' stand after no '/'", field="Dockerfile")
-    result = ""
-    for number, (first, *parts) in enumerate(chunks):
-        is_final = number < len(chunks) - 1 and chunks[number][-1].endswith("/")
-        text = first + "".join(f"(?>[^/]*?{part})" for part in parts[:-1])
-        if parts:
-            text += f"(?>[^/]*?{parts[-1]})" if is_final else f"[^/]*{parts[-1]}"
-        if number:
-            text = f"(?>(?:.*?/)??{text})" if is_final else f"(?:.*/)?{text}"
-        result += text
-    if deep and pattern.endswith("**"):
+            result += re.escape(token)
+    if deep and tokens[-1] == "**":
         result += ".*"
     try:
         return re.compile(result, re.DOTALL)
-    except (re.error, OverflowError) as error:
+    except re.error as error:
         raise CallerError(f"{pattern}: is no pattern: {error}", field="Dockerfile") from error
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from nemo_gym_prorl.failures import CallerError
 
@@ -20,13 +20,12 @@ from nemo_gym_prorl.failures import CallerError
 _NO_EFFECT = frozenset({"EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
 _KNOWN = _NO_EFFECT | {"ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "SHELL", "USER", "WORKDIR"}
 _DIRECTIVE = re.compile(r"#\s*(syntax|escape|check)\s*=\s*(\S+)\s*$", re.IGNORECASE)
+_DIRECTIVE_VALUES = {"escape": r"\\$", "syntax": r"(docker\.io/)?docker/dockerfile(:|$)"}
 HEREDOC = re.compile(r"(?<!\S)\d*<<(-?)(?:\"([^\"\n]+)\"|'([^'\n]+)'|([^\s<>|&;()\"'$]+))")
 _HEREDOC_INSTRUCTIONS = frozenset({"ADD", "COPY", "RUN"})
 
 MAX_BYTES = 1 << 20
-"""Maximum bytes of an untrusted Dockerfile, and maximum characters to which all its variables may expand."""
-
-MAX_INSTRUCTIONS = 1000  # bounds the work for an untrusted Dockerfile
+"""Maximum bytes of a Dockerfile or ``.dockerignore``; a larger file is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,6 @@ class Instruction:
         flags: ``--name=value`` options in order; the value of a bare ``--name`` is ``"true"``.
         text: text after the flags, with continued lines joined.
         heredocs: here-documents in order.
-        escape: character that continues lines, and in words escapes the next character (``# escape``).
-        expanded: number of characters to which variables have expanded so far, in a list of one element that all
-            instructions of a Dockerfile share.
     """
 
     line: int
@@ -66,30 +62,20 @@ class Instruction:
     flags: tuple[tuple[str, str], ...]
     text: str
     heredocs: tuple[Heredoc, ...] = ()
-    escape: str = "\\"
-    expanded: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def error(self, reason: str) -> CallerError:
         """Return an error that names this instruction's line."""
         return CallerError(f"line {self.line}: {self.name}: {reason:.500}", field="Dockerfile")
 
     def words(self) -> list[str] | None:
-        """Return the words of the exec form (a JSON list of strings); ``None`` for the shell form.
-
-        Raises:
-            CallerError: a word has a NUL or a surrogate; names the line.
-        """
+        """Return the words of the exec form (a JSON list of strings); ``None`` for the shell form."""
         if not self.text.startswith("["):
             return None
         try:
             words = json.loads(self.text)
         except ValueError:
             return None
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            return None
-        if any(re.search("[\0\ud800-\udfff]", word) for word in words):
-            raise self.error("a word has a character that no command line can hold")
-        return words
+        return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
 
 def parse(text: str) -> list[Instruction]:
@@ -98,22 +84,17 @@ def parse(text: str) -> list[Instruction]:
     Raises:
         CallerError: the text is no Dockerfile, or has an unsupported instruction or frontend; names the line.
     """
-    if "\0" in text:
-        raise CallerError("has a NUL character", field="Dockerfile")
     lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n")
-    escape = _escape_character(lines)
+    _check_frontend(lines)
     found: list[Instruction] = []
-    expanded = [0]
     number = 0
     while number < len(lines):
         first = number
-        joined, number = _logical_line(lines, number, escape)
+        joined, number = _logical_line(lines, number)
         if not joined:
             continue
         name, _, rest = joined.partition(" ") if " " in joined else (joined, "", "")
-        instruction = Instruction(first + 1, name.upper(), (), "", escape=escape, expanded=expanded)
-        if len(found) == MAX_INSTRUCTIONS:
-            raise instruction.error(f"more than {MAX_INSTRUCTIONS} instructions")
+        instruction = Instruction(first + 1, name.upper(), (), "")
         if instruction.name not in _KNOWN:
             raise instruction.error("has no support here" if name.isalpha() else "is no instruction")
         flags, rest = _split_flags(rest.strip())
@@ -126,24 +107,18 @@ def parse(text: str) -> list[Instruction]:
     return found
 
 
-def _escape_character(lines: Sequence[str]) -> str:
-    """Return the escape character, which also continues lines, as set by a directive at the top of a Dockerfile."""
-    escape = "\\"
+def _check_frontend(lines: Sequence[str]) -> None:
+    """Refuse directives at the top of a Dockerfile that name another frontend or another escape character."""
     for number, line in enumerate(lines, 1):
         match = _DIRECTIVE.fullmatch(line.strip())
         if match is None:
-            break
+            return
         name, value = match[1].lower(), match[2]
-        if name == "escape":
-            if value not in ("\\", "`"):
-                raise CallerError(f"line {number}: escape must be \\ or `, not {value}", field="Dockerfile")
-            escape = value
-        elif name == "syntax" and not re.match(r"(docker\.io/)?docker/dockerfile(:|$)", value):
-            raise CallerError(f"line {number}: the frontend {value} has no support here", field="Dockerfile")
-    return escape
+        if not re.match(_DIRECTIVE_VALUES.get(name, ""), value):
+            raise CallerError(f"line {number}: {name}={value} has no support here", field="Dockerfile")
 
 
-def _logical_line(lines: Sequence[str], number: int, escape: str) -> tuple[str, int]:
+def _logical_line(lines: Sequence[str], number: int) -> tuple[str, int]:
     """Return the line at index ``number`` joined with its continuation lines, and the index of the next line. The text
     is empty for a comment or an empty line."""
     parts: list[str] = []
@@ -156,8 +131,8 @@ def _logical_line(lines: Sequence[str], number: int, escape: str) -> tuple[str, 
                 return "", number
             continue  # comments and empty lines do not end an instruction
         body = line.rstrip()
-        # Two escape characters stand for the character itself, and do not continue the line.
-        continued = body.endswith(escape) and not body[:-1].endswith(escape)
+        # Two backslashes stand for a backslash, and do not continue the line.
+        continued = body.endswith("\\") and not body.endswith("\\\\")
         parts.append(body[:-1] if continued else body)
         if not continued:
             break
@@ -191,20 +166,20 @@ def _unquoted(text: str) -> str:
     return re.sub(pattern, lambda match: match[1] or "_" * len(match[0]), text)
 
 
+_WORD = re.compile(r"(?:\\.|\"(?:\\.|[^\"\\])*\"|'[^']*'|[^\s\"'\\]|\\$)+")
+
+
 def split_words(one: Instruction, text: str) -> list[str]:
     """Split a text into words at blanks outside of quotes; quotes and escape characters stay.
 
     Raises:
         CallerError: a quote has no end; names the line.
     """
-    escape = re.escape(one.escape)
-    quoted = rf"\"(?:{escape}.|[^\"{escape}])*\"|'[^']*'"
-    words, pattern = [], re.compile(rf"(?:{escape}.|{quoted}|[^\s\"'{escape}]|{escape}$)+")
-    position = 0
+    words, position = [], 0
     while position < len(text):
         if text[position].isspace():
             position += 1
-        elif match := pattern.match(text, position):
+        elif match := _WORD.match(text, position):
             words.append(match[0])
             position = match.end()
         else:
@@ -226,9 +201,6 @@ def expand_text(one: Instruction, text: str, scope: Mapping[str, str]) -> str:
     return _Expansion(one, text, scope, quotes=False).up_to("")
 
 
-_MAX_DEPTH = 50  # nested expansions, each of which recurses
-
-
 @dataclass(slots=True)
 class _Expansion:
     """Expansion of one text, read character by character as in BuildKit; ``quotes``: whether quotes are removed."""
@@ -238,7 +210,6 @@ class _Expansion:
     scope: Mapping[str, str]
     quotes: bool
     position: int = 0
-    depth: int = 0
 
     def up_to(self, end: str) -> str:
         """Expand the text up to the character ``end``, or if ``end`` is empty, to the end of the text."""
@@ -249,7 +220,7 @@ class _Expansion:
                 return "".join(found)
             if character == "$":
                 found.append(self._variable())
-            elif character == self.one.escape:
+            elif character == "\\":
                 found.append(self._next())
             elif character == "'" and self.quotes:
                 found.append(self._single_quoted())
@@ -283,8 +254,8 @@ class _Expansion:
                 return "".join(found)
             if character == "$":
                 character = self._variable()
-            elif character == self.one.escape:
-                character = self._match(f'["${re.escape(character)}]') or character
+            elif character == "\\":
+                character = self._match(r'["$\\]') or character
             found.append(character)
         raise self.one.error(f"{self.text}: a quote has no end")
 
@@ -301,16 +272,9 @@ class _Expansion:
             if not name:
                 return "$"
         found = self.scope.get(name)
-        self.one.expanded[0] += len(found or "")
-        if self.one.expanded[0] > MAX_BYTES:
-            raise self.one.error(f"variables are expanded to more than {MAX_BYTES >> 20} MiB")
         if operator == "}":
             return found or ""
-        if self.depth == _MAX_DEPTH:
-            raise self.one.error(f"more than {_MAX_DEPTH} expansions are nested")
-        self.depth += 1
         word = self.up_to("}")
-        self.depth -= 1
         is_set = bool(found) if operator.startswith(":") else found is not None
         if operator.endswith("+"):
             return word if is_set else ""

@@ -155,7 +155,8 @@ def main(arguments: Sequence[str]) -> int:
     first = user_ids.draw_host_id(several=True)
     ids = [(0, first, user_ids.IDS_PER_BLOCK)]
     owner = user_ids.create_user_namespace(lambda pid: user_ids.write_id_maps(pid, ids, ids))
-    _change_owner(work, first)
+    for _path, name, folder in walk(work):
+        os.chown(name, first, first, dir_fd=folder, follow_symlinks=False)
     syscalls.unshare_mounts()
     _mount_visible(work, seen, owner)
     os.setns(owner)
@@ -183,11 +184,6 @@ def _exec_as_init(command: Sequence[str]) -> NoReturn:
         print(f"{command[0]}: {error}", file=sys.stderr)
     finally:
         os._exit(127)
-
-
-def _change_owner(work: Path, owner: int) -> None:
-    for _path, name, folder in walk(work):
-        os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
 
 
 def take_back(work: Path) -> None:

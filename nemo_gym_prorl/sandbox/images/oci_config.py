@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Registry configuration of an image: environment variables, working folder, user, entrypoint.
+"""Registry configuration of an image: environment variables, working folder, user.
 
 Apptainer converts the variables to a shell script and drops all other settings. The script is not faithful: values are
 escaped twice, commands in values run, and names that a shell refuses are dropped. So this module reads the
@@ -49,8 +49,6 @@ class OciConfig:
         env: environment variables (``ENV``).
         workdir: absolute working folder of commands (``WORKDIR``); empty if not set.
         user: name or number of the image's user, without the group (``USER``); empty for root.
-        entrypoint: program of the image (``ENTRYPOINT``); started only on request.
-        command: default arguments of ``entrypoint``, or the program itself if ``entrypoint`` is empty (``CMD``).
         extended: whether the image was built on the registry's image, so that scripts may set further variables.
         shell: shell for the commands of Dockerfiles based on this image (``SHELL``); empty if not set.
     """
@@ -58,8 +56,6 @@ class OciConfig:
     env: dict[str, str]
     workdir: str = ""
     user: str = ""
-    entrypoint: tuple[str, ...] = ()
-    command: tuple[str, ...] = ()
     extended: bool = False
     shell: tuple[str, ...] = ()
 
@@ -85,8 +81,6 @@ class OciConfig:
             env,
             posixpath.normpath(f"/{workdir.lstrip('/')}") if workdir else "",
             _text(config, "User").partition(":")[0],
-            tuple(_texts(config, "Entrypoint")),
-            tuple(_texts(config, "Cmd")),
             config.get("extended") is True,
             tuple(_texts(config, "Shell")),
         )
@@ -97,8 +91,6 @@ class OciConfig:
             "Env": [f"{name}={value}" for name, value in self.env.items()],
             "WorkingDir": self.workdir,
             "User": self.user,
-            "Entrypoint": list(self.entrypoint),
-            "Cmd": list(self.command),
             "extended": self.extended,
             "Shell": list(self.shell),
         }

@@ -79,10 +79,17 @@ class Puller:
         progress(f"pulling {wanted.uri}")
         for tried in range(self.tries):
             try:
-                made = self._try(wanted, work, kind == "folder")
+                made = build_tools.build(
+                    self.runtime,
+                    work,
+                    wanted.uri,
+                    timeout_s=PULL_TIMEOUT_S,
+                    unpacked=kind == "folder",
+                    credentials=self.credentials,
+                )
                 break
             except InfrastructureError as error:
-                if tried + 1 == self.tries or not _is_transient(error):
+                if tried + 1 == self.tries or _says(error, (*_DENIED, *_UNKNOWN)):
                     raise _explained(wanted, error, self.credentials) from error
                 progress(f"pulling {wanted.uri} again, after {error}")
                 time.sleep(min(self.pause_s * 2**tried, MAX_PAUSE_S) + random.uniform(0, self.pause_s))
@@ -91,20 +98,6 @@ class Puller:
         if kind == "folder":
             config.rewrite_script(made)
         return made, config
-
-    def _try(self, wanted: RegistryImage, work: Path, unpacked: bool) -> Path:
-        return build_tools.build(
-            self.runtime,
-            work,
-            wanted.uri,
-            timeout_s=PULL_TIMEOUT_S,
-            unpacked=unpacked,
-            credentials=self.credentials,
-        )
-
-
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, InfrastructureError) and not _says(error, (*_DENIED, *_UNKNOWN))
 
 
 def _says(error: InfrastructureError, words: tuple[str, ...]) -> bool:

@@ -71,8 +71,6 @@ def parse(text: str, field: str = "image") -> Reference:
     """
     if "://" in text:
         return parse_registry(text, field)
-    if "\0" in text:
-        raise CallerError("must not hold a NUL character", field=field)
     if text.startswith(CACHE_PREFIX):
         below = PurePosixPath(text.removeprefix(CACHE_PREFIX))
         if below.is_absolute() or ".." in below.parts or not below.name:

@@ -304,7 +304,9 @@ class ImageStore:
             if unknown and (dry_run or self.images.remove(entry.name)):
                 swept.append(entry.path)
         if not dry_run:
-            self._forget_names()
+            for name, named in self._names().items():
+                if self.payload(named) is None:
+                    (self.images.folder / _NAMES / name).unlink(missing_ok=True)
         return removed, swept
 
     def _lock(self, image: Path) -> Lock | None:
@@ -362,11 +364,6 @@ class ImageStore:
         if not folder.is_dir():
             return {}
         return {file.name: file.read_text() for file in folder.iterdir() if not file.name.startswith(".")}
-
-    def _forget_names(self) -> None:
-        for name, entry in self._names().items():
-            if self.payload(entry) is None:
-                (self.images.folder / _NAMES / name).unlink(missing_ok=True)
 
 
 def unpacked_dir() -> Path:

@@ -27,9 +27,6 @@ from nemo_gym_prorl.sandbox.isolation.privilege import in_user_namespace
 from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
 
 
-KERNEL_FILESYSTEMS = ("/proc", "/sys", "/dev")
-"""Mount points of kernel file systems in every sandbox."""
-
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
 """Mount options of a tmpfs without a configured size; the kernel's default is half of the machine's memory."""
 
@@ -106,12 +103,6 @@ class Bind:
             raise CallerError(f"{text!r} is not HOST:INSIDE or HOST:INSIDE:ro with absolute paths", field="binds")
         return cls(source, target, options == "ro")
 
-    def clone_mount(self) -> int:
-        """Return a descriptor of a detached recursive mount of the source, with the bind's attributes."""
-        tree = syscalls.open_tree(self.source, recursive=True)
-        syscalls.set_mount_attributes(tree, self.attributes, recursive=True)
-        return tree
-
     @property
     def attributes(self) -> int:
         """Mount attributes (``ATTRIBUTE_*``) of the bind; device files and setuid bits never have an effect."""
@@ -133,34 +124,16 @@ RUNTIME_MOUNTED_FILES = (
 )
 """Files of the host that container runtimes mount over the image's files."""
 
-ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
-"""Files to which a line for the sandbox's user or group is added if they have no line with the id."""
-
 RUNTIME_COPIED_FILES = ("/etc/localtime",)
 """Files of the host that container runtimes copy into a sandbox if the image lacks them."""
 
 
-def etc_files(resolver: str) -> Iterator[tuple[str, str]]:
-    """Yield path and content of each file of ``/etc`` that every sandbox gets; ``resolver`` is for ``resolv.conf``."""
-    yield "/etc/hosts", HOSTS
-    yield "/etc/hostname", f"{HOST_NAME}\n"
-    yield "/etc/resolv.conf", resolver
-
-
 def account_lines(uid: int, gid: int) -> Iterator[tuple[str, str, int]]:
-    """Yield, for each of :data:`ACCOUNT_FILES`, path, line for the sandbox's user or group, and the id in the line."""
+    """Yield path, line and id for each file of accounts that gets a line for the sandbox's user or group if it has no
+    line with the id."""
     name, home = ("root", "/root") if uid == 0 else (HOST_NAME, "/tmp")
     yield "/etc/passwd", f"{name}:x:{uid}:{gid}::{home}:/bin/sh\n", uid
     yield "/etc/group", f"{name}:x:{gid}:\n", gid
-
-
-RUNTIME_NO_NETWORK_OPTIONS = ("--net", "--network", "none")
-"""Options of the container runtime for a sandbox without network."""
-
-
-def network_namespace_flag(host: bool) -> int:
-    """Return the ``clone`` flag for a new network namespace; 0 for a sandbox that shares the host's network."""
-    return 0 if host else os.CLONE_NEWNET
 
 
 def resolv_conf(host: bool) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.network_access import HOST, HOST_NAME
-from nemo_gym_prorl.sandbox.isolation import mounts, syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import (
     SMALL_TMPFS,
     Bind,
@@ -48,7 +48,7 @@ NEW_NAMESPACE_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """State shared by all sandboxes of one image.
+    """State shared by all sandboxes of one image; its descriptors are closed with the last reference.
 
     Attributes:
         image: descriptor of the image's root folder.
@@ -65,6 +65,10 @@ class PreparedImage:
     single_user_reason: str
     environment: dict[str, str]
     parent_ids: list[list[IdSpan]]
+
+    def __del__(self) -> None:
+        os.close(self.image)
+        os.close(self.parent_namespace)
 
 
 def prerequisites(
@@ -120,7 +124,7 @@ def make_request(prepared: PreparedImage, order: CreateRequest, folder: str) -> 
     request.limits(_limits_of_all_users(order) if several else [])
     for host_id, ranges in zip((order.host_uid, order.host_gid), prepared.parent_ids, strict=True):
         request.text(user_ids.format_id_map(user_ids.sandbox_ids(host_id, uid, several=several, ranges=ranges)))
-    request.words(NEW_NAMESPACE_FLAGS | mounts.network_namespace_flag(host_network))
+    request.words(NEW_NAMESPACE_FLAGS | (0 if host_network else os.CLONE_NEWNET))
     request.words(uid, uid, host_network, several, is_machine_root_in_namespace())
     # Machine root sends the image as an idmapped mount; a mount of the path would show the owners on the host.
     request.text(folder, "" if root else order.image)
@@ -154,7 +158,8 @@ def clone_binds(order: CreateRequest) -> list[int]:
     """
     host, trees = (order.host_uid, order.host_gid), []
     for bind in map(Bind.parse, order.binds):
-        tree = bind.clone_mount()
+        tree = syscalls.open_tree(bind.source, recursive=True)
+        syscalls.set_mount_attributes(tree, bind.attributes)
         trees.append(tree)
         found = os.stat(bind.source)
         owners = (found.st_uid, found.st_gid)

@@ -21,8 +21,6 @@ No grantable capability needs another filter: ``ptrace`` is allowed in every san
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import os
 from collections.abc import Iterator
@@ -167,14 +165,12 @@ class SyscallTable:
         refused: number by name of the refused system calls.
         conditional: number by name of the system calls in :data:`CONDITIONAL_RULES`.
         unused: numbers up to :data:`MAX_SYSCALL` that no system call has.
-        seccomp: number of ``seccomp(2)``.
     """
 
     audit: int
     refused: dict[str, int]
     conditional: dict[str, int]
     unused: tuple[range, ...]
-    seccomp: int
 
     def actions(self) -> dict[int, FilterAction]:
         """Return the action by number of each system call that is not allowed unconditionally."""
@@ -194,7 +190,6 @@ TABLES = {
         },
         # 335 (uretprobe) is called by code that the kernel inserts where a tracer on the host has set a probe.
         unused=(range(336, 424),),
-        seccomp=317,
     ),
     "aarch64": SyscallTable(
         audit=0xC00000B7,
@@ -204,41 +199,13 @@ TABLES = {
             **{"socket": 198, "socketpair": 199, "clone": 220, "prlimit64": 261},
         },
         unused=(range(244, 260), range(295, 424)),
-        seccomp=277,
     ),
 }
-
-_SET_MODE_FILTER = 1
-_SPEC_ALLOW = 4
-"""Flag without which kernels before 5.16 enable slow Spectre mitigations for filtered processes."""
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 _MACHINE = os.uname().machine
 
 FILTER = compile_filter(TABLES[_MACHINE].audit, TABLES[_MACHINE].actions(), MAX_SYSCALL) if _MACHINE in TABLES else b""
 """BPF program of the filter on this machine, compiled once for all requests; empty without a table."""
-
-
-def install(rules: bytes = FILTER) -> None:
-    """Install a filter for this process and its future children; ``PR_SET_NO_NEW_PRIVS`` must be set before.
-
-    Raises:
-        OSError: ``ENOSYS`` if :data:`TABLES` has no table for this machine; otherwise the kernel refuses the filter.
-    """
-    if not rules:
-        raise OSError(
-            errno.ENOSYS, f"sandboxes have no system call filter for {_MACHINE}, only for {', '.join(TABLES)}"
-        )
-    given = _Program(len(rules) // 8, rules)
-    if _libc.syscall(TABLES[_MACHINE].seccomp, _SET_MODE_FILTER, _SPEC_ALLOW, ctypes.byref(given)) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"the system call filter can't be installed: {os.strerror(number)}")
 
 
 def oci_profile() -> str:

@@ -153,10 +153,10 @@ def change_mode(name: str, folder: int, mode: int) -> None:
         os.close(held)
 
 
-def set_mount_attributes(tree: int, attributes: int, *, recursive: bool = False) -> None:
+def set_mount_attributes(tree: int, attributes: int) -> None:
+    """Set attributes of the detached mount ``tree`` and of the mounts below."""
     given = struct.pack("4Q", attributes, 0, 0, 0)
-    flags = EMPTY_PATH | (RECURSIVE if recursive else 0)
-    _check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, given, len(given)), "mount_setattr")
+    _check(_libc.syscall(_MOUNT_SETATTR, tree, b"", EMPTY_PATH | RECURSIVE, given, len(given)), "mount_setattr")
 
 
 def idmap_mount(tree: int, owner: int) -> None:

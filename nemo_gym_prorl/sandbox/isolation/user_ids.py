@@ -192,9 +192,12 @@ def become_root_of_sandbox(uid: int, gid: int, *, several: bool) -> None:
     os.setresuid(0, 0, 0)
 
 
-def fork_as_all_users(action: Callable[[], object]) -> int:
-    """Fork a child that runs ``action`` as root of a user namespace with all ids of an ordinary user; return its pid.
-    The child exits with 0 or an errno; pass its wait status to :func:`raise_child_error`."""
+def run_as_all_users(action: Callable[[], object], folder: Path) -> None:
+    """Run ``action`` in a forked child, as root of a user namespace with all ids of an ordinary user.
+
+    Raises:
+        OSError: the action failed; the error's file name is ``folder``.
+    """
     child = os.fork()
     if child == 0:
         number = errno.EPERM
@@ -208,13 +211,8 @@ def fork_as_all_users(action: Callable[[], object]) -> int:
             number = error.errno or errno.EPERM
         finally:
             os._exit(number)
-    return child
-
-
-def raise_child_error(status: int, folder: Path) -> None:
-    """Raise ``OSError``, with ``folder`` as its file name, if a child of :func:`fork_as_all_users` failed."""
-    if number := os.waitstatus_to_exitcode(status):
-        raise OSError(abs(number), os.strerror(abs(number)), str(folder))
+    if number := abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])):
+        raise OSError(number, os.strerror(number), str(folder))
 
 
 def create_single_user_namespace(inside: int, uid: int, gid: int, *, group: int | None = None) -> int:

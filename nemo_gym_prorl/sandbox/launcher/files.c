@@ -12,7 +12,6 @@
  */
 
 enum { CHUNK = 1 << 20, MAX_LINKS = 40, SIZE_OF_NAME = 34 }; /* bytes of a read; symlinks; bytes of a random name */
-enum { TO_DATA = 3, TO_HOLE = 4 }; /* SEEK_DATA and SEEK_HOLE of linux/fs.h */
 enum { OPEN_ATTEMPTS = 20 }; /* attempts to open a file that fails with EIO, before the disk is taken as the cause */
 enum { LEASE_TIMEOUT_MS = 1000, LEASE_PAUSE_MS = 20 }; /* the kernel asks the holder of a lease to release it */
 
@@ -39,38 +38,18 @@ static int is_in_file_system_of(const struct statx *found, const char *path) {
     return same_file_system(found, &other);
 }
 
-/* Copy at most "most" bytes of a file, with its holes; return whether the file was copied completely. The last results
-   of read and of write or seek calls are stored, so that the caller can distinguish the errors. Only a file with fewer
-   blocks than bytes is searched for holes: files of the kernel have no size, and SEEK_DATA finds no data. */
+/* Copy at most "most" bytes of a file; return whether the file was copied completely. The last results of read and
+   write are stored, so that the caller can distinguish the errors. */
 static int copy(long source, long target, uint64_t most, long *reading, long *writing) {
-    struct statx found = stat_of(source);
-    int sparse = S_ISREG(found.stx_mode) && found.stx_blocks * 512 < found.stx_size;
     char *chunk = allocate(CHUNK);
     *writing = 0;
     /* With SIGXFSZ ignored, a write above RLIMIT_FSIZE fails with EFBIG. */
     ignore(SIGXFSZ);
-    for (uint64_t place = 0, hole = 0;; place += (uint64_t)*reading) {
-        if (sparse && place == hole) {
-            long data = CALL(lseek, source, place, TO_DATA), size = CALL(lseek, source, 0, SEEK_END);
-            int is_last = data == -ENXIO && size > (long)place;
-            if (is_last || data > (long)place) {
-                place = (uint64_t)(is_last ? size : data);
-                if (place > most)
-                    return 0;
-                *writing = is_last ? CALL(ftruncate, target, place) : CALL(lseek, target, place, SEEK_SET);
-            }
-            *reading = 0;
-            if (data == -ENXIO || is_error(*writing))
-                return 1;
-            long next = is_error(data) ? data : CALL(lseek, source, place, TO_HOLE);
-            sparse = next > (long)place; /* else the file system does not report holes */
-            hole = (uint64_t)next;
-            must(CALL(lseek, source, place, SEEK_SET));
-        }
-        *reading = CALL(read, source, chunk, sparse && hole - place < CHUNK ? hole - place : CHUNK);
+    for (;; most -= (uint64_t)*reading) {
+        *reading = CALL(read, source, chunk, CHUNK);
         if (*reading <= 0)
             return 1;
-        if ((uint64_t)*reading > most - place)
+        if ((uint64_t)*reading > most)
             return 0;
         for (long done = 0; done < *reading; done += *writing) {
             *writing = CALL(write, target, chunk + done, *reading - done);

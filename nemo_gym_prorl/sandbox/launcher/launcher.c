@@ -440,8 +440,8 @@ static unsigned join(void) {
 
 /* Spawn. */
 
-/* Open both ends of a new terminal of the sandbox. Without "echo", line ends are not translated to CR LF, either. */
-static int open_terminal(int *controlling, unsigned rows, unsigned columns, int echo) {
+/* Open both ends of a new terminal of the sandbox, which neither echoes input nor translates line ends to CR LF. */
+static int open_terminal(int *controlling, unsigned rows, unsigned columns) {
     int unlocked = 0;
     struct window window = {(uint16_t)rows, (uint16_t)columns, 0, 0};
     struct termios mode;
@@ -455,12 +455,10 @@ static int open_terminal(int *controlling, unsigned rows, unsigned columns, int 
     must(CALL(fcntl, opened, F_SETFL, O_RDWR));
     must(CALL(ioctl, opened, TIOCSPTLCK, &unlocked));
     int terminal = (int)must(CALL(ioctl, opened, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC));
-    if (!echo) {
-        must(CALL(ioctl, terminal, TCGETS, &mode));
-        mode.c_oflag &= ~(unsigned)ONLCR;
-        mode.c_lflag &= ~(unsigned)(ECHO | ECHOE | ECHOK | ECHOCTL | ECHOKE);
-        must(CALL(ioctl, terminal, TCSETS, &mode));
-    }
+    must(CALL(ioctl, terminal, TCGETS, &mode));
+    mode.c_oflag &= ~(unsigned)ONLCR;
+    mode.c_lflag &= ~(unsigned)(ECHO | ECHOE | ECHOK | ECHOCTL | ECHOKE);
+    must(CALL(ioctl, terminal, TCSETS, &mode));
     must(CALL(ioctl, terminal, TIOCSWINSZ, &window));
     return terminal;
 }
@@ -706,9 +704,8 @@ static void spawn(void) {
     uint64_t most = word();
     int has_terminal = (int)word();
     unsigned rows = (unsigned)word(), columns = (unsigned)word();
-    int echo = (int)word();
     if (has_terminal)
-        for (int terminal = open_terminal(&controlling, rows, columns, echo); count < 3;)
+        for (int terminal = open_terminal(&controlling, rows, columns); count < 3;)
             sources[count++] = terminal;
     for (int index = 2; index < count_of_files; index++)
         sources[count++] = files[index];

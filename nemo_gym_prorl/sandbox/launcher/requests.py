@@ -20,7 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_gym_prorl.network_access import HOST
+from nemo_gym_prorl.network_access import HOST, HOST_NAME
 from nemo_gym_prorl.sandbox.isolation import mounts, seccomp
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, shared_memory_options, terminal_options
 from nemo_gym_prorl.sandbox.isolation.privilege import DEFAULT_CAPABILITIES, is_machine_root_in_namespace
@@ -191,7 +191,8 @@ class Request:
 
     def settings(self, order: CreateRequest) -> None:
         """Add the files of ``/etc`` that are written for a sandbox, and the lines for its user and group."""
-        files = list(mounts.etc_files(mounts.resolv_conf(order.network == HOST)))
+        resolver = mounts.resolv_conf(order.network == HOST)
+        files = (("/etc/hosts", mounts.HOSTS), ("/etc/hostname", f"{HOST_NAME}\n"), ("/etc/resolv.conf", resolver))
         self.words(len(files))
         for path, content in files:
             self.text(path)
@@ -242,7 +243,7 @@ def spawn(namespaces: SandboxNamespaces, order: SpawnRequest) -> Request:
     bounded = HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE
     request.words(namespaces.limits[resource.RLIMIT_NPROC] if bounded else 0)
     rows, columns = order.tty or (0, 0)
-    request.words(order.tty is not None, rows, columns, order.echo)
+    request.words(order.tty is not None, rows, columns)
     request.text(order.cwd)
     request.words(_rights(namespaces))
     files = rlimits.program_file_limits()
@@ -319,36 +320,31 @@ def _rights(namespaces: SandboxNamespaces) -> int:
     return sum(1 << number for number in namespaces.capabilities.union(DEFAULT_CAPABILITIES.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Reply of a launcher's child: a pid, result or errno as ``number``, and the ``step`` that failed."""
+def _message(kind: ReplyKind, number: int, step: str) -> Message:
+    """Return a reply of a launcher's child in the form of the supervisor's replies to its clients.
 
-    kind: ReplyKind
-    number: int = 0
-    step: str = ""
-
-    def message(self) -> Message:
-        """Return the reply as a message, in the form of the supervisor's replies to its clients."""
-        match self.kind:
-            case ReplyKind.STARTED:
-                return {"pid": self.number}
-            case ReplyKind.READY:
-                return {"ready": True}
-            case ReplyKind.DONE:
-                return {"number": self.number}
-            case ReplyKind.EXHAUSTED:
-                return exhausted(self.step)
-            case ReplyKind.KILLED:
-                return HELPER_KILLED
-            case ReplyKind.NO_USER:
-                return {"error": f"there is no user {self.step!r} in this sandbox", "errno": self.number}
-            case ReplyKind.OTHER_USER:
-                error = f"this sandbox has one user, and that is not {self.step!r}; users: true gives it all of them"
-                return {"error": error, "errno": self.number}
-        error = ": ".join(filter(None, [self.step, os.strerror(self.number)]))
-        return (
-            {"error": error, "lost": True} if self.kind is ReplyKind.LOST else {"error": error, "errno": self.number}
-        )
+    Args:
+        number: a pid, a result or an errno.
+        step: the step that failed, or its object.
+    """
+    match kind:
+        case ReplyKind.STARTED:
+            return {"pid": number}
+        case ReplyKind.READY:
+            return {"ready": True}
+        case ReplyKind.DONE:
+            return {"number": number}
+        case ReplyKind.EXHAUSTED:
+            return exhausted(step)
+        case ReplyKind.KILLED:
+            return HELPER_KILLED
+        case ReplyKind.NO_USER:
+            return {"error": f"there is no user {step!r} in this sandbox", "errno": number}
+        case ReplyKind.OTHER_USER:
+            error = f"this sandbox has one user, and that is not {step!r}; users: true gives it all of them"
+            return {"error": error, "errno": number}
+    error = ": ".join(filter(None, [step, os.strerror(number)]))
+    return {"error": error, "lost": True} if kind is ReplyKind.LOST else {"error": error, "errno": number}
 
 
 def receive_reply(channel: socket.socket) -> tuple[Message, list[int]]:
@@ -361,7 +357,7 @@ def receive_reply(channel: socket.socket) -> tuple[Message, list[int]]:
     data, files, whole = receive_packet(channel, _REPLY.size + _MAX_REPLY_TEXT_BYTES)
     try:
         kind, number = _REPLY.unpack_from(data)
-        message = Reply(ReplyKind(kind), number, os.fsdecode(data[_REPLY.size :])).message()
+        message = _message(ReplyKind(kind), number, os.fsdecode(data[_REPLY.size :]))
     except (struct.error, ValueError) as error:
         close_all(files)
         raise PeerGone(errno.EPROTO, f"the launcher's reply can't be read: {error}") from error

@@ -49,9 +49,6 @@ MIN_CPU_US = 1000
 _SYSTEMD_SUFFIXES = frozenset({".scope", ".service", ".slice"})
 """Suffixes of the names of groups that systemd manages."""
 
-STALE_PROBE_S = 60.0
-"""Age in seconds from which a probe group counts as left by a killed process; a probe takes milliseconds."""
-
 REMOVE_S = 1.0
 """Seconds to wait for exiting processes to leave a group, which cannot be removed before."""
 
@@ -83,12 +80,6 @@ def group_name(folder: Path) -> str:
     return f"prorl-{folder.parent.name}-{folder.name}"
 
 
-def delegation_base(group: Path) -> Path:
-    """Return the group below which a process of ``group`` creates groups: the parent of a :data:`SERVER_GROUP`, else
-    ``group`` itself."""
-    return group.parent if group.name == SERVER_GROUP else group
-
-
 @dataclass(frozen=True, slots=True)
 class Delegation:
     """Folder of a control group below which this process may create groups, and the members of :data:`CONTROLLERS`
@@ -103,10 +94,9 @@ def probe_delegation() -> Delegation | None:
     group = group_of(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     if group is None:
         return None
-    base = delegation_base(group)
+    base = group.parent if group.name == SERVER_GROUP else group
     if not os.access(base / "cgroup.procs", os.W_OK) or not is_delegated(base):
         return None
-    _remove_stale_probes(base)
     probe = Group(base / f"{GROUP_PREFIX}probe-{secrets.token_hex(4)}", frozenset())
     try:
         probe.path.mkdir()
@@ -118,14 +108,6 @@ def probe_delegation() -> Delegation | None:
         return Delegation(base, CONTROLLERS & set((base / "cgroup.controllers").read_text().split()))
     finally:
         probe.remove()
-
-
-def _remove_stale_probes(base: Path) -> None:
-    for left in base.glob(f"{GROUP_PREFIX}probe-*"):
-        # rmdir refuses a group that contains processes. A new group may belong to a probe in progress.
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > STALE_PROBE_S:
-                left.rmdir()
 
 
 def is_delegated(base: Path) -> bool:

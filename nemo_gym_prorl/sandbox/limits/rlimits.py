@@ -22,6 +22,7 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -143,18 +144,14 @@ def weak_limits(found: Sequence[Limit]) -> str:
     return "; ".join(parts)
 
 
-_warned_weak_limits = False
-_warned_slow_start = False
-
-
+@cache
 def warn_slow_start_once(trouble: str) -> None:
     """Log why direct starts are not possible, once in each process; a no-op if ``trouble`` is empty."""
-    global _warned_slow_start
-    if trouble and not _warned_slow_start:
-        _warned_slow_start = True
+    if trouble:
         LOGGER.warning("sandboxes start through the container runtime, which is slower: %s", trouble)
 
 
+@cache
 def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> None:
     """Log the limits that the kernel does not enforce, once in each process.
 
@@ -162,16 +159,11 @@ def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> No
         controllers: control group controllers that limit the sandboxes.
         in_memory: whether sandboxes' files are on a file system in memory, which is logged, too.
     """
-    global _warned_weak_limits
-    if not _warned_weak_limits:
-        _warned_weak_limits = True
-        if weak := weak_limits(enforced_limits(HostFacts.of_host(controllers))):
-            more = "" if controllers == cgroups.CONTROLLERS else f"; for more, {cgroup_remedy_here()}"
-            LOGGER.warning("sandbox limits on this machine: %s%s", weak, more)
-        if in_memory:
-            LOGGER.warning(
-                "sandboxes' files are kept in memory and count against their memory limit: %s", STATE_DIR_HINT
-            )
+    if weak := weak_limits(enforced_limits(HostFacts.of_host(controllers))):
+        more = "" if controllers == cgroups.CONTROLLERS else f"; for more, {cgroup_remedy_here()}"
+        LOGGER.warning("sandbox limits on this machine: %s%s", weak, more)
+    if in_memory:
+        LOGGER.warning("sandboxes' files are kept in memory and count against their memory limit: %s", STATE_DIR_HINT)
 
 
 USER_RESERVE_DIVISOR = 4
@@ -200,19 +192,6 @@ def process_limit_here(wanted: int) -> int:
     return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
-def program_limits(processes: int, disk_mib: int) -> dict[int, int]:
-    """Return the rlimits of every program in a sandbox: value by ``RLIMIT_*`` constant, soft and hard limit alike.
-
-    Args:
-        processes: the sandbox's limit of processes and threads.
-        disk_mib: the sandbox's disk limit, which also limits the size of each file; 0 for none.
-    """
-    limits = {resource.RLIMIT_NPROC: process_limit_here(processes), resource.RLIMIT_CORE: 0}
-    if disk_mib:
-        limits[resource.RLIMIT_FSIZE] = disk_mib << 20
-    return limits
-
-
 DESCRIPTORS_PER_SANDBOX = 6
 """The supervisor's descriptors per sandbox: channel, ``/proc`` folder of the first process, image lock, proxy port;
 while a program starts, also the joiner's socket and the terminal."""
@@ -238,12 +217,6 @@ def program_file_limits() -> tuple[int, int] | None:
         return None
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return min(_initial_soft_limit[0], hard), hard
-
-
-def set_program_file_limits() -> None:
-    """Apply :func:`program_file_limits` to this process, a forked child that executes the container runtime."""
-    if limits := program_file_limits():
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def descriptor_shortage(sandboxes: int) -> str:

@@ -63,15 +63,6 @@ def missing_tools() -> list[str]:
     return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 
-def host_sources() -> list[AptSource]:
-    """Return the machine's apt sources, chosen as by :func:`parse_sources`.
-
-    Raises:
-        InfrastructureError: apt is missing, fails, or has no source with the component ``main``.
-    """
-    return parse_sources(_apt("indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages"))
-
-
 def parse_sources(listing: str) -> list[AptSource]:
     """Return the sources with the component ``main`` among lines ``SITE SUITE COMPONENT``, without duplicates: the
     distribution's own archives, or if there are none, those of third parties.
@@ -259,7 +250,8 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
         InfrastructureError: the packages can't be downloaded (quotes apt) or unpacked.
     """
     (work / "apt").mkdir()
-    archives = fetch([*PACKAGES, *more], host_sources(), work / "apt", progress)
+    listing = _apt("indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages")
+    archives = fetch([*PACKAGES, *more], parse_sources(listing), work / "apt", progress)
     progress(f"unpacking {len(archives)} packages")
     root = work / "packages"
     unpack(archives, root)

@@ -25,7 +25,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -93,10 +92,13 @@ def _install(prefix: Path, work: Path, progress: Progress) -> Path:
 def _packages(work: Path, progress: Progress) -> list[Path]:
     if missing := [tool for tool in debian.missing_tools() if tool != "apt-get"]:
         raise InfrastructureError(f"the private Apptainer needs {', '.join(missing)} on PATH; or {INSTALL_HINT}")
+    listed = json.loads((resources.files("nemo_gym_prorl.sandbox.runtime") / "pinned.json").read_text())
+    if machine() not in listed["packages"]:
+        raise InfrastructureError(f"the private Apptainer is not available for {machine()}: {INSTALL_HINT}")
     (work / "apt").mkdir()
-    wanted = pinned_packages()
+    mirrors = (ARCHIVE, f"{SNAPSHOT}/{listed['snapshot']}")
     try:
-        return fetch_pinned(wanted, wanted.mirrors(), work / "apt", progress)
+        return fetch_pinned(listed["packages"][machine()], mirrors, work / "apt", progress)
     except InfrastructureError as error:
         raise InfrastructureError(f"{error.reason}; try again, or {INSTALL_HINT}") from error
 
@@ -170,45 +172,20 @@ def _one(root: Path, pattern: str) -> Path:
     return found[0]
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedPackages:
-    """Pinned packages of one architecture.
+def fetch_pinned(packages: Mapping[str, str], mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
+    """Download packages into ``work``; return the paths of the files.
 
-    Attributes:
-        snapshot: time of a snapshot of Debian's archive that has all packages, as in the snapshot's URL.
-        packages: SHA-256 by path in the archive.
-    """
-
-    snapshot: str
-    packages: Mapping[str, str]
-
-    def mirrors(self) -> list[str]:
-        """Return the URLs of the mirrors in the order of use: Debian's archive, then its snapshot."""
-        return [ARCHIVE, f"{SNAPSHOT}/{self.snapshot}"]
-
-
-def pinned_packages() -> PinnedPackages:
-    """Return the pinned packages of this machine's architecture.
-
-    Raises:
-        InfrastructureError: no packages are pinned for this architecture.
-    """
-    listed = json.loads((resources.files("nemo_gym_prorl.sandbox.runtime") / "pinned.json").read_text())
-    if machine() not in listed["packages"]:
-        raise InfrastructureError(f"the private Apptainer is not available for {machine()}: {INSTALL_HINT}")
-    return PinnedPackages(listed["snapshot"], listed["packages"][machine()])
-
-
-def fetch_pinned(wanted: PinnedPackages, mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
-    """Download the pinned packages into ``work``; return the paths of the files.
+    Args:
+        packages: SHA-256 by path in Debian's archive.
+        mirrors: URLs of archives, in the order of use.
 
     Raises:
         InfrastructureError: no mirror has a package with the pinned checksum; quotes the error of each mirror.
     """
-    progress(f"downloading {len(wanted.packages)} packages")
+    progress(f"downloading {len(packages)} packages")
     found: list[Path] = []
     with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
-        asked = [pool.submit(_fetch, path, checksum, mirrors, work) for path, checksum in wanted.packages.items()]
+        asked = [pool.submit(_fetch, path, checksum, mirrors, work) for path, checksum in packages.items()]
         try:
             for done in as_completed(asked):
                 found.append(done.result())

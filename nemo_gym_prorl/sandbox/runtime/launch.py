@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nemo_gym_prorl.network_access import HOST
-from nemo_gym_prorl.sandbox.isolation import mounts, seccomp, syscalls
+from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.prepared_image import clone_binds
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_in_namespace
 from nemo_gym_prorl.sandbox.isolation.user_ids import create_single_user_namespace
@@ -93,7 +93,8 @@ def become_runtime(
         log = 2
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        rlimits.set_program_file_limits()
+        if limits := rlimits.program_file_limits():
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         words = [*command, *(f"--bind={bind}" for bind in binds), *options, image, "/bin/sh", "-c", IDLE_SCRIPT]
         os.execve(command[0], words, runtime_environment(folder.parent))
     except OSError as error:
@@ -159,7 +160,7 @@ def runtime_command(request: CreateRequest, folder: Path) -> list[str]:
     """
     command = [request.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
     if request.network != HOST:
-        command += mounts.RUNTIME_NO_NETWORK_OPTIONS
+        command += ["--net", "--network", "none"]
     locked = (
         [f"{path}:{path}:ro" for path in READ_ONLY_PATHS if Path(path).exists()]
         if is_machine_root_in_namespace()

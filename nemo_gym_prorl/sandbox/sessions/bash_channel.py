@@ -45,8 +45,6 @@ import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ptyprocess import PtyProcess
-
 from nemo_gym_prorl.sandbox.sessions.commands import HeadTail
 from nemo_gym_prorl.sandbox.signals import Session
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken
@@ -81,23 +79,7 @@ _HEREDOC = re.compile(r"(?<!<)<<(-?)(?!<)[ \t]*(?:\\?([\w.-]+)|'([^'\n]+)'|\"([^
 _UNFINISHED = re.compile(r"(?:[|\\]|&&|\bin|\( ?\)?|\bfunction \S+)\Z")
 """Matches the last two words of a command that continues on the next line."""
 
-_SET_OPTION_ALIAS = (
-    '-- "$@"; \\eval \'_prorl() {{ \\unset -f _prorl; {ignore_editors}; \\set {sign}o "$@"; }}; _prorl\''
-)
-_SHOPT_ALIAS = "\\eval '_prorl() {{ \\unset -f _prorl; {ignore_editors}; \\shopt \"$@\"; }}; _prorl'"
-_IGNORE_EDITORS = '\\set -- "${@/#vi/nolog}"; \\set -- "${@/#emacs/nolog}"'
-_ALIASES = {
-    "set": "set ",
-    **{f"{sign}o": _SET_OPTION_ALIAS.format(ignore_editors=_IGNORE_EDITORS, sign=sign) for sign in "-+"},
-    "shopt": _SHOPT_ALIAS.format(ignore_editors=_IGNORE_EDITORS),
-}
-"""Aliases that replace the options ``vi`` and ``emacs`` by ``nolog``, which bash ignores: with ``vi``, bash would
-switch to readline and exit. Functions cannot replace ``set``, which in a function sets the function's arguments."""
-
-PREPARE = (
-    "exec 2>&4 4>&-; set +o history +H; unset HISTFILE; alias -- "
-    f"{' '.join(f'{name}={shlex.quote(value)}' for name, value in _ALIASES.items())}; history -c\n"
-).encode()
+PREPARE = b"exec 2>&4 4>&-; set +o history +H; unset HISTFILE; history -c\n"
 """First line that bash gets: sends bash's own errors and prompts to the status socket, and disables the history."""
 
 
@@ -316,22 +298,23 @@ _LAST_READS = 64
 """Reads after a command's end: enough for all that the kernel buffers per terminal."""
 
 
-class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
-    """Controlling end of a sandbox's terminal, non-blocking. The terminal's process is a child of the supervisor."""
+class ContainerTerminal:
+    """Controlling end ``fd`` of a sandbox's terminal, non-blocking. The terminal's process ``pid`` is a child of the
+    supervisor."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        super().__init__(pid, fd)
-        self.closed: bool = False
+        self.pid = pid
+        self.fd = fd
         self._session = Session.of(pid)
         os.set_blocking(fd, False)
         self.number = int.from_bytes(fcntl.ioctl(fd, _TIOCGPTN, bytes(4)), sys.byteorder)
         """Number of the terminal: its path in the sandbox is ``/dev/pts/NUMBER``."""
 
-    def press_control(self, key: str) -> None:
-        """Type Ctrl and a key; the signal is sent to the foreground process group before this call returns. The key
-        is lost if the terminal's input buffer is full."""
+    def press_interrupt(self) -> None:
+        """Type Ctrl-C; the signal is sent to the foreground process group before this call returns. The key is lost if
+        the terminal's input buffer is full."""
         with contextlib.suppress(BlockingIOError):
-            self.sendcontrol(key)
+            os.write(self.fd, b"\x03")
             self._take_typed()
 
     def _take_typed(self) -> None:
@@ -361,12 +344,10 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
             if (group := self.foreground()) is not None:
                 self._session.kill(group)
 
-    def close(self, force: bool = False) -> None:
-        """Close the controlling end, which sends SIGHUP to the terminal's session."""
-        if not self.closed:
-            self.closed = True
-            with contextlib.suppress(OSError):
-                self.fileobj.close()
+    def close(self) -> None:
+        """Close the controlling end, which sends SIGHUP to the terminal's session. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
             self.fd = -1
 
 

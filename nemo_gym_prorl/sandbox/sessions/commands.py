@@ -93,14 +93,12 @@ class Completed:
         stderr: standard error, likewise.
         exit_code: exit code as a shell reports it: 128 + N after signal N.
         timed_out: whether the command was killed at its time limit.
-        omitted: number of omitted bytes of both streams.
     """
 
     stdout: str
     stderr: str
     exit_code: int
     timed_out: bool
-    omitted: int
 
 
 @contextlib.contextmanager
@@ -177,7 +175,6 @@ async def complete(
         stderr,
         exit_code=code if code >= 0 else 128 - code,
         timed_out=timed_out,
-        omitted=sum(stream.kept.omitted for stream in streams),
     )
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.async_tasks import run_uncancellable
-from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions import blame_agent, session_end_error
 from nemo_gym_prorl.sandbox.sessions.commands import DEATH_S, HeadTail
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import OUTPUT_LIMIT, CellOutput, KernelPipes
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
-from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken, SandboxLost
 from nemo_gym_prorl.sandbox_results import CellResult
 
 
@@ -40,10 +40,6 @@ PROGRAM = "IPython"
 """Name of a kernel in :attr:`.Container.sessions_started`."""
 
 _LOG_CHARS = 2000  # of a failed start's output; enough for a traceback
-
-
-class KernelBroken(AgentError):
-    """The kernel's process violated the protocol and was killed: programs in the sandbox have changed the kernel."""
 
 
 class Kernel:
@@ -63,8 +59,8 @@ class Kernel:
 
         Raises:
             InfrastructureError: the image has no IPython, or the kernel does not start; the message has its output.
-            KernelBroken: the started process violates the protocol.
-            SandboxBroken: programs broke IPython, which has worked in the sandbox before or is in the image.
+            SandboxBroken: the started process violates the protocol, or programs broke IPython, which has worked in
+                the sandbox before or is in the image.
             SandboxLost: the sandbox ended.
         """
         kernel = cls(container)
@@ -116,15 +112,15 @@ class Kernel:
             output_limit: bytes to keep of the cell's text, and of its traceback.
 
         Raises:
-            SandboxBroken: an earlier cell ended the kernel; :meth:`restart` starts a new one.
+            SandboxBroken: an earlier cell ended the kernel, or the kernel violated the protocol and was killed;
+                :meth:`restart` starts a new one.
             SandboxLost: the sandbox ended, or the kernel was killed.
             CallerError: the kernel is closed.
-            KernelBroken: the kernel violated the protocol before, and was killed.
         """
         async with self._lock:
             process, pipes = self._process, self._pipes
             if self._broken:
-                raise KernelBroken(self._broken)
+                raise SandboxBroken(self._broken)
             if process is None or pipes is None or self._killed or process.ended.done():
                 raise session_end_error(self._container, "kernel", process, killed_here=self._killed)
             over = pipes.begin(code, output_limit)
@@ -175,7 +171,7 @@ class Kernel:
     async def _raise_cause(self, error: Exception, process: SandboxProcess | None, output: str) -> None:
         """Raise the error of a failed start if the agent or the end of the sandbox caused the failure."""
         if self._broken:
-            raise KernelBroken(self._broken) from error
+            raise SandboxBroken(self._broken) from error
         if not self._container.alive:
             with contextlib.suppress(SandboxLost):
                 self._container.check_alive()

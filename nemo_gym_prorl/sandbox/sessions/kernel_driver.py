@@ -6,7 +6,7 @@ The image's own Python (3.7 or later, with IPython 7.34 or later) runs the text 
 the module imports nothing of this package. :mod:`.kernel_pipes` has the other ends of these pipes, by descriptor:
 
 - 1 and 2: *text*. Output of the process, its threads and its children, in the order of their writes. Marks, each
-  written atomically, separate the text of cells and mark where the text was cleared.
+  written atomically, separate the text of cells.
 - 3: *requests*. The first request is the mark, each other request a cell: a length and that many bytes.
 - 4: *events*. Rich results, tracebacks and ends of cells. Each event is a sequence of records, each written
   atomically. An interrupt between two records leaves no partial record, and the reader drops the incomplete event.
@@ -37,7 +37,7 @@ import select
 import signal
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -76,22 +76,16 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Text(io.FileIO):
-    """The text pipe as a file for ``sys.stdout`` and ``sys.stderr``; writes all bytes, after a pending clear."""
+    """The text pipe as a file for ``sys.stdout`` and ``sys.stderr``; writes all bytes."""
 
     def __init__(self) -> None:
         super().__init__(fcntl.fcntl(TEXT, fcntl.F_DUPFD_CLOEXEC, MIN_OWN_FD), "w", closefd=False)
-        self.before_next: Callable[[], None] = lambda: None
-
-    def write(self, data: Any) -> int:
-        if data:
-            self.before_next()
-        return self.put(data)
 
     def close(self) -> None:
         """Do nothing: garbage collection of a wrapper that a cell has created would close the file."""
 
-    def put(self, data: Any) -> int:
-        """Write all bytes and return their number; does not apply a pending clear."""
+    def write(self, data: Any) -> int:
+        """Write all bytes and return their number."""
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -105,13 +99,11 @@ class Text(io.FileIO):
 
 
 class Channel:
-    """The text pipe and the event pipe to the server. ``clears``: whether to clear both before the next output."""
+    """The text pipe and the event pipe to the server."""
 
     def __init__(self) -> None:
         self.text = Text()
-        self.text.before_next = self._before_output
         self.mark = b""
-        self.clears = False
         self._events = fcntl.fcntl(EVENTS, fcntl.F_DUPFD_CLOEXEC, MIN_OWN_FD)
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -130,35 +122,21 @@ class Channel:
                 flags = (BEGINS if begin == 0 else 0) | (ENDS if begin + _RECORD_DATA_BYTES >= len(event) else 0)
                 os.write(self._events, RECORD.pack(len(part), flags) + part)
 
-    def show(self, data: Mapping[str, Any], transient: Any = None, *, update: bool = False) -> None:
-        """Send a rich result, content by MIME type; ``update`` replaces results with the same ``display_id``."""
-        self._before_output()
-        parts = [encoded((transient or {}).get("display_id") or "")]
+    def show(self, data: Mapping[str, Any]) -> None:
+        """Send a rich result, content by MIME type."""
+        parts = []
         for kind, value in list(data.items())[:MAX_MIME_TYPES]:
             if isinstance(value, bytes):
                 value = base64.b64encode(value).decode()
             elif not isinstance(value, str):
                 value = json.dumps(value, default=repr)
             parts += [encoded(kind), encoded(value)]
-        self.send(b"update" if update else b"data", *parts)
-
-    def clear(self) -> None:
-        """Tell the server to drop the text and results of the cell so far."""
-        self.clears = False
-        self._put_mark(b"clear")
-        self.send(b"clear")
+        self.send(b"data", *parts)
 
     def end(self, number: int) -> None:
         """Report the end of a cell, after all of its output."""
-        self._put_mark(b"%d" % number)
+        self.text.write(self.mark + (b"%d" % number).rjust(8))
         self.send(b"end", b"%d" % number)
-
-    def _put_mark(self, word: bytes) -> None:
-        self.text.put(self.mark + word.rjust(8))
-
-    def _before_output(self) -> None:
-        if self.clears:
-            self.clear()
 
 
 class Results(DisplayHook):  # type: ignore[misc]
@@ -177,16 +155,11 @@ class Results(DisplayHook):  # type: ignore[misc]
 class Displays(DisplayPublisher):  # type: ignore[misc]
     """Display publisher that sends the results of ``display``."""
 
-    def publish(
-        self, data: Mapping[str, Any], *_described: Any, transient: Any = None, update: bool = False, **_named: Any
-    ) -> None:
-        self.shell.channel.show(data, transient, update=update)
+    def publish(self, data: Mapping[str, Any], *_described: Any, **_named: Any) -> None:
+        self.shell.channel.show(data)
 
     def clear_output(self, wait: bool = False) -> None:
-        flush()
-        self.shell.channel.clears = bool(wait)
-        if not wait:
-            self.shell.channel.clear()
+        """Do nothing: a cell's output is kept for its reader."""
 
 
 class Shell(InteractiveShell):  # type: ignore[misc]

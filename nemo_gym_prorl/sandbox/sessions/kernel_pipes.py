@@ -35,7 +35,7 @@ MAX_EVENT_BYTES = DATA_LIMIT + (64 << 10)
 """Largest event in bytes: a result of :data:`DATA_LIMIT`, and 64 KiB for names and lengths."""
 
 MAX_PARTS = 256
-"""Parts of one event: more than the 202 of a result with 100 MIME types."""
+"""Parts of one event: more than the 201 of a result with 100 MIME types."""
 
 TEXT_BYTES = 64 << 10
 EVENT_BYTES = 4 << 10
@@ -48,7 +48,7 @@ CLOSED_GRACE_S = 1.0
 """Seconds in which a kernel that has closed its event pipe must exit; the kernel's exit closes the pipe, too."""
 
 WORD_BYTES = 8
-"""Length of the control word after a mark: ``clear``, or the number of the cell that has ended."""
+"""Length of the control word after a mark: the number of the cell that has ended."""
 
 SIZE = struct.Struct("!I")  # length of a request, or of a part of an event
 RECORD = struct.Struct("!HB")  # number of data bytes, flags
@@ -157,7 +157,8 @@ class RichResults:
     def __init__(self) -> None:
         self.error = b""
         self.omitted = 0
-        self._clear()
+        self.data: list[dict[str, str]] = []
+        self._left = DATA_LIMIT
 
     def take(self, kind: str, parts: list[bytes]) -> None:
         """Apply an event other than ``end``.
@@ -166,10 +167,8 @@ class RichResults:
             Violation: the event is malformed, or its kind is unknown.
         """
         match kind, parts:
-            case "data" | "update", [name, *pairs] if len(pairs) % 2 == 0:
-                self._show(name, pairs, update=kind == "update")
-            case "clear", []:
-                self._clear()
+            case "data", pairs if len(pairs) % 2 == 0:
+                self._show(pairs)
             case "error", [text]:
                 self.error = text
             case "omitted", [size]:
@@ -177,12 +176,7 @@ class RichResults:
             case _:
                 raise Violation("a malformed event")
 
-    def _clear(self) -> None:
-        self.data: list[dict[str, str]] = []
-        self._left = DATA_LIMIT
-        self._indexes: dict[bytes, int] = {}
-
-    def _show(self, name: bytes, pairs: list[bytes], *, update: bool) -> None:
+    def _show(self, pairs: list[bytes]) -> None:
         size = sum(map(len, pairs))
         cost = size + RESULT_COST * (1 + len(pairs) // 2)
         if cost > self._left:
@@ -190,13 +184,7 @@ class RichResults:
             return
         self._left -= cost
         texts = [part.decode("utf-8", "replace") for part in pairs]
-        data = dict(zip(texts[::2], texts[1::2], strict=True))
-        if update and name in self._indexes:
-            self.data[self._indexes[name]] = data
-            return
-        if name:
-            self._indexes[name] = len(self.data)
-        self.data.append(data)
+        self.data.append(dict(zip(texts[::2], texts[1::2], strict=True)))
 
 
 def _pipes(count: int) -> list[tuple[int, int]]:
@@ -321,9 +309,7 @@ class KernelPipes:
         return bool(data)
 
     def _on_mark(self, word: bytes) -> None:
-        if word == b"clear":
-            self._text = HeadTail(self._text.limit)
-        elif word == b"%d" % self._number and self._ended_text is None:
+        if word == b"%d" % self._number and self._ended_text is None:
             self._ended_text, self._text = self._text, HeadTail(OUTPUT_LIMIT)
             self._end_if_complete()
 

@@ -67,20 +67,13 @@ ROWS, COLUMNS = 50, 200
 VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 
 
-class ShellBusy(CallerError):
-    """The last command of the shell still runs, so the shell accepts no other command."""
-
-
 class Shell:
     """One bash session. Belongs to one event loop and runs one command at a time."""
 
-    def __init__(
-        self, container: Container, env: Mapping[str, str], cwd: str | None, user: str | int | None = None
-    ) -> None:
+    def __init__(self, container: Container, env: Mapping[str, str], user: str | int | None) -> None:
         self._container = container
         self._user = user
         self._env = env
-        self._start_cwd = cwd
         self._loop = asyncio.get_running_loop()
         self._terminal: ContainerTerminal | None = None
         self._channel: BashChannel | None = None
@@ -95,21 +88,16 @@ class Shell:
 
     @classmethod
     async def start(
-        cls,
-        container: Container,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | int | None = None,
+        cls, container: Container, *, env: Mapping[str, str] | None = None, user: str | int | None = None
     ) -> Shell:
-        """Start bash in a sandbox, in ``cwd`` and as ``user`` (``None``: the sandbox's own), with ``env`` added.
+        """Start bash in a sandbox as ``user`` (``None``: the sandbox's own), with ``env`` added.
 
         Raises:
             InfrastructureError: the image has no bash, or bash does not start in time.
             SandboxBroken: programs broke bash, which has worked in the sandbox before or is in the image.
             SandboxLost: the sandbox ended.
         """
-        shell = cls(container, {**VARIABLES, **(env or {})}, cwd, user)
+        shell = cls(container, {**VARIABLES, **(env or {})}, user)
         await shell.restart()
         return shell
 
@@ -128,7 +116,6 @@ class Shell:
                 self._bash = await self._container.spawn(
                     ["/bin/sh", "-c", "exec bash --noprofile --norc --noediting -i <&3 3<&-"],
                     [self._channel.bash_commands.fileno(), self._channel.bash_status.fileno()],
-                    cwd=self._start_cwd,
                     env=self._env,
                     terminal=(ROWS, COLUMNS),
                     user=self._user,
@@ -187,13 +174,12 @@ class Shell:
             output_limit: bytes of output to keep.
 
         Raises:
-            ShellBusy: the last command has not ended.
-            CallerError: the command contains a NUL character, or the shell is closed.
+            CallerError: the last command has not ended, the command contains a NUL character, or the shell is closed.
             SandboxBroken: programs in the shell have ended bash; :meth:`restart` starts a new bash.
             SandboxLost: the sandbox ended, or bash was killed.
         """
         if self.running:
-            raise ShellBusy("a command still runs in this shell: wait for it, interrupt it or restart the shell")
+            raise CallerError("a command still runs in this shell: wait for it, interrupt it or restart the shell")
         if "\0" in command:
             raise CallerError("must not hold a NUL character", field="command")
         if self.exited:
@@ -228,12 +214,12 @@ class Shell:
         while not self._has_ended():
             now = self._loop.time()
             if now - begin >= timeout_s:
-                return await self._time_out(begin)
+                return await self._time_out()
             if silence_s is not None and now - output.last_output >= silence_s:
-                return await self._action(begin, waiting=True)
+                return await self._action(waiting=True)
             until = begin + timeout_s if silence_s is None else min(begin + timeout_s, output.last_output + silence_s)
             await output.change(until)
-        return await self._action(begin)
+        return await self._action()
 
     async def send(self, text: str) -> None:
         """Type ``text`` at the terminal, as input of the running program; a line of input ends with a newline.
@@ -259,7 +245,7 @@ class Shell:
 
     @property
     def terminal(self) -> ContainerTerminal:
-        """The shell's terminal, with the methods of ``ptyprocess.PtyProcess``, such as ``setwinsize``.
+        """The shell's terminal.
 
         Raises:
             CallerError: the shell is closed.
@@ -294,7 +280,7 @@ class Shell:
     async def __aexit__(self, *_exception: object) -> None:
         await self.close()
 
-    async def _time_out(self, begin: float) -> ShellResult:
+    async def _time_out(self) -> ShellResult:
         """End the command by Ctrl-C, by killing its programs, and finally by killing bash."""
         await self._wait_begun()
         # If bash still runs an earlier program, Ctrl-C would end that program and begin the command after its limit.
@@ -303,7 +289,7 @@ class Shell:
         if not self._has_ended():
             await self._kill_shell()
             await self._wait_ended(INTERRUPT_GRACE_S)
-        return await self._action(begin, timed_out=True)
+        return await self._action(timed_out=True)
 
     def _has_ended(self) -> bool:
         return self._code is not None or self.exited
@@ -342,7 +328,7 @@ class Shell:
     def _press(self) -> int | None:
         """Type Ctrl-C and request a report of the end; return the id of the foreground process group."""
         running = self.terminal.foreground()
-        self.terminal.press_control("c")
+        self.terminal.press_interrupt()
         if self._channel:
             self._channel.ask_end()
         return running
@@ -352,7 +338,7 @@ class Shell:
             self._killed = True
             await self._container.signal(self._bash, signal.SIGKILL)
 
-    async def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> ShellResult:
+    async def _action(self, *, waiting: bool = False, timed_out: bool = False) -> ShellResult:
         code = self._code
         if code is None and self._bash is not None and self._bash.ended.done():
             # result() raises SandboxLost if the supervisor died.
@@ -375,7 +361,6 @@ class Shell:
             # _killed: a tracer in the sandbox can delay the report of bash's exit.
             exited=self.exited or self._killed,
             omitted=kept.omitted,
-            seconds=self._loop.time() - begin,
         )
 
     def _on_end(self, code: int) -> None:

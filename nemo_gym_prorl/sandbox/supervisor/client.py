@@ -264,7 +264,7 @@ def _reply_error(reply: Message) -> RolloutError:
     if reply.get("lost"):
         return SandboxLost(reply["error"])
     if reply.get("exhausted"):
-        return SandboxExhausted(reply["error"], reply["exhausted"])
+        return SandboxExhausted(reply["error"])
     if reply.get("field"):
         return CallerError(reply["error"], field=reply["field"])
     # Sandboxed processes cannot kill a child of the supervisor, so a killed child is a failure of the machine.

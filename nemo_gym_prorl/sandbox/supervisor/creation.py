@@ -21,7 +21,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, read_environment, runtime_command
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost, Reply
+from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
 from nemo_gym_prorl.sandbox.supervisor.egress_process import Egress
 from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, error_text, failure
@@ -98,23 +98,16 @@ class Creation:
 
     Args:
         groups: folder of the control group below which sandboxes get theirs; ``None`` without control groups.
-        in_use: returns the prepared images of all sandboxes that are not gone yet.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        children: Children,
-        groups: Path | None,
-        launcher: Launcher,
-        egress: Egress,
-        in_use: Callable[[], Iterable[PreparedImage | None]],
+        self, folder: Path, children: Children, groups: Path | None, launcher: Launcher, egress: Egress
     ) -> None:
         self._children = children
         self._groups = groups
         self._egress = egress
         self._launcher = launcher
-        self._prepared = PreparedImages(folder, children, launcher, in_use)
+        self._prepared = PreparedImages(folder, children, launcher)
         self._direct_works = False
         self._fallback_reason = ""
 
@@ -130,7 +123,7 @@ class Creation:
             make_folder(sandbox.folder, request)
             if self._groups:
                 path = self._groups / cgroups.group_name(sandbox.folder)
-                state_dir.record_group(sandbox.folder, path)
+                (sandbox.folder / state_dir.GROUP_FILE).write_text(str(path))
                 sandbox.group = cgroups.Group.make(path)
             await self._make_layer(sandbox)
         if request.start == "runtime" or (request.start == "auto" and self._fallback_reason):
@@ -141,7 +134,9 @@ class Creation:
         else:
             await self._choose_method(sandbox)
         with sandbox.step("limits"), _setup_errors():
-            sandbox.apply_limits()
+            if sandbox.group:
+                memory = request.memory_mib << 20
+                sandbox.group.set_limits(memory=memory, processes=request.processes, cpus=request.cpus)
         if has_proxy(request.network):
             with sandbox.step("egress"), _setup_errors():
                 await self._egress.open(sandbox, PROXY_PORT, {"network": request.network})
@@ -165,7 +160,7 @@ class Creation:
     async def _start_directly(self, sandbox: Sandbox) -> None:
         sandbox.start_method, request = "direct", sandbox.request
         with sandbox.step("direct"):
-            prepared = sandbox.prepared = await self._prepared.get(request)
+            prepared = await self._prepared.get(request)
         sandbox.environment = prepared.environment
         reply: Message = {}
         files: list[int] = []
@@ -248,7 +243,7 @@ class Creation:
         sandbox.start_timeout.reschedule(asyncio.get_running_loop().time() + request.start_timeout_s)
 
     async def _start_by_runtime(self, sandbox: Sandbox) -> None:
-        sandbox.start_method, sandbox.prepared = "runtime", None
+        sandbox.start_method = "runtime"
         if sandbox.request.uid:
             # Apptainer fails for a user id without an account; the image's own user may have none on the host.
             sandbox.request = replace(sandbox.request, uid=mounts.SANDBOX_UID)
@@ -332,23 +327,16 @@ async def _first_process_error(first: Child) -> Refused:
 
 
 MAX_PREPARED_IMAGES = 256
-"""Prepared images in the cache, each with two open descriptors; unused images beyond that are evicted in LRU order."""
+"""Prepared images in the cache, each with two open descriptors."""
 
 
 class PreparedImages:
-    """LRU cache of prepared images. Images that ``in_use`` returns, those of present sandboxes, are not evicted."""
+    """LRU cache of prepared images."""
 
-    def __init__(
-        self,
-        folder: Path,
-        children: Children,
-        launcher: Launcher,
-        in_use: Callable[[], Iterable[PreparedImage | None]],
-    ) -> None:
+    def __init__(self, folder: Path, children: Children, launcher: Launcher) -> None:
         self._folder = folder
         self._children = children
         self._launcher = launcher
-        self._in_use = in_use
         self._made: dict[str, PreparedImage] = {}
         """By ``image_identity``, the most recently used last."""
         self._making: dict[str, asyncio.Task[PreparedImage]] = {}
@@ -372,7 +360,8 @@ class PreparedImages:
         environment = await self._script_variables(request) if request.scripted else {}
         made = from_reply(environment, *await self._children.run(partial(prepare_image, request.image)))
         self._made[key] = made
-        self._evict()
+        if len(self._made) > MAX_PREPARED_IMAGES:
+            del self._made[next(iter(self._made))]
         return made
 
     async def _script_variables(self, request: CreateRequest) -> dict[str, str]:
@@ -386,7 +375,9 @@ class PreparedImages:
                 make_folder(folder, request)
                 make_overlay(probe)
                 namespace = await start_by_runtime(self._children, probe)
-                return (await self._children.run(partial(_read_variables, namespace.init)))[0]
+                environment = f"/proc/{namespace.init}/environ"
+                # In a forked child, since the process can make the text very large.
+                return (await self._children.run(lambda: (read_environment(environment), [])))[0]
         except TimeoutError:
             raise Refused(
                 {"error": f"the runtime did not start the image within {request.start_timeout_s:g} s"}
@@ -409,19 +400,6 @@ class PreparedImages:
             await probe.starter.wait()
         probe.take_log()
         await self._launcher.run(requests.erase(probe.folder, None))
-
-    def _evict(self) -> None:
-        in_use = {id(prepared) for prepared in self._in_use()}
-        for key, prepared in list(self._made.items())[:-MAX_PREPARED_IMAGES]:
-            if id(prepared) not in in_use:
-                os.close(prepared.image)
-                os.close(prepared.parent_namespace)
-                del self._made[key]
-
-
-def _read_variables(first: int) -> Reply:
-    """Read a process's environment variables; in a forked child, since the process can make the text very large."""
-    return read_environment(f"/proc/{first}/environ"), []
 
 
 def make_folder(path: Path, request: CreateRequest) -> None:

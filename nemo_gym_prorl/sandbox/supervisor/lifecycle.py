@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Life cycle of a sandbox in its supervisor: waiting, creating, up, closing, gone.
+"""Life cycle of a sandbox in its supervisor: creating, up, closing, gone.
 
-- *waiting*: the sandbox waits for a start slot.
-- *creating*: the first process is being started (:mod:`.creation`).
+- *creating*: the sandbox waits for a start slot, then its first process is started (:mod:`.creation`).
 - *up*: the first process has reported, and limits are set. Only in this stage do clients' requests join the sandbox.
 - *closing*: a client requested the end, the start failed, the first process ended, the time to live is over, or the
   sandbox exceeded a limit. Irreversible.
@@ -86,9 +85,7 @@ class Sandboxes:
         """Closing sandboxes by the pid of the first process."""
         self._starts = StartLimiter()
         self._egress = Egress(children, launcher)
-        self._creation = Creation(
-            folder, children, groups, launcher, self._egress, lambda: (box.prepared for box in self._all.values())
-        )
+        self._creation = Creation(folder, children, groups, launcher, self._egress)
         self._children = children
         self._launcher = launcher
         self._watchdog = watchdog_process.Watchdog(children, self._on_violation, self._watch_entries)
@@ -167,9 +164,8 @@ class Sandboxes:
             async with sandbox.start_timeout, self._starts.slot(request.image):
                 sandbox.step_seconds["turn"] = self._loop.time() - begun
                 # A client may have ended the sandbox in the loop iteration in which the slot was granted.
-                if sandbox.stage is SandboxStage.WAITING:
+                if sandbox.stage is SandboxStage.CREATING:
                     sandbox.start_timeout.reschedule(self._loop.time() + timeout_s)
-                    sandbox.stage = SandboxStage.CREATING
                     await self._creation.create(sandbox)
                 if sandbox.stage is SandboxStage.CREATING:
                     return vars(self._mark_up(sandbox)), []

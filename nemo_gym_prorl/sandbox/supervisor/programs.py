@@ -260,8 +260,9 @@ async def pause(
 def _verify_stopped(namespace: state_dir.PidNamespace, deadline: float, *, stopped: bool) -> Reply:
     """Continue the sandbox's own processes, which ``kill(-1)`` has stopped, too; stop programs that started meanwhile.
     Resume all on failure."""
-    for pid, started in _own_processes(namespace):
-        _send_signal(pid, started, signal.SIGCONT)
+    for started, pid, _state, own in _processes(namespace):
+        if own and pid != namespace.init:
+            _send_signal(pid, started, signal.SIGCONT)
     reply, _files = _stop_each(namespace, deadline)
     if reply["running"] or (namespace.alive and not stopped):
         resume(namespace)
@@ -304,11 +305,6 @@ def programs_not_of(namespace: state_dir.PidNamespace, pid: int) -> tuple[int, b
 def _programs(namespace: state_dir.PidNamespace) -> list[tuple[int, int, str]]:
     """Return start time, pid and state of every program in a PID namespace, parents first."""
     return sorted((started, pid, state) for started, pid, state, own in _processes(namespace) if not own)
-
-
-def _own_processes(namespace: state_dir.PidNamespace) -> list[tuple[int, int]]:
-    """Return pid and start time of the sandbox's own processes, except the first process."""
-    return [(pid, started) for started, pid, _state, own in _processes(namespace) if own and pid != namespace.init]
 
 
 def _processes(namespace: state_dir.PidNamespace) -> Iterator[tuple[int, int, str, bool]]:

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request, reply and error types of the supervisor's socket, shared by the client and the supervisor.
 
-:mod:`..spec` validates the values of a sandbox's specification. :func:`decode` checks only that a request has the
-right fields with the right JSON types; the supervisor relies on both checks.
+:mod:`..spec` validates the values of a sandbox's specification; the supervisor relies on that check.
 
 :class:`SandboxLost` and :class:`SandboxRefused` are infrastructure failures: a retry of the rollout may succeed.
 :class:`SandboxExhausted` and :class:`SandboxBroken` are agent failures: a retry would fail in the same way.
@@ -12,12 +11,11 @@ right fields with the right JSON types; the supervisor relies on both checks.
 from __future__ import annotations
 
 import errno
+import resource
 import sys
 import traceback
-import types
-import typing
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.limits import rlimits
@@ -75,7 +73,10 @@ class CreateRequest:
     @property
     def limits(self) -> dict[int, int]:
         """Soft and hard limit of each program by ``resource.RLIMIT_*`` constant, without the limit of open files."""
-        return rlimits.program_limits(self.processes, self.disk_mib)
+        limits = {resource.RLIMIT_NPROC: rlimits.process_limit_here(self.processes), resource.RLIMIT_CORE: 0}
+        if self.disk_mib:
+            limits[resource.RLIMIT_FSIZE] = self.disk_mib << 20
+        return limits
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,6 @@ class SpawnRequest:
         cwd: working directory in the sandbox.
         user: name or number of the user who runs the program; ``None`` for the sandbox's own user.
         tty: rows and columns of a new terminal, which becomes files 0 to 2; ``None`` for no terminal.
-        echo: whether the terminal echoes input and ends lines with CR and LF.
     """
 
     sandbox: str
@@ -134,7 +134,6 @@ class SpawnRequest:
     cwd: str
     user: str | int | None = None
     tty: list[int] | None = None
-    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,27 +145,12 @@ class SignalRequest:
 
 
 @dataclass(frozen=True)
-class PauseRequest:
-    """Pause a sandbox: SIGSTOP for all programs. Further programs are refused until a :class:`ResumeRequest`."""
-
-    sandbox: str
-
-
-@dataclass(frozen=True)
-class ResumeRequest:
-    """Resume a paused sandbox: SIGCONT for all programs."""
-
-    sandbox: str
-
-
-@dataclass(frozen=True)
 class SnapshotRequest:
-    """Pack the writable layer of a paused sandbox into the attached file.
+    """Pause a sandbox's programs, archive its writable layer in the attached file, and resume the programs.
 
     Attributes:
         header: text that is stored at the beginning of the archive.
-        quiescent: whether to accept a running sandbox. If its programs may be busy, the reply is ``{"busy": true}``
-            and no archive is written.
+        quiescent: skip the pause if only idle shells run in the sandbox, since pausing may take longer than copying.
     """
 
     sandbox: str
@@ -215,8 +199,6 @@ Request = (
     | DestroyRequest
     | SpawnRequest
     | SignalRequest
-    | PauseRequest
-    | ResumeRequest
     | SnapshotRequest
     | EgressRequest
     | PolicyRequest
@@ -233,17 +215,13 @@ def decode(message: Message) -> Request:
     """Return the request that :func:`encode` has put into a message.
 
     Raises:
-        Refused: the type of request is unknown, or a field is missing, unknown or of a wrong JSON type.
+        Refused: the type of request is unknown, or a field is missing or unknown.
     """
     values = {name: value for name, value in message.items() if name not in ("do", "id")}
-    kind = _KINDS.get(str(message.get("do")))
-    if kind is None:
-        raise Refused({"error": f"unknown request {message.get('do')!r}"})
-    wrong = [name for name, value in values.items() if not isinstance(value, _TYPES[kind].get(name, ()))]
-    missing = {field.name for field in fields(kind) if field.default is MISSING} - values.keys()
-    if wrong or missing:
-        raise Refused({"error": f"{message['do']}: fields missing or wrong: {', '.join(sorted({*wrong, *missing}))}"})
-    request: Request = kind(**values)
+    try:
+        request: Request = _KINDS[message["do"]](**values)
+    except (KeyError, TypeError) as error:
+        raise Refused({"error": f"unknown request {message.get('do')!r}: {error}"}) from error
     return request
 
 
@@ -251,24 +229,7 @@ def _name(kind: type) -> str:
     return kind.__name__.removesuffix("Request").lower()
 
 
-def _json_types(hint: Any) -> tuple[type, ...]:
-    """Return the Python types that a field with the annotation ``hint`` can have after JSON decoding."""
-    origin = typing.get_origin(hint)
-    if origin is types.UnionType:
-        return tuple(kind for part in typing.get_args(hint) for kind in _json_types(part))
-    if hint is float:
-        return (float, int)
-    return (str,) if origin is Literal else (origin or hint,)
-
-
-_KINDS: dict[str, Any] = {_name(kind): kind for kind in typing.get_args(Request)}
-_TYPES = {
-    kind: {name: _json_types(hint) for name, hint in typing.get_type_hints(kind).items()} for kind in _KINDS.values()
-}
-
-
-Resource = Literal["disk", "memory", "processes", "terminals"]
-"""Limited resources of a sandbox, as named to the agent when one is used up."""
+_KINDS: dict[str, Any] = {_name(kind): kind for kind in get_args(Request)}
 
 SHORTAGES = {
     errno.EAGAIN: "no further process can be started on this machine for this user (ulimit -u, pids.max, pid_max)",
@@ -309,11 +270,7 @@ class SandboxBroken(AgentError):
 
 
 class SandboxExhausted(AgentError):
-    """Programs in the sandbox have used up the sandbox's limit of ``resource``."""
-
-    def __init__(self, reason: str, resource: Resource) -> None:
-        super().__init__(reason)
-        self.resource = resource
+    """Programs in the sandbox have used up a limit of the sandbox, which the message names."""
 
 
 HELPER_KILLED: Message = {"error": "the supervisor's helper was killed", "killed": True}
@@ -328,7 +285,7 @@ class Refused(Exception):
 
 
 def exhausted(what: str) -> Message:
-    """Return the error reply for a sandbox that has used up its limit of ``what``, a :data:`Resource`."""
+    """Return the error reply for a sandbox that has used up its limit of ``what``: ``processes`` or ``terminals``."""
     return {"error": f"the sandbox has as many {what} as it may have", "exhausted": what}
 
 

@@ -15,7 +15,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
@@ -35,7 +34,6 @@ STUCK_S = 5.0
 class SandboxStage(StrEnum):
     """Stages of a sandbox's life; :mod:`.lifecycle` describes them."""
 
-    WAITING = "waiting"
     CREATING = "creating"
     UP = "up"
     CLOSING = "closing"
@@ -96,7 +94,6 @@ class Sandbox:
         start_timeout: time limit of the start; closing the sandbox expires the limit at once.
         created: set when the creation has succeeded or failed.
         step_seconds: duration of each step of the start, by name.
-        prepared: prepared image of a direct start.
         fallback_reason: why ``start: auto`` used the runtime instead of a direct start; empty otherwise.
         channel: the supervisor's end of a socket to the first process.
         starter: the supervisor's child for the sandbox: the runtime's process on the host, or the first process.
@@ -107,7 +104,7 @@ class Sandbox:
         environment: environment variables that the image sets.
         expiry: timer of the time to live.
         paused: whether programs have SIGSTOP, and new programs are refused.
-        pausing: serialises pauses and resumes, so that the last request takes effect last.
+        pausing: serialises snapshots.
         reported_limits: texts of the limits that were reported to the clients.
         oom_kills: number of OOM kills in the control group that were handled already.
         machine_kills: number of OOM kills on the machine, from its boot until the sandbox was up.
@@ -122,12 +119,11 @@ class Sandbox:
     request: CreateRequest
     clients: list[Client]
     held_files: list[int]
-    stage: SandboxStage = SandboxStage.WAITING
+    stage: SandboxStage = SandboxStage.CREATING
     start_timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
     created: asyncio.Event = field(default_factory=asyncio.Event)
     step_seconds: dict[str, float] = field(default_factory=dict)
     start_method: Literal["direct", "runtime"] = "runtime"
-    prepared: PreparedImage | None = None
     fallback_reason: str = ""
     channel: socket.socket | None = None
     starter: Child | None = None
@@ -186,7 +182,7 @@ class Sandbox:
             Refused: the sandbox is paused.
         """
         if self.paused:
-            raise Refused({"error": "the sandbox is paused; resume it first"})
+            raise Refused({"error": "the sandbox is paused for a snapshot; try again"})
         assert self.namespaces
         return self.namespaces
 
@@ -199,11 +195,6 @@ class Sandbox:
             return launch.read_log(log)
         finally:
             os.close(log)
-
-    def apply_limits(self) -> None:
-        memory, processes, cpus = (self.request.memory_mib, self.request.processes, self.request.cpus)
-        if self.group:
-            self.group.set_limits(memory=memory << 20, processes=processes, cpus=cpus)
 
     def report_limit(self, reason: str, resource: str) -> None:
         """Send a reached limit to all clients, unless the same ``reason`` was sent before."""

@@ -51,11 +51,9 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
     DestroyRequest,
     EgressRequest,
     GetRequest,
-    PauseRequest,
     PolicyRequest,
     PutRequest,
     Refused,
-    ResumeRequest,
     SignalRequest,
     SnapshotRequest,
     SpawnRequest,
@@ -76,7 +74,7 @@ class Supervisor:
 
     def __init__(self, folder: Path, owner: socket.socket, listener: socket.socket) -> None:
         self.folder = folder
-        self._children = Children(self._orphan_ended)
+        self._children = Children(lambda pid: self._sandboxes.orphan_ended(pid))
         self._launcher = Launcher(self._children, folder)
         self._sandboxes = Sandboxes(folder, self._children, _groups(), self._launcher)
         self._programs = Programs(self._children, self._launcher, self._sandboxes)
@@ -98,9 +96,6 @@ class Supervisor:
         await self._ending.wait()
         await self._sandboxes.close_all()
         state_dir.clear(self.folder)
-
-    def _orphan_ended(self, pid: int) -> None:
-        self._sandboxes.orphan_ended(pid)
 
     def _add_client(self, connection: socket.socket, on_gone: Callable[[], None]) -> None:
         def on_message(message: Message, files: list[int]) -> None:
@@ -161,10 +156,6 @@ class Supervisor:
             case GetRequest() as request:
                 get = requests.get(self._namespaces(request.sandbox), request.path, request.limit)
                 return await self._launcher.run(get, files[:1])
-            case PauseRequest() as request:
-                return await self._pause(self._sandboxes.up(request.sandbox))
-            case ResumeRequest() as request:
-                return await self._resume(self._sandboxes.up(request.sandbox))
             case EgressRequest() as request:
                 return await self._sandboxes.egress_of(request.sandbox)
             case PolicyRequest() as request:
@@ -184,41 +175,37 @@ class Supervisor:
     def _namespaces(self, sandbox: str) -> SandboxNamespaces:
         return self._sandboxes.up(sandbox).namespaces_to_join()
 
-    async def _pause(self, sandbox: Sandbox) -> Reply:
-        assert sandbox.pid_namespace
-        assert sandbox.namespaces
-        async with sandbox.pausing:
-            # Set before SIGSTOP is sent: a program that started in between would keep running.
-            sandbox.paused = True
-            try:
-                return await programs.pause(self._children, self._launcher, sandbox.pid_namespace, sandbox.namespaces)
-            except BaseException:
-                sandbox.paused = False
-                raise
-
-    async def _resume(self, sandbox: Sandbox) -> Reply:
-        assert sandbox.pid_namespace
-        async with sandbox.pausing:
-            sandbox.paused = False
-            return await self._children.run(partial(programs.resume, sandbox.pid_namespace))
-
     async def _snapshot(self, sandbox: Sandbox, request: SnapshotRequest, file: int) -> Reply:
-        """Pack the writable layer of a paused sandbox, or of a running one whose programs are all idle."""
-        quiescent = not sandbox.paused and request.quiescent
-        if not (sandbox.paused or quiescent) or sandbox.namespaces is None or sandbox.pid_namespace is None:
-            raise OSError("only a paused sandbox can be copied")
-        layer = sandbox.folder / "overlay" / "upper"
-        ours, namespace = os.getpid(), sandbox.pid_namespace
-        pack = partial(layer_archive.pack, sandbox.namespaces, layer, sandbox.request, request.header, file)
+        """Archive the writable layer of a sandbox; see :class:`.protocol.SnapshotRequest`."""
+        namespace, namespaces = sandbox.pid_namespace, sandbox.namespaces
+        assert namespace
+        assert namespaces
+        ours, layer = os.getpid(), sandbox.folder / "overlay" / "upper"
+        pack = partial(layer_archive.pack, namespaces, layer, sandbox.request, request.header, file)
 
-        def action() -> Reply:
+        def archive(*, paused: bool) -> Reply:
             others, busy = programs.programs_not_of(namespace, ours)
-            if quiescent and (others or busy):
+            if not paused and (others or busy):
                 return {"busy": True}, []
             reply, none = pack()
             return {**reply, "programs": others}, none
 
-        return await self._children.run(action, [file, sandbox.namespaces.process.fd])
+        files = [file, namespaces.process.fd]
+        async with sandbox.pausing:
+            if request.quiescent:
+                reply, none = await self._children.run(partial(archive, paused=False), files)
+                if "busy" not in reply:
+                    return reply, none
+            # Set before SIGSTOP is sent: a program that started in between would keep running.
+            sandbox.paused = True
+            try:
+                await programs.pause(self._children, self._launcher, namespace, namespaces)
+                try:
+                    return await self._children.run(partial(archive, paused=True), files)
+                finally:
+                    await self._children.run(partial(programs.resume, namespace))
+            finally:
+                sandbox.paused = False
 
 
 async def _send(client: Client, reply: Message, files: list[int]) -> None:

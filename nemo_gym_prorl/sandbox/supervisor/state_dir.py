@@ -213,10 +213,6 @@ def pid_namespaces_of(folder: Path) -> list[PidNamespace]:
     return [PidNamespace(*numbers) for numbers in _records(folder, PID_NAMESPACE_FILE)]
 
 
-def record_group(folder: Path, path: Path) -> None:
-    (folder / GROUP_FILE).write_text(str(path))
-
-
 def groups_of(folder: Path) -> list[cgroups.Group]:
     """Return the control groups that are recorded in a supervisor's folder; some may not exist any more."""
     found = []

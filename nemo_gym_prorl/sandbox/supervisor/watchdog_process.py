@@ -88,22 +88,19 @@ class Watchdog:
     async def run_once(self) -> float:
         """Run one watchdog process until it ends; return the seconds to wait before the next start."""
         with contextlib.suppress(OSError, Refused):
-            await self._run_once()
+            ours, theirs = socket_pair()
+            connection = Connection(ours, lambda message, _files: self._on_violation(message), lambda: None)
+            try:
+                with theirs:
+                    child = self._children.fork(partial(serve, theirs), [theirs.fileno()])
+                self._connection = connection
+                for message in self._entries():
+                    connection.post(message)
+                await child.wait()
+            finally:
+                self._connection = None
+                connection.close()
         return RETRY_S
-
-    async def _run_once(self) -> None:
-        ours, theirs = socket_pair()
-        connection = Connection(ours, lambda message, _files: self._on_violation(message), lambda: None)
-        try:
-            with theirs:
-                child = self._children.fork(partial(serve, theirs), [theirs.fileno()])
-            self._connection = connection
-            for message in self._entries():
-                connection.post(message)
-            await child.wait()
-        finally:
-            self._connection = None
-            connection.close()
 
 
 def serve(channel: socket.socket) -> None:

@@ -6,7 +6,7 @@ A failure that is not the candidate's is an :class:`InfrastructureError` and nev
 sandbox, so a run without a verdict is attributed as follows:
 
 - A failure before the candidate's source runs is not the candidate's. The grader reports when the source starts.
-- A failure that :class:`.HasHealthCheck` attributes to the machine is not the candidate's. Sandboxed code cannot cause
+- A failure that :meth:`.Sandbox.check` attributes to the machine is not the candidate's. Sandboxed code cannot cause
   such a report.
 - Any other failure may be the candidate's. The candidate is graded again. After a second failure a no-op program is
   graded as control; if the control gets a verdict, the candidate is to blame.
@@ -21,18 +21,16 @@ sandbox, so a run without a verdict is attributed as follows:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import shlex
-import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError, TaskError
@@ -40,7 +38,7 @@ from nemo_gym_prorl.syscall_filter import ALLOW, REFUSE, UNKNOWN, ArgumentRule
 from nemo_gym_prorl.syscall_filter import FilterAction as CallVerdict
 from nemo_gym_prorl.syscall_filter import compile_filter as filter_program
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem
-from nemo_gym_prorl.tasks.sandbox import HasHealthCheck, Sandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
 
 
@@ -86,7 +84,7 @@ ANSWER_MARGIN_S = 20.0
 """Seconds that a run may take beyond its own time limit, for starting and reporting."""
 
 MAX_COMMAND_CHARS = 100_000
-"""Longer commands get the job from an uploaded file: the kernel limits an argument to 128 KiB."""
+"""Longer commands get the job from a file: the kernel limits an argument to 128 KiB."""
 
 END_OF_JOB = "END-OF-JOB"
 
@@ -102,110 +100,6 @@ class NoVerdict:
 
     why: str
     by_machine: bool
-
-
-@dataclass(frozen=True, slots=True)
-class GraderKilled:
-    """The candidate terminated its grader in all runs, and the control program did not."""
-
-    why: str
-
-
-async def run_until_verdict[V](
-    graded: Callable[[], Awaitable[V | NoVerdict]], control: Callable[[], Awaitable[bool]]
-) -> V | GraderKilled:
-    """Grade a candidate until there is a verdict, each time in a fresh sandbox.
-
-    Args:
-        graded: runs the grader once.
-        control: grades a no-op program, and returns whether there was a verdict.
-
-    Raises:
-        InfrastructureError: ``verifier_error``: no run gave a verdict; or an error of ``graded`` or ``control``.
-    """
-    losses = {True: 0, False: 0}
-    while True:
-        outcome = await graded()
-        if not isinstance(outcome, NoVerdict):
-            return outcome
-        losses[outcome.by_machine] += 1
-        if losses[outcome.by_machine] == TRIES:
-            break
-    if not outcome.by_machine and await control():
-        return GraderKilled(f"the solution terminated its grader {TRIES} times: {outcome.why}")
-    raise InfrastructureError(
-        f"grading gave no verdict in {TRIES} runs: {outcome.why}", kind=FailureKind.VERIFIER_ERROR
-    )
-
-
-async def attempt(
-    sandbox: Sandbox,
-    program: str,
-    job: Mapping[str, Any],
-    *,
-    timeout_s: float,
-    root: str,
-    doubtful: Callable[[Any], bool],
-    before: str = "",
-) -> Any | NoVerdict:
-    """Run a grading program once. Return the program's second message, the verdict, or else :class:`NoVerdict`.
-
-    Args:
-        sandbox: a fresh sandbox with ``sh`` and ``python3``.
-        program: source, as from :func:`program`.
-        job: input of the program, without the nonce, which marks the program's messages.
-        timeout_s: time limit in seconds, without :data:`ANSWER_MARGIN_S`.
-        root: folder in the sandbox for uploads.
-        doubtful: whether a verdict may be caused by the machine. Such a verdict counts only if the sandbox is healthy.
-        before: shell commands to run first.
-
-    Raises:
-        AgentError: the candidate exceeded a limit of the sandbox.
-    """
-    nonce = secrets.token_hex(16)
-    try:
-        command = before + await _command(sandbox, program, json.dumps({"nonce": nonce, **job}), root)
-    except (RuntimeError, OSError, InfrastructureError) as error:
-        return NoVerdict(f"{type(error).__name__}: {error}", by_machine=True)
-    try:
-        result = await sandbox.exec(command, cwd="/", timeout_s=timeout_s + ANSWER_MARGIN_S)
-        messages = [json.loads(line.removeprefix(nonce)) for line in _lines(result.stdout) if line.startswith(nonce)]
-        if len(messages) > 1 and not doubtful(messages[1]):
-            return messages[1]
-        knows = isinstance(sandbox, HasHealthCheck)
-        if isinstance(sandbox, HasHealthCheck):
-            await sandbox.check()
-    except InfrastructureError as error:
-        return NoVerdict(error.reason, by_machine=True)
-    except (RuntimeError, OSError) as error:
-        return NoVerdict(f"{type(error).__name__}: {error}", by_machine=False)
-    if len(messages) > 1:
-        return messages[1]
-    why = f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
-    # If the output is complete and has no message, the candidate's source never ran.
-    complete = result.error_type is None or (knows and result.error_type == "sandbox")
-    return NoVerdict(why, by_machine=complete and not messages)
-
-
-def _lines(text: str | None) -> list[str]:
-    return (text or "").splitlines()
-
-
-async def _command(sandbox: Sandbox, program: str, job: str, root: str) -> str:
-    """Return a command that runs the program with the job on standard input.
-
-    The running program's command line does not contain the job, and a candidate cannot read the input again.
-    """
-    run = f"python3 -I -c {shlex.quote(program)}"
-    if len(run) + len(job) < MAX_COMMAND_CHARS:
-        # The JSON is one line of ASCII, so the job cannot end the here-document.
-        return f"exec {run} <<'{END_OF_JOB}'\n{job}\n{END_OF_JOB}\n"
-    path = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
-    with tempfile.TemporaryDirectory(prefix="prorl-grade-") as folder:
-        local = Path(folder, "upload")
-        await asyncio.to_thread(local.write_text, job, encoding="utf-8")
-        await sandbox.upload(local, path)
-    return f"exec < {path} && rm {path} && exec {run}"
 
 
 _INSIDE = "nemo_gym_prorl.tasks.code.inside"
@@ -304,11 +198,18 @@ async def grade(
         async with open_sandbox() as sandbox:
             return await grade_in(sandbox, problem, source, limits, root, rule)
 
-    async def control() -> bool:
-        return isinstance(await graded(NO_OP_PROGRAM), Grade)
-
-    outcome = await run_until_verdict(lambda: graded(source), control)
-    return failed(CodeVerdict.CRASHED, outcome.why) if isinstance(outcome, GraderKilled) else outcome
+    losses: Counter[bool] = Counter()
+    while True:
+        outcome = await graded(source)
+        if isinstance(outcome, Grade):
+            return outcome
+        losses[outcome.by_machine] += 1
+        if losses[outcome.by_machine] == TRIES:
+            break
+    if not outcome.by_machine and isinstance(await graded(NO_OP_PROGRAM), Grade):
+        return failed(CodeVerdict.CRASHED, f"the solution terminated its grader {TRIES} times: {outcome.why}")
+    reason = f"grading gave no verdict in {TRIES} runs: {outcome.why}"
+    raise InfrastructureError(reason, kind=FailureKind.VERIFIER_ERROR)
 
 
 async def grade_in(
@@ -319,25 +220,48 @@ async def grade_in(
     Raises:
         TaskError: the row's checker program does not work.
     """
-    job = {"source": source.removeprefix(BYTE_ORDER_MARK), "stop_at_failure": rule == "all"}
-    job |= _tests(problem, limits)
+    nonce = secrets.token_hex(16)
+    job = {"nonce": nonce, "source": source.removeprefix(BYTE_ORDER_MARK), "stop_at_failure": rule == "all"}
     try:
-        reply = await attempt(
-            sandbox,
-            program(*_GRADER),
-            job,
-            timeout_s=CLOCK_FACTOR * limits.total_s,
-            root=root,
-            doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == CodeVerdict.CRASHED,
-            before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
-        )
+        command = await _command(sandbox, json.dumps(job | _tests(problem, limits)), root)
+    except (RuntimeError, OSError, InfrastructureError) as error:
+        return NoVerdict(f"{type(error).__name__}: {error}", by_machine=True)
     except AgentError as error:
         return failed(CodeVerdict.EXHAUSTED, error.reason)
-    if isinstance(reply, NoVerdict):
-        return reply
-    if "row" in reply:
-        raise TaskError(f"verifier_metadata.checker: {reply['row']}")
-    return _grade(reply, rule)
+    try:
+        result = await sandbox.exec(command, cwd="/", timeout_s=CLOCK_FACTOR * limits.total_s + ANSWER_MARGIN_S)
+        output = (result.stdout or "").splitlines()
+        messages = [json.loads(line.removeprefix(nonce)) for line in output if line.startswith(nonce)]
+        report = messages[1] if len(messages) > 1 else None
+        if report is None or report.get("killed") or report.get("verdict") == CodeVerdict.CRASHED:
+            await sandbox.check()  # the machine may be the cause
+    except AgentError as error:
+        return failed(CodeVerdict.EXHAUSTED, error.reason)
+    except InfrastructureError as error:
+        return NoVerdict(error.reason, by_machine=True)
+    except (RuntimeError, OSError) as error:
+        return NoVerdict(f"{type(error).__name__}: {error}", by_machine=False)
+    if report is None:
+        why = f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
+        # If the output is complete and has no message, the candidate's source never ran.
+        return NoVerdict(why, by_machine=result.error_type in (None, "sandbox") and not messages)
+    if "row" in report:
+        raise TaskError(f"verifier_metadata.checker: {report['row']}")
+    return _grade(report, rule)
+
+
+async def _command(sandbox: Sandbox, job: str, root: str) -> str:
+    """Return a command that runs the grader with the job on standard input.
+
+    The running grader's command line does not contain the job, and a candidate cannot read the input again.
+    """
+    stack, run = f"ulimit -S -s {STACK_KIB} 2>/dev/null; ", f"python3 -I -c {shlex.quote(program(*_GRADER))}"
+    if len(run) + len(job) < MAX_COMMAND_CHARS:
+        # The JSON is one line of ASCII, so the job cannot end the here-document.
+        return f"{stack}exec {run} <<'{END_OF_JOB}'\n{job}\n{END_OF_JOB}\n"
+    path = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
+    await sandbox.write_file(path, job.encode())
+    return f"{stack}exec < {path} && rm {path} && exec {run}"
 
 
 def _tests(problem: CodeProblem, limits: CodeLimits) -> dict[str, Any]:

@@ -12,15 +12,13 @@ import logging
 import posixpath
 import shlex
 import time
-from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.task_config import Healthcheck
 from nemo_gym_prorl.tasks.harbor.task_folder import is_uploaded, tree
-from nemo_gym_prorl.tasks.sandbox import ExecResult, HasContainer, KernelSession, SandboxCheckpoint, ShellSession
+from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
 
 
 logger = logging.getLogger(__name__)
@@ -42,61 +40,6 @@ class SetupFailed(InfrastructureError):
     """The sandbox could not be set up for a step."""
 
 
-class UserSandbox:
-    """Wrapper of a sandbox that runs commands and shells as the agent's user, who also owns new files.
-
-    Attributes:
-        inner: the sandbox.
-        user: the agent's user; ``None`` for the sandbox's own user.
-    """
-
-    def __init__(self, inner: HasContainer) -> None:
-        self.inner = inner
-        self.user: str | int | None = None
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        timeout_s: int | float | None = None,
-    ) -> ExecResult:
-        return await self.inner.exec(command, cwd=cwd, timeout_s=timeout_s, user=self.user)
-
-    async def shell(self, *, env: Mapping[str, str] | None = None) -> ShellSession:
-        return await self.inner.shell(env=env, user=self.user)
-
-    async def kernel(self) -> KernelSession:
-        return await self.inner.kernel()
-
-    async def upload(self, local_path: Path | str, remote_path: str) -> None:
-        await self.inner.upload(local_path, remote_path)
-
-    async def read_file(self, path: str, *, limit: int) -> bytes:
-        return await self.inner.read_file(path, limit=limit)
-
-    async def write_file(self, path: str, data: bytes) -> bool:
-        existed = await self.inner.write_file(path, data)
-        if self.user is not None and not existed:
-            await self.inner.exec(f"chown -h -- {shlex.quote(str(self.user))} {shlex.quote(path)}")
-        return existed
-
-    async def checkpoint(self, name: str) -> SandboxCheckpoint:
-        return await self.inner.checkpoint(name)
-
-    async def has_room(self) -> bool:
-        return await self.inner.has_room()
-
-    async def check(self) -> list[str]:
-        return await self.inner.check()
-
-    async def status(self) -> Enum:
-        return await self.inner.status()
-
-    async def stop(self) -> None:
-        await self.inner.stop()
-
-
 class AgentPhase:
     """Steps of a task in the agent's sandbox of one session.
 
@@ -111,7 +54,7 @@ class AgentPhase:
         snapshots: names of the snapshots after the steps that have ended, in order.
     """
 
-    def __init__(self, task: LocatedTask, sandbox: HasContainer, snapshot_name: str) -> None:
+    def __init__(self, task: LocatedTask, sandbox: Sandbox, snapshot_name: str) -> None:
         self.task = task
         self.folder = "/"
         self.user: str | int | None = None
@@ -217,7 +160,7 @@ class AgentPhase:
 
 
 async def bash(
-    sandbox: HasContainer,
+    sandbox: Sandbox,
     command: str,
     *,
     cwd: str,
@@ -229,7 +172,7 @@ async def bash(
     return await sandbox.exec(f"exec bash -c {shlex.quote(command)}", cwd=cwd, timeout_s=timeout_s, user=user, env=env)
 
 
-async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Path) -> None:
+async def upload_tree(sandbox: Sandbox, source: Path, target: str, root: Path) -> None:
     """Copy the files below ``source``, a folder of the task in ``root``, into the sandbox's folder ``target``.
 
     Raises:
@@ -244,7 +187,7 @@ async def upload_tree(sandbox: HasContainer, source: Path, target: str, root: Pa
         raise SetupFailed(f"the files of {source.name} could not be uploaded: {error.reason}") from error
 
 
-async def upload_environment(sandbox: HasContainer, task: LocatedTask, folder: str) -> None:
+async def upload_environment(sandbox: Sandbox, task: LocatedTask, folder: str) -> None:
     """Copy the files of the task's ``environment`` into the working folder, if no image is built from these files.
 
     Raises:
@@ -255,7 +198,7 @@ async def upload_environment(sandbox: HasContainer, task: LocatedTask, folder: s
         await upload_tree(sandbox, source, folder, task.folder)
 
 
-async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | int | None:
+async def usable_user(sandbox: Sandbox, user: str | int | None) -> str | int | None:
     """Return ``user`` if the sandbox has this user; ``None`` for root, and if the sandbox only has one user.
 
     Raises:
@@ -272,7 +215,7 @@ async def usable_user(sandbox: HasContainer, user: str | int | None) -> str | in
     raise SetupFailed(f"commands cannot run as the task's user: {excerpt(done)}")
 
 
-async def check_health(sandbox: HasContainer, check: Healthcheck | None, folder: str) -> None:
+async def check_health(sandbox: Sandbox, check: Healthcheck | None, folder: str) -> None:
     """Run a health check, if any, until success; failures within ``start_period_sec`` do not count.
 
     Raises:

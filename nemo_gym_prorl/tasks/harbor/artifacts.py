@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.harbor.task_config import Artifact
-from nemo_gym_prorl.tasks.sandbox import HasContainer
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
 ARTIFACTS_FOLDER = "/logs/artifacts"
@@ -78,7 +78,7 @@ def paths_of(artifacts: Sequence[Artifact], folder: str) -> list[str]:
     return [posixpath.normpath(posixpath.join(folder, artifact.source)) for artifact in artifacts]
 
 
-async def collect(sandbox: HasContainer, artifacts: Sequence[Artifact], folder: str, target: Path) -> Archives:
+async def collect(sandbox: Sandbox, artifacts: Sequence[Artifact], folder: str, target: Path) -> Archives:
     """Copy artifacts from the sandbox into the folder ``target`` of the host.
 
     Raises:

@@ -44,7 +44,6 @@ from nemo_gym_prorl.tasks.harbor.verification import (
     step_name,
     verify,
 )
-from nemo_gym_prorl.tasks.sandbox import HasContainer
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
 
@@ -304,7 +303,6 @@ class Grader:
         ended = ""
         try:
             async with open_sandbox(task.needs()) as sandbox:
-                assert isinstance(sandbox, HasContainer)
                 phase = AgentPhase(task, sandbox, self._snapshot_name)
                 snapshots = phase.snapshots
                 await phase.set_up()

@@ -25,7 +25,7 @@ from nemo_gym_prorl.tasks.harbor.task_config import (
     TaskConfig,
     resolve_variables,
 )
-from nemo_gym_prorl.tasks.harbor.task_folder import HarborRow, VerifierImage, folder_digest, parse_row
+from nemo_gym_prorl.tasks.harbor.task_folder import HarborRow, VerifierImage, folder_digest
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 
 
@@ -56,7 +56,7 @@ class LocatedTask:
         Raises:
             CallerError: the row is invalid, or names an environment variable that is not set; names the field.
         """
-        parsed = parse_row(row)
+        parsed = HarborRow.parse(row)
         task = cls(parsed, root / parsed.harbor.folder, variables)
         for step in task.steps:
             task.verifier_env(step)
@@ -89,16 +89,7 @@ class LocatedTask:
         return all(self.solution(step) is not None for step in self.steps)
 
     def needs(self) -> SandboxNeeds:
-        row = self.row
-        return SandboxNeeds(
-            image=row.image,
-            network=row.network,
-            cpu=row.cpu,
-            memory_mib=row.memory_mib,
-            disk_gib=row.disk_gib,
-            processes=row.processes,
-            env=self.env(self.config.environment),
-        )
+        return self.row.needs(self.env(self.config.environment))
 
     def verifier_needs(self, step: Step) -> SandboxNeeds:
         needs = replace(self.needs(), network=self._verifier_network(step))

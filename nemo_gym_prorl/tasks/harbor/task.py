@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed, UserSandbox
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed
 from nemo_gym_prorl.tasks.harbor.grading import Grader, HarborWork, Strict
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
 from nemo_gym_prorl.tasks.harbor.task_folder import SUBMIT_DESCRIPTION, TOOLS
 from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
-from nemo_gym_prorl.tasks.sandbox import ExecResult, HasContainer, Sandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -25,30 +25,20 @@ NEXT_STEP = "Submitted. Step {number} of {count} follows.\n\n{instruction}"
 SETUP_FAILED = "Submitted. The next step could not be set up, so the task is over: answer without calling a tool."
 
 
-class HarborTools:
-    """Shell, editor and ``submit`` of one session; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
-
-    ``submit`` ends a step, takes a snapshot and begins the next step.
+class HarborTools(Workspace):
+    """Shell, editor and ``submit`` of one session. ``submit`` ends a step, takes a snapshot and begins the next step.
 
     Attributes:
-        sandbox: the agent's sandbox.
-        workspace: shell and editor.
         phase: the agent's phase; ``None`` before :meth:`begin`.
         failed: why the next step could not be set up; empty otherwise.
     """
 
-    def __init__(self, sandbox: UserSandbox, workspace: Workspace) -> None:
-        self.sandbox = sandbox
-        self.workspace = workspace
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.phase: AgentPhase | None = None
         self.failed = ""
         self._submitting = asyncio.Lock()
         self._submitted_steps = 0
-
-    @property
-    def over(self) -> bool:
-        """Return whether the policy has submitted the last step."""
-        return self.workspace.over
 
     @property
     def snapshots(self) -> Sequence[str]:
@@ -58,10 +48,10 @@ class HarborTools:
         async with self._submitting:
             if tool == "submit" and self.phase and not self.phase.is_last and not self.over:
                 return await self._end_step(self.phase)
-        return await self.workspace.call(tool, arguments)
+        return await super().call(tool, arguments)
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        used = {tool: dict(counts) for tool, counts in self.workspace.tool_use().items()}
+        used = {tool: dict(counts) for tool, counts in super().tool_use().items()}
         if self._submitted_steps:
             submits = used.setdefault("submit", {"calls": 0, "errors": 0, "timeouts": 0, "cut": 0})
             submits["calls"] += self._submitted_steps
@@ -70,19 +60,8 @@ class HarborTools:
     async def begin(self, phase: AgentPhase) -> None:
         """Close the sessions of the tools; new sessions run as the phase's user in its working folder."""
         self.phase = phase
-        self.sandbox.user = phase.user
-        await self.workspace.close()
-        self.workspace.work_in(phase.folder)
-
-    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
-        return await self.workspace.run_script(script, timeout_s=timeout_s)
-
-    async def start_sessions(self, offered: Collection[str]) -> None:
-        """Start the shell in advance if the policy is offered a tool that needs the shell."""
-        await self.workspace.start_sessions(offered)
-
-    async def close(self) -> None:
-        await self.workspace.close()
+        await self.close()
+        self.work_in(phase.folder, user=phase.user)
 
     async def _end_step(self, phase: AgentPhase) -> str:
         self._submitted_steps += 1
@@ -91,35 +70,22 @@ class HarborTools:
         try:
             instruction = await phase.begin_next()
         except SetupFailed as error:
-            self.failed, self.workspace.over = error.reason, True
+            self.failed, self.over = error.reason, True
             return SETUP_FAILED
         if phase.user != user:
             await self.begin(phase)
         return NEXT_STEP.format(number=phase.number + 1, count=len(phase.task.steps), instruction=instruction)
 
 
-class HarborToolSet:
-    """Tool set that opens :class:`HarborTools`; a :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
+class HarborToolSet(Workbench):
+    """Tool set that opens :class:`HarborTools`."""
 
-    Args:
-        limits: limits of tool calls.
-    """
-
-    def __init__(self, limits: ToolLimits) -> None:
-        self._workbench = Workbench(TOOLS, "/", limits, submit_description=SUBMIT_DESCRIPTION)
-        self.schemas: Sequence[Mapping[str, Any]] = self._workbench.schemas
+    workspace = HarborTools
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> HarborTools:
-        """Open the tools of one session.
-
-        Raises:
-            CallerError: the row's image lacks bash.
-            InfrastructureError: the sandbox provider lacks users or snapshots.
-        """
-        if not isinstance(sandbox, HasContainer):
-            raise InfrastructureError("must be singularity: Harbor tasks need its snapshots", field="sandbox_provider")
-        inside = UserSandbox(sandbox)
-        return HarborTools(inside, await self._workbench.open(inside, needs))
+        tools = await super().open(sandbox, needs)
+        assert isinstance(tools, HarborTools)
+        return tools
 
 
 class HarborTasks:
@@ -144,7 +110,7 @@ class HarborTasks:
         variables: Mapping[str, str],
         snapshot_name: str,
     ) -> None:
-        self.tools = HarborToolSet(tools)
+        self.tools = HarborToolSet(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION)
         self._strict = strict
         self._root = root
         self._variables = variables
@@ -166,7 +132,7 @@ class HarborTasks:
         """
         task = self._located(row)
         await asyncio.to_thread(task.check_folder)
-        phase = AgentPhase(task, tools.sandbox.inner, self._snapshot_name)
+        phase = AgentPhase(task, tools.sandbox, self._snapshot_name)
         await phase.set_up()
         if self._strict is True and phase.folder == "/":
             raise CallerError(

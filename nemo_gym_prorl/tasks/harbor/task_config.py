@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.task import validation_refusal
 
 
 SCHEMA_VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
@@ -36,8 +37,6 @@ NetworkMode = Literal["public", "no-network", "allowlist"]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", re.IGNORECASE)
 _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 _VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
-_BRANCH = re.compile(r"str|int|float|(?:dict|literal|tuple)\[.*", re.DOTALL)
-"""Names of types, which pydantic adds to the path of an error in a union."""
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
@@ -340,18 +339,6 @@ def parse_task_config(text: str) -> TaskConfig:
         raise validation_refusal(error) from error
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or an integer of too many digits
         raise CallerError(f"is not TOML: {error}", field="task.toml") from error
-
-
-def validation_refusal(error: ValidationError) -> CallerError:
-    """Convert the first error of a validation to a :class:`CallerError` that names the key."""
-    fault = error.errors(include_url=False, include_context=False)[0]
-    path = [str(part) for part in fault["loc"] if not _BRANCH.fullmatch(str(part))]
-    message = fault["msg"].removeprefix("Value error, ")
-    if named := re.fullmatch(r"(\w+): (.*)", message, re.DOTALL):
-        path.append(named[1])
-        message = named[2]
-    given = "" if fault["type"] in ("missing", "value_error") else f" (given: {fault['input']!r:.100})"
-    return CallerError(f"{message}{given}", field=".".join(path) or None)
 
 
 def resolve_variables(env: Mapping[str, str], variables: Mapping[str, str], table: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.filesystems import read_text
@@ -36,9 +36,9 @@ from nemo_gym_prorl.tasks.harbor.task_config import (
     StepConfig,
     TaskConfig,
     parse_task_config,
-    validation_refusal,
 )
 from nemo_gym_prorl.tasks.harbor.verifier_tools import VerifierNeeds, needs_of
+from nemo_gym_prorl.tasks.task import ImageRow
 from nemo_gym_prorl.tasks.workbench import workbench_schemas
 
 
@@ -107,30 +107,11 @@ class HarborTask(_Table):
     downloads: VerifierNeeds = VerifierNeeds()
 
 
-class HarborRow(_Table):
-    """Fields of a row that the environment reads; other fields are ignored.
+class HarborRow(ImageRow):
+    """Row of ``prorl_harbor``. The image is the registry address of ``docker_image``, or the name of the image that
+    ``prorl image build-all`` builds from the Dockerfile. The network is that of the agent's phase."""
 
-    Attributes:
-        instance_id: name of the task.
-        image: registry address of ``docker_image``, or name of the image that ``prorl image build-all`` builds from
-            the Dockerfile.
-        harbor: the task.
-        network: network of the agent's phase: ``none``, ``public`` (any host), ``package-mirrors``, or the only hosts
-            allowed. ``None`` here and below means the server's value.
-        cpu: number of cores.
-        memory_mib: memory limit in MiB.
-        disk_gib: disk limit in GiB.
-        processes: limit on processes and threads.
-    """
-
-    instance_id: str = Field(min_length=1)
-    image: str = Field(min_length=1)
     harbor: HarborTask
-    network: Network | None = None
-    cpu: float | None = Field(default=None, gt=0)
-    memory_mib: int | None = Field(default=None, gt=0)
-    disk_gib: int | None = Field(default=None, gt=0)
-    processes: int | None = Field(default=None, gt=0)
 
     @field_validator("network")
     @classmethod
@@ -138,18 +119,6 @@ class HarborRow(_Table):
         if value == HOST:
             raise ValueError("a task never gets the host's network; name 'public', 'none' or hosts")
         return value
-
-
-def parse_row(row: Mapping[str, Any]) -> HarborRow:
-    """Validate a row.
-
-    Raises:
-        CallerError: the row is invalid; names the field, for example ``harbor.config.environment.gpus``.
-    """
-    try:
-        return HarborRow.model_validate(row)
-    except ValidationError as error:
-        raise validation_refusal(error) from error
 
 
 @dataclass(frozen=True, slots=True)

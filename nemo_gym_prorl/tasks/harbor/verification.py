@@ -43,7 +43,7 @@ from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.rewards import MAX_REPORT_BYTES, REWARD_FILES, STDOUT, Outcome, read_outcome
 from nemo_gym_prorl.tasks.harbor.task_folder import tree
 from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, verifier_environment
-from nemo_gym_prorl.tasks.sandbox import HasContainer
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import OpenSandbox, SandboxNeeds
 
 
@@ -148,7 +148,6 @@ async def verify(
                     needs = replace(needs, snapshot_paths=[folder, *paths_of(task.artifacts(step), folder)])
                 opened = _restored(needs, state, open_sandbox)
             async with opened as sandbox:
-                assert isinstance(sandbox, HasContainer)
                 problem = await _run_tests(task, step, mode, sandbox, folder, mounts)
         except AgentError as error:
             problem = f"the sandbox of the tests ended: {error.reason}"
@@ -186,7 +185,7 @@ async def collected(
 
 
 @contextlib.asynccontextmanager
-async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) -> AsyncIterator[HasContainer]:
+async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) -> AsyncIterator[Sandbox]:
     """Start a sandbox from the snapshot ``state``. Raises SetupFailed if the agent's files may prevent all starts."""
     async with contextlib.AsyncExitStack() as stack:
         for tries_left in reversed(range(TRIES)):
@@ -198,7 +197,6 @@ async def _restored(needs: SandboxNeeds, state: str, open_sandbox: OpenSandbox) 
                     raise
                 if not tries_left:
                     raise SetupFailed(f"no sandbox starts from the agent's files: {error.reason}") from error
-        assert isinstance(sandbox, HasContainer)
         yield sandbox
 
 
@@ -210,7 +208,7 @@ def _may_be_files_fault(error: RolloutError) -> bool:
 
 
 async def _run_tests(
-    task: LocatedTask, step: Step, mode: GradingMode, sandbox: HasContainer, folder: str, mounts: _Mounts
+    task: LocatedTask, step: Step, mode: GradingMode, sandbox: Sandbox, folder: str, mounts: _Mounts
 ) -> str:
     """Run the test script; return why the script did not run to its end, else an empty text."""
     if mode is GradingMode.SEPARATE:

@@ -26,12 +26,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, is_text
-from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.task import SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.observations import (
     Arguments,
     BadArguments,
-    ToolCallStats,
     parse_arguments,
     tool_schema,
 )
@@ -99,34 +96,22 @@ class SearchSettings(BaseModel):
         return self
 
 
-class OpenSearch:
-    """Search tool of one session."""
+class SearchTool:
+    """:class:`.FurtherTool` that searches with an engine."""
 
-    over = False
+    schema: Mapping[str, Any] = SCHEMA
 
     def __init__(self, engine: SearchEngine, limits: SearchSettings) -> None:
         self._engine = engine
         self._limits = limits
-        self._call_stats = ToolCallStats()
 
-    async def call(self, tool: str, arguments: object) -> str:
+    async def prepare(self) -> None:
+        await self._engine.prepare()
+
+    async def call(self, arguments: object) -> str:
         """Return a page of results; an error text if the arguments are invalid or the engine refuses the query."""
-        observation = await self._call(tool, arguments)
-        self._call_stats.count(tool, observation)
-        return observation
-
-    def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        return self._call_stats.as_json()
-
-    async def save(self) -> tuple[dict[str, Any], list[str]]:
-        return {"tally": self.tool_use()}, []
-
-    async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        self._call_stats.resume(saved["tally"])
-
-    async def _call(self, tool: str, arguments: object) -> str:
         try:
-            asked = parse_arguments(tool, SearchArguments, arguments)
+            asked = parse_arguments("search", SearchArguments, arguments)
         except BadArguments as error:
             return str(error)
         before = ((asked.page or 1) - 1) * self._limits.results
@@ -135,24 +120,6 @@ class OpenSearch:
         except BadQuery as error:
             return f"Error: {error}"
         return render(found[before : before + self._limits.results], before, self._limits)
-
-    async def close(self) -> None:
-        """Do nothing, because all sessions share the engine."""
-
-
-class SearchTool:
-    """:class:`~nemo_gym_prorl.tasks.task.ToolSet` with the tool ``search``."""
-
-    schemas: Sequence[Mapping[str, Any]] = (SCHEMA,)
-
-    def __init__(self, engine: SearchEngine, limits: SearchSettings) -> None:
-        self._engine = engine
-        self._limits = limits
-
-    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> OpenSearch:
-        """Prepare the engine, and return the tool of a session; raises :class:`InfrastructureError` if this fails."""
-        await self._engine.prepare()
-        return OpenSearch(self._engine, self._limits)
 
 
 def render(passages: Sequence[Passage], before: int, limits: SearchSettings) -> str:

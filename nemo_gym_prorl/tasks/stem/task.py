@@ -28,8 +28,8 @@ from nemo_gym_prorl.tasks.stem.problems import (
     problem_of,
 )
 from nemo_gym_prorl.tasks.stem.quantities import Comparison, Quantity, plain, spaceless, words
-from nemo_gym_prorl.tasks.stem.search import OpenSearch, SearchTool
-from nemo_gym_prorl.tasks.task import AsyncCloseable, CombinedTools, CombinedToolSet, Grade, OpenSandbox, SandboxNeeds
+from nemo_gym_prorl.tasks.stem.search import SearchTool
+from nemo_gym_prorl.tasks.task import AsyncCloseable, Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
@@ -41,8 +41,6 @@ MAX_UNIT_WORDS = 5
 """Maximum words of a unit in a question, as in meters per second per second."""
 
 _PERCENT = re.compile(r"%|\bpercent", re.IGNORECASE)
-
-Tools = CombinedTools[Workspace, OpenSearch]
 
 
 class Stem:
@@ -68,8 +66,7 @@ class Stem:
         judge: Judge | None = None,
         resources: Sequence[AsyncCloseable] = (),
     ) -> None:
-        workbench = Workbench(WORKBENCH_TOOLS, f"{root.rstrip('/')}/workspace", tools)
-        self.tools = CombinedToolSet(workbench, search)
+        self.tools = Workbench(WORKBENCH_TOOLS, f"{root.rstrip('/')}/workspace", tools, further=[search])
         self._rules = rules
         self._judge = judge
         self._resources = resources
@@ -87,7 +84,7 @@ class Stem:
             )
         return SandboxNeeds()
 
-    async def prepare(self, row: Mapping[str, Any], tools: Tools) -> None:
+    async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         """Examine the judge unless the judge has passed already, and write the question into the working folder.
 
         Raises:
@@ -102,9 +99,9 @@ class Stem:
                 await self._rules.require_readable(problem.expected)
             except TaskError as error:
                 raise CallerError(error.reason, field="expected_answer") from error
-        await tools.first.write({QUESTION_FILE: problem.question})
+        await tools.write({QUESTION_FILE: problem.question})
 
-    async def artefacts(self, row: Mapping[str, Any], tools: Tools) -> None:
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> None:
         """Return nothing, because only the last message is graded."""
 
     async def grade(

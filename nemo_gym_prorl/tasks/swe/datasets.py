@@ -35,9 +35,10 @@ from pydantic import (
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.dataset_records import UnusableRecord, parsed
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
 from nemo_gym_prorl.tasks.swe.report import R2E_PARSER, r2e_names
 from nemo_gym_prorl.tasks.swe.task import make_row
+from nemo_gym_prorl.tasks.task import validation_refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,11 +479,11 @@ def _read[Model: BaseModel](model: type[Model], record: Record) -> Model:
     try:
         return model.model_validate(record)
     except ValidationError as error:
-        raise refusal(error) from error
+        raise validation_refusal(error) from error
 
 
 def _instance(**fields: Any) -> SweInstance:
     try:
         return SweInstance(**fields)
     except ValidationError as error:
-        raise refusal(error) from error
+        raise validation_refusal(error) from error

@@ -19,12 +19,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.network_access import Network
+from nemo_gym_prorl.tasks.task import ImageRow
 
 
 Dataset = Literal["swe-bench", "swe-gym", "swe-rebench", "r2e-gym", "made"]
@@ -140,51 +139,7 @@ class SweInstance(BaseModel):
         return Runner.UNITTEST if re.search(r"\bruntests\.py\b|-m unittest\b", self.test_command) else Runner.LOG
 
 
-class SweRow(BaseModel):
-    """Fields of a row that the environment reads; other fields are ignored.
+class SweRow(ImageRow):
+    """Row of ``prorl_swe``."""
 
-    Attributes:
-        instance_id: name of the task.
-        image: image of the task, in the sandbox provider's format.
-        swe: the task.
-        network: network access of the policy's sandbox, such as ``package-mirrors`` or a list of hosts. ``None`` here
-            and below means the server's value.
-        cpu: number of cores.
-        memory_mib: memory limit in MiB.
-        disk_gib: disk limit in GiB.
-        processes: limit on processes and threads.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    instance_id: str = Field(min_length=1)
-    image: str = Field(min_length=1)
     swe: SweInstance
-    network: Network | None = None
-    cpu: float | None = Field(default=None, gt=0)
-    memory_mib: int | None = Field(default=None, gt=0)
-    disk_gib: int | None = Field(default=None, gt=0)
-    processes: int | None = Field(default=None, gt=0)
-
-
-def parse_row(row: Mapping[str, Any]) -> SweRow:
-    """Validate a row.
-
-    Raises:
-        CallerError: the row is invalid; names the field, for example ``swe.FAIL_TO_PASS``.
-    """
-    try:
-        return SweRow.model_validate(row)
-    except ValidationError as error:
-        raise refusal(error) from error
-
-
-def refusal(error: ValidationError) -> CallerError:
-    """Convert the first validation error of a row or record to a :class:`CallerError` that names the field."""
-    fault = error.errors(include_url=False, include_context=False)[0]
-    path, message = [str(part) for part in fault["loc"]], fault["msg"]
-    if named := re.fullmatch(r"Value error, (\w+): (.*)", message, re.DOTALL):
-        path.append(named[1])
-        message = named[2]
-    given = "" if fault["type"] in ("missing", "value_error") else f" (given: {fault['input']!r:.100})"
-    return CallerError(f"{message}{given}", field=".".join(path) or None)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, HasHealthCheck, Sandbox
+from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
 from nemo_gym_prorl.tasks.swe import changes
 from nemo_gym_prorl.tasks.swe.changes import (
     JUNK,
@@ -101,18 +101,8 @@ class WorkFolder:
         done = await self.run(script, *arguments, timeout_s=timeout_s)
         if done.return_code == 0 and done.error_type is None:
             return
-        await self.require_sandbox()
+        await self.sandbox.check()
         raise PatchExtractionError(f"the repository cannot be read: {error_tail(done)}")
-
-    async def require_sandbox(self) -> None:
-        """Check that the sandbox lives; no-op for sandboxes without a health check.
-
-        Raises:
-            AgentError: sandboxed code ended the sandbox.
-            InfrastructureError: the machine ended the sandbox.
-        """
-        if isinstance(self.sandbox, HasHealthCheck):
-            await self.sandbox.check()
 
 
 def error_tail(done: ExecResult) -> str:

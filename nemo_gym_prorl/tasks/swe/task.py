@@ -14,7 +14,7 @@ from nemo_gym_prorl.network_access import HOST
 from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.swe.changes import ProtectedFiles, Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, parse_row
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweRow
 from nemo_gym_prorl.tasks.swe.patches import Base, PatchExtractionError, PatchLimits, Repositories
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench import Workbench, workbench_schemas
@@ -77,25 +77,17 @@ class SoftwareEngineering:
         self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        asked = parse_row(row)
-        return SandboxNeeds(
-            image=asked.image,
-            network=asked.network,
-            cpu=asked.cpu,
-            memory_mib=asked.memory_mib,
-            disk_gib=asked.disk_gib,
-            processes=asked.processes,
-        )
+        return SweRow.parse(row).needs()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         """Replace the repository's history by one commit, and activate the image's environment for the tools."""
-        instance = parse_row(row).swe
+        instance = SweRow.parse(row).swe
         base, _ = await self._repositories.prepare(tools.sandbox, instance, hide=True)
         tools.work_in(instance.repo_folder, base.variables)
         self._bases[tools] = base
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | PatchExtractionError:
-        swe = parse_row(row).swe
+        swe = SweRow.parse(row).swe
         try:
             return await self._repositories.extract(tools.sandbox, swe, self._bases[tools], ProtectedFiles(swe))
         except PatchExtractionError as error:
@@ -108,7 +100,7 @@ class SoftwareEngineering:
         response: Mapping[str, Any],
         open_sandbox: OpenSandbox,
     ) -> Grade:
-        asked = parse_row(row)
+        asked = SweRow.parse(row)
         needs = replace(self.needs(row), network=HOST) if asked.swe.tests_network else None
         return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))
 

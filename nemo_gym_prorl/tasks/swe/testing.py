@@ -17,7 +17,7 @@ from functools import cache
 from importlib.resources import files as package_files
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, HasHealthCheck
+from nemo_gym_prorl.tasks.sandbox import ExecResult
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 from nemo_gym_prorl.tasks.swe.mutation_check import MAX_SOURCE_BYTES, MutationCheck
@@ -60,13 +60,14 @@ exec bash --noprofile --norc /dev/fd/7 > "$work/before.log" 2>&1 < /dev/null
 )
 
 _STATE = """
-{{ {end_others}unset PIP_RETRIES
+{{ kill -9 -1; unset PIP_RETRIES
 prorl_options=$(shopt -p; set +o); set +x
 {{ export -p; printf 'cd %q\\n' "$PWD"; }} > {work}/state
 {{ declare -f; printf '%s\\n' "$prorl_options"; }} > {work}/options
 }} 2> /dev/null
 """
-"""Script that kills all other processes if possible, and saves the shell's state for the test command."""
+"""Script that kills all other processes, and saves the shell's state for the test command. ``kill -1`` is atomic, so
+no process escapes by forking, and reaches only the sandbox's PID namespace."""
 
 _RUN = (
     _SETUP
@@ -146,17 +147,14 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
     """
     if not instance.before_tests:
         return None
-    # kill -1 is atomic, so no process can escape by forking. kill -1 is safe only in a PID namespace of the sandbox,
-    # which only this project's sandboxes (with a health check) are known to have.
-    end_others = "kill -9 -1; " if isinstance(work.sandbox, HasHealthCheck) else ""
-    state = _STATE.format(work=shlex.quote(work.path), end_others=end_others)
+    state = _STATE.format(work=shlex.quote(work.path))
     await work.write({"before": f"{instance.before_tests}\n{state}"})
     timeout_s = limits.before_timeout_s
     done = await work.run(_BEFORE, instance.repo_folder, timeout_s=timeout_s + ANSWER_MARGIN_S, shell=BASH)
     if _timed_out(done):
         return Run(timed_out=True, problem=f"before_tests exceeded {timeout_s:g} s")
     if (await work.read("options", limit=MAX_STATE_BYTES)).content is None:
-        await work.require_sandbox()
+        await work.sandbox.check()
         log = await work.read("before.log", limit=limits.log_kib << 10)
         ended = f"before_tests ended early with exit code {done.return_code}"
         return Run(exit_code=done.return_code, log=_text(log.content), ended_early=ended)
@@ -213,7 +211,7 @@ async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: Tes
     )
     arguments = (instance.repo_folder, str(timeout_s), package, runner.value)
     done = await work.run(_RUN, *arguments, timeout_s=timeout_s + ANSWER_MARGIN_S, shell=BASH)
-    await work.require_sandbox()
+    await work.sandbox.check()
     if done.error_type == "sandbox":
         raise InfrastructureError(f"the tests could not run: {done.stderr}"[:600], kind=FailureKind.VERIFIER_ERROR)
     longest = limits.log_kib << 10

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
-from nemo_gym_prorl.tasks.task import SandboxNeeds
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.task import FurtherTool, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.observations import TOOLS, tool_schema
 from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, InstalledPrograms, ToolLimits, Workspace, probe_image
 
@@ -30,7 +30,13 @@ class Workbench:
         limits: limits of tool calls.
         submit_description: description of ``submit`` for the policy; ``None`` for a general description.
         submit_reply: observation of ``submit``.
+        further: tools besides these, which need no sandbox.
+
+    Raises:
+        ValueError: two tools have the same name.
     """
+
+    workspace: ClassVar[type[Workspace]] = Workspace
 
     def __init__(
         self,
@@ -40,12 +46,16 @@ class Workbench:
         *,
         submit_description: str | None = None,
         submit_reply: str = SUBMITTED,
+        further: Sequence[FurtherTool] = (),
     ) -> None:
         self._tools = tuple(tools)
         self._folder = folder
         self._limits = limits
         self._submit_reply = submit_reply
-        self._schemas = workbench_schemas(tools, submit_description)
+        self._further = {str(tool.schema["name"]): tool for tool in further}
+        self._schemas = [*workbench_schemas(tools, submit_description), *(tool.schema for tool in further)]
+        if len({schema["name"] for schema in self._schemas}) < len(self._schemas):
+            raise ValueError("two tools have the same name; rename one")
         self._installed: dict[str | None, InstalledPrograms] = {}
 
     @property
@@ -57,22 +67,23 @@ class Workbench:
 
         Raises:
             CallerError: the row's image lacks a program that a tool needs; names the row's field.
-            InfrastructureError: the server's own image lacks a program, or the probe failed.
+            InfrastructureError: the server's own image lacks a program, or the probe or a further tool failed.
             ValueError: the task asked for no sandbox.
         """
         if sandbox is None or needs is None:
             raise ValueError("the tools of a workbench need a sandbox: Task.needs must return SandboxNeeds")
+        for tool in self._further.values():
+            await tool.prepare()
         installed = self._installed.get(needs.image)
         if installed is None:
             installed = await probe_image(sandbox)
-            self._require(installed, needs, has_files=isinstance(sandbox, HasFiles))
+            self._require(installed, needs)
             self._installed[needs.image] = installed
-        return Workspace(sandbox, self._folder, self._limits, installed, self._submit_reply)
+        return self.workspace(sandbox, self._folder, self._limits, installed, self._submit_reply, self._further)
 
-    def _require(self, installed: InstalledPrograms, needs: SandboxNeeds, *, has_files: bool) -> None:
-        wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}
-        found = {"bash": installed.bash, "python3": installed.python}
-        if missing := [program for program, needed in wanted.items() if needed and not found[program]]:
+    def _require(self, installed: InstalledPrograms, needs: SandboxNeeds) -> None:
+        wanted = {"bash": ("bash", installed.bash), "python": ("python3", installed.python)}
+        if missing := [program for tool, (program, there) in wanted.items() if tool in self._tools and not there]:
             reason = f"the image lacks {' and '.join(missing)}, required by the tools {', '.join(self._tools)}"
             if needs.image is None:
                 raise InfrastructureError(reason, field="image")

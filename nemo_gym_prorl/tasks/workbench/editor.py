@@ -9,10 +9,9 @@ import posixpath
 import re
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
-from nemo_gym_prorl.tasks.sandbox import HasFiles
-from nemo_gym_prorl.tasks.workbench.interactive_tools import Ask
 from nemo_gym_prorl.tasks.workbench.observations import EditorArguments
 
 
@@ -30,37 +29,44 @@ BYTE_ORDER_MARK = "\ufeff"
 NOT_REGULAR_FILE = "is not a regular file"
 
 
+class EditorFiles(Protocol):
+    """Files of a sandbox; see :class:`.Sandbox`."""
+
+    async def read_file(self, path: str, *, limit: int) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes) -> bool: ...
+
+    async def list_folder(self, path: str) -> str: ...
+
+
 class Editor:
     """Editor of one session.
 
     Args:
         files: access to files in the sandbox.
         folder: base of relative paths.
-        ask: sends a request to the toolbox program, for listing a folder.
         limit: maximum characters of a view.
     """
 
-    def __init__(self, files: HasFiles, folder: str, ask: Ask, limit: int) -> None:
+    def __init__(self, files: EditorFiles, folder: str, limit: int) -> None:
         self._files = files
         self._folder = folder
-        self._ask = ask
         self._limit = limit
         self._undo_stack: deque[tuple[str, bytes | None]] = deque(maxlen=MAX_UNDOS)
 
-    async def call(self, arguments: EditorArguments) -> dict[str, object] | None:
-        """Execute a call. Return ``text`` for the policy, or a ``problem`` of the toolbox; ``None`` if the toolbox was
-        killed.
+    async def call(self, arguments: EditorArguments) -> str:
+        """Execute a call, and return the text for the policy.
 
         Raises:
             RolloutError: the sandbox has failed.
-            OSError: the machine has failed. Errors of the file become ``text``.
+            OSError: the machine has failed. Errors of the file become text.
         """
         path = posixpath.join(self._folder, arguments.path)
         try:
-            return {"text": await self._edit(arguments, path)}
+            return await self._edit(arguments, path)
         except IsADirectoryError:
             if arguments.command == "view":
-                return await self._ask({"op": "entries", "path": path}, 0.0)
+                return await self._files.list_folder(path)
             reason = NOT_REGULAR_FILE
         except ValueError as error:
             reason = str(error)
@@ -68,7 +74,7 @@ class Editor:
             if error.errno in MACHINE_ERRNOS:
                 raise
             reason = _ERRNO_REASONS.get(error.errno or 0) or error.strerror or str(error)
-        return {"text": f"Error: {arguments.path}: {reason}"}
+        return f"Error: {arguments.path}: {reason}"
 
     async def _edit(self, arguments: EditorArguments, path: str) -> str:
         if "\0" in path:

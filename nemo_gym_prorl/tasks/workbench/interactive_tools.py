@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tools ``bash`` and ``python``: persistent sessions, or one process per call where the provider has no sessions.
+"""Tools ``bash`` and ``python``: persistent sessions. Without IPython, ``python`` is one process per call.
 
 Invariants of sessions:
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import shlex
 import signal
 from abc import ABC, abstractmethod
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox_results import CellResult, ShellResult
-from nemo_gym_prorl.tasks.sandbox import HasSessions, KernelSession, ShellSession
+from nemo_gym_prorl.tasks.sandbox import ExecResult, KernelSession, Sandbox, ShellSession
 from nemo_gym_prorl.tasks.workbench.observations import (
     FAILED,
     OK,
@@ -94,6 +95,12 @@ RequireSandbox = Callable[[object], Awaitable[Sequence[str]]]
 """Function that raises ``session_lost`` with a given reason if the sandbox has ended; returns limits newly reached."""
 
 
+class RunScript(Protocol):
+    """Function that runs a shell script in the tools' working folder."""
+
+    async def __call__(self, script: str, *, timeout_s: float) -> ExecResult: ...
+
+
 class _SessionUnavailable(Exception):
     """The session cannot be replaced although its sandbox lives; the message contains the reason."""
 
@@ -114,9 +121,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         require_sandbox: raises if the sandbox has ended.
     """
 
-    def __init__(
-        self, what: str, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox
-    ) -> None:
+    def __init__(self, what: str, sandbox: Sandbox, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
         self._what = what
         self._sandbox = sandbox
         self._folder = folder
@@ -207,18 +212,21 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         limit: maximum bytes of an observation.
         require_sandbox: raises if the sandbox has ended.
         variables: environment variables, overriding the image's.
+        user: user of the shell; ``None`` for the sandbox's own.
     """
 
     def __init__(
         self,
-        sandbox: HasSessions,
+        sandbox: Sandbox,
         folder: str,
         silence_s: float,
         limit: int,
         require_sandbox: RequireSandbox,
         variables: Mapping[str, str] | None = None,
+        user: str | int | None = None,
     ) -> None:
         super().__init__("shell", sandbox, folder, limit, require_sandbox)
+        self._user = user
         self._silence_s = silence_s
         self._variables = SHELL_VARIABLES | dict(variables or {})
         self._seen = ""
@@ -327,7 +335,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         return Output(text[len(seen) :])
 
     async def _open(self) -> ShellSession:
-        return await self._sandbox.shell(env=self._variables)
+        return await self._sandbox.shell(env=self._variables, user=self._user)
 
     async def _enter(self, session: ShellSession) -> None:
         self._seen, self._code = "", 0
@@ -351,7 +359,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
 class Python(_InteractiveTool[KernelSession, PythonArguments]):
     """Tool ``python`` as a persistent IPython kernel; arguments as of :class:`_InteractiveTool`."""
 
-    def __init__(self, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
+    def __init__(self, sandbox: Sandbox, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
         super().__init__("kernel", sandbox, folder, limit, require_sandbox)
 
     def resume(self, lost: Sequence[str]) -> None:
@@ -395,49 +403,39 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
         await session.run(_KERNEL_SETUP.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)
 
 
-Ask = Callable[[Mapping[str, Any], float], Awaitable[dict[str, Any] | None]]
-"""Function that sends a request to the toolbox program, with a time limit in seconds; ``None`` after a kill."""
-
-
-class StatelessTools:
-    """Tools ``bash`` and ``python`` with a new process for each call.
+class StatelessPython:
+    """Tool ``python`` with a new process for each call, for images without IPython.
 
     Args:
-        ask: sends a request to the toolbox program.
+        run_script: runs a shell script in the working folder.
         limit: maximum bytes of an observation.
+        require_sandbox: raises if the sandbox has ended.
     """
 
-    def __init__(self, ask: Ask, limit: int) -> None:
-        self._ask = ask
+    begun = False
+
+    def __init__(self, run_script: RunScript, limit: int, require_sandbox: RequireSandbox) -> None:
+        self._run_script = run_script
         self._limit = limit
+        self._require_sandbox = require_sandbox
 
-    async def bash(self, arguments: BashArguments, timeout_s: float) -> str:
-        if arguments.restart:
-            return self._observation(Output(), restarted("shell"))
-        if arguments.command is None:
-            return error_text("no command is running that could take input.", limit=self._limit)
-        return await self._run(["bash", "-c", arguments.command], "", timeout_s, exit_code)
-
-    async def python(self, arguments: PythonArguments, timeout_s: float) -> str:
+    async def call(self, arguments: PythonArguments, timeout_s: float) -> str:
         if arguments.code is None:
-            return self._observation(Output(), restarted("kernel"))
-        return await self._run(["python3", "-"], arguments.code, timeout_s, lambda code: FAILED if code else OK)
+            return self._observation("", restarted("kernel"))
+        end = secrets.token_hex(8)
+        script = f"exec python3 - 2>&1 <<'{end}'\n{arguments.code}\n{end}\n"
+        done = await self._run_script(script, timeout_s=timeout_s)
+        if done.error_type == "sandbox":
+            await self._require_sandbox(done.stderr)
+            return error_text(done.stderr or "the process could not start.", limit=self._limit)
+        status = FAILED if done.return_code else OK
+        return self._observation(done.stdout or "", status if done.error_type is None else timed_out(timeout_s))
 
-    async def _run(self, argv: list[str], stdin: str, timeout_s: float, status: Callable[[int], str]) -> str:
-        request = {"op": "run", "argv": argv, "stdin": stdin, "timeout_s": timeout_s, "limit": self._limit}
-        match await self._ask(request, timeout_s):
-            case None:
-                reason = "the command killed the process that reports on it; its output is lost."
-            case {"timed_out": True, "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
-                return self._observation(Output(head, max(0, omitted), tail), timed_out(timeout_s))
-            case {"exit_code": int(code), "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
-                # Shell convention: 128 + N after signal N.
-                return self._observation(
-                    Output(head, max(0, omitted), tail), status(code if code >= 0 else 128 - code)
-                )
-            case answer:
-                reason = str(answer.get("problem", "another process answered in place of the command."))
-        return error_text(reason, limit=self._limit)
+    def resume(self, lost: Sequence[str]) -> None:
+        """Do nothing, since no state can be lost."""
 
-    def _observation(self, output: Output, status: str) -> str:
-        return observation(output, status, [ONLY_FILES_KEPT], limit=self._limit)
+    async def close(self) -> None:
+        """Do nothing, since no process is left."""
+
+    def _observation(self, text: str, status: str) -> str:
+        return observation(Output(text), status, [ONLY_FILES_KEPT], limit=self._limit)

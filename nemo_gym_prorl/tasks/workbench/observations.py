@@ -119,7 +119,7 @@ def _usage(tool: str, model: type[Arguments]) -> str:
 
 
 ONLY_FILES_KEPT = "only files are kept for the next call"
-"""Note for sandboxes without persistent sessions."""
+"""Note for images without IPython, whose ``python`` keeps nothing."""
 
 OK = "ok"
 FAILED = "error"

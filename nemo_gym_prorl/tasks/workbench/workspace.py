@@ -6,43 +6,32 @@ A failure caused by the agent's command is an observation. The end of the sandbo
 with ``session_lost``. An agent can kill the process that reports to the server, so both failures look alike: after a
 call without a reply, the sandbox is probed before the failure is attributed.
 
-``bash`` and ``python`` are persistent sessions where the sandbox has them, else one process per call
-(:mod:`.interactive_tools`).
-
-Files are accessed through the provider if the sandbox is a :class:`.HasFiles`, else through a program in the sandbox
-(:class:`ToolboxFiles`). The agent can forge replies of the program, so replies are untrusted and never blame the
-machine. The provider's upload and download are not used: in a folder shared with the host, both would follow the
-agent's symlinks on the *host*.
+``bash`` and ``python`` are persistent sessions (:mod:`.interactive_tools`). The provider accesses files with the
+rights of the sandbox's user, so no link of the agent leads out of the sandbox.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
-import json
-import os
 import posixpath
-import secrets
 import shlex
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, HasFiles, HasHealthCheck, HasSessions, Sandbox
-from nemo_gym_prorl.tasks.task import ExtractedFile
+from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
+from nemo_gym_prorl.tasks.task import ExtractedFile, FurtherTool
 from nemo_gym_prorl.tasks.workbench.editor import Editor
 from nemo_gym_prorl.tasks.workbench.interactive_tools import (
     ANSWER_MARGIN_S,
     SHELL_VARIABLES,
-    Ask,
     Bash,
     Python,
-    StatelessTools,
+    StatelessPython,
 )
 from nemo_gym_prorl.tasks.workbench.observations import (
     TOOLS,
@@ -58,61 +47,6 @@ from nemo_gym_prorl.tasks.workbench.observations import (
 )
 
 
-READ_BYTES = 256 << 10
-"""Bytes that one toolbox request reads: providers limit a command's output."""
-
-WRITTEN_BYTES = 48 << 10
-"""Bytes that one toolbox request writes: the kernel limits an argument to 128 KiB."""
-
-
-class ToolboxUnavailable(OSError):
-    """The toolbox program was killed, or another process forged the program's reply."""
-
-
-class ToolboxFiles:
-    """File access through the toolbox program; a :class:`~nemo_gym_prorl.tasks.sandbox.HasFiles`.
-
-    Args:
-        ask: sends a request to the toolbox program.
-    """
-
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-
-    async def read_file(self, path: str, *, limit: int) -> bytes:
-        content = bytearray()
-        while len(content) <= limit:
-            request = {"op": "read", "path": path, "from": len(content), "size": READ_BYTES}
-            answer = await self._asked(request)
-            try:
-                part = base64.b64decode(str(answer["content"]), validate=True)
-            except (KeyError, ValueError) as error:
-                raise ToolboxUnavailable("another process answered in place of the reader") from error
-            content += part
-            if len(part) < READ_BYTES:
-                break
-        if len(content) > limit:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        return bytes(content)
-
-    async def write_file(self, path: str, data: bytes) -> bool:
-        existed = []
-        for at in range(0, max(1, len(data)), WRITTEN_BYTES):
-            content = base64.b64encode(data[at : at + WRITTEN_BYTES]).decode()
-            answer = await self._asked({"op": "write", "path": path, "content": content, "more": at > 0})
-            existed.append(answer.get("existed") is True)
-        return existed[0]
-
-    async def _asked(self, request: dict[str, object]) -> dict[str, object]:
-        answer = await self._ask(request, 0.0)
-        if answer is None:
-            raise ToolboxUnavailable("the program that accesses the sandbox's files was killed")
-        if "problem" in answer:
-            number, said = answer.get("errno"), str(answer["problem"])
-            raise OSError(said) if number in MACHINE_ERRNOS else OSError(number, said)
-        return answer
-
-
 PROBE_TIMEOUT_S = 30.0
 """Maximum seconds until the reply to a liveness probe, on a loaded machine."""
 
@@ -120,9 +54,8 @@ PROBES = 4
 PROBE_PAUSE_S = 0.3
 """Maximum probes of a silent sandbox, and the pause between probes: a provider may notice the end late."""
 
-MAX_COUNT = 10**15
-MAX_SIGNALS = 128
-"""Bounds of numbers in untrusted replies: byte counts, and the signal that ended a command (negative)."""
+MAX_ENTRIES = 500
+"""Maximum names in a folder's listing, to bound the observation."""
 
 MAX_REASON_CHARS = 500
 """Maximum characters of an error message about an extracted file."""
@@ -157,10 +90,6 @@ class ToolLimits:
     max_timeout_s: float = 120.0
     silence_s: float = 10.0
     output_bytes: int = 16_000
-
-
-class _FileUnavailable(Exception):
-    """The file cannot be extracted; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +136,7 @@ class Workspace:
         limits: limits of tool calls.
         installed: programs of the image.
         submitted: observation of ``submit``.
+        further: further tools by name.
     """
 
     def __init__(
@@ -216,35 +146,39 @@ class Workspace:
         limits: ToolLimits,
         installed: InstalledPrograms = InstalledPrograms(),
         submitted: str = SUBMITTED,
+        further: Mapping[str, FurtherTool] = MappingProxyType({}),
     ) -> None:
         self.sandbox = sandbox
         self.over = False
         self._call_stats = ToolCallStats()
         self._limits = limits
         self._submitted = submitted
-        self._stateless_tools = StatelessTools(self._ask, limits.output_bytes)
-        self._files = sandbox if isinstance(sandbox, HasFiles) else ToolboxFiles(self._ask)
+        self._further = further
         self._has_kernel = installed.kernel
         self._limits_told = 0
         self.work_in(folder)
 
-    def work_in(self, folder: str, variables: Mapping[str, str] | None = None) -> None:
+    def work_in(
+        self, folder: str, variables: Mapping[str, str] | None = None, *, user: str | int | None = None
+    ) -> None:
         """Set the tools' initial working folder, before the first call.
 
         Args:
             folder: absolute path in the sandbox.
             variables: environment variables of the shell, overriding the image's.
+            user: user that runs commands and owns new files; ``None`` for the sandbox's own.
         """
         limit, sandbox = self._limits.output_bytes, self.sandbox
         self.folder = folder
+        self._user = user
         self._variables = {**SHELL_VARIABLES, **(variables or {})}
-        self._editor = Editor(self._files, folder, self._ask, limit)
-        self._bash: Bash | None = None
-        self._python: Python | None = None
-        if isinstance(sandbox, HasSessions):
-            self._bash = Bash(sandbox, folder, self._limits.silence_s, limit, self._require_sandbox, variables)
-            if self._has_kernel:
-                self._python = Python(sandbox, folder, limit, self._require_sandbox)
+        self._editor = Editor(self, folder, limit)
+        self._bash = Bash(sandbox, folder, self._limits.silence_s, limit, self._require_sandbox, variables, user)
+        self._python: Python | StatelessPython = (
+            Python(sandbox, folder, limit, self._require_sandbox)
+            if self._has_kernel
+            else StatelessPython(self.run_script, limit, self._require_sandbox)
+        )
 
     async def write(self, contents: Mapping[str, str | bytes]) -> None:
         """Write files by path; relative paths are relative to the working folder.
@@ -255,7 +189,7 @@ class Workspace:
         try:
             for name, content in contents.items():
                 data = content if isinstance(content, bytes) else content.encode()
-                await self._files.write_file(posixpath.join(self.folder, name), data)
+                await self.write_file(posixpath.join(self.folder, name), data)
         except OSError as error:
             raise InfrastructureError(f"could not set up the workspace: {error}") from error
 
@@ -264,14 +198,13 @@ class Workspace:
         folder = shlex.quote(self.folder)
         exports = (f"export {name}={shlex.quote(value)}" for name, value in self._variables.items())
         begin = f"mkdir -p -- {folder} && cd -- {folder} || exit 126"
-        return await self.sandbox.exec("\n".join([begin, *exports, script]), cwd="/", timeout_s=timeout_s)
+        script = "\n".join([begin, *exports, script])
+        return await self.sandbox.exec(script, cwd="/", timeout_s=timeout_s, user=self._user)
 
     async def close(self) -> None:
         """Close shell and kernel, preferably after the end of the sandbox, which is cheaper."""
-        for tool in (self._bash, self._python):
-            if tool is not None:
-                await tool.close()
-        self._bash = self._python = None
+        await self._bash.close()
+        await self._python.close()
 
     async def call(self, tool: str, arguments: object) -> str:
         """Execute a call of one of :data:`.observations.TOOLS`; see :meth:`.task.OpenTools.call`."""
@@ -291,50 +224,38 @@ class Workspace:
         return self._call_stats.as_json()
 
     async def start_sessions(self, offered: Collection[str]) -> None:
-        if self._bash is not None and "bash" in offered:
+        if "bash" in offered:
             await self._bash.start()
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
-        saved: dict[str, Any] = {"tally": self.tool_use(), "over": self.over}
-        lost: list[str] = []
-        if self._bash is not None:
-            saved["shell"] = await self._bash.save()
-            lost += ["shell"] if saved["shell"] is None else []
-        if self._python is not None and self._python.begun:
-            lost.append("kernel")
-        return saved, lost
+        shell = await self._bash.save()
+        lost = [*(["shell"] if shell is None else []), *(["kernel"] if self._python.begun else [])]
+        return {"tally": self.tool_use(), "over": self.over, "shell": shell}, lost
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
         self._call_stats.resume(saved["tally"])
         self.over = saved["over"]
-        if self._bash is not None:
-            self._bash.resume(saved.get("shell"), lost)
-        if self._python is not None:
-            self._python.resume(lost)
+        self._bash.resume(saved["shell"], lost)
+        self._python.resume(lost)
 
     async def _call(self, tool: str, arguments: object) -> str:
+        if (further := self._further.get(tool)) is not None:
+            return await further.call(arguments)
         limit = self._limits.output_bytes
         try:
             parsed = parse_arguments(tool, TOOLS[tool], arguments)
         except BadArguments as error:
             return str(Output(str(error)).within(limit))
         if isinstance(parsed, EditorArguments):
-            answer = await self._edit(parsed)
-            if answer is None:
-                return error_text("the editor was killed before it answered.", limit=limit)
-            if isinstance(text := answer.get("text"), str):
-                return str(Output(text).within(limit))
-            return error_text(answer.get("problem") or "another process answered in place of the editor.", limit=limit)
+            try:
+                return str(Output(await self._bounded(self._editor.call(parsed))).within(limit))
+            except OSError as error:
+                raise_if_machine_error(error)
+                raise
         if isinstance(parsed, BashArguments):
-            timeout_s = self._timeout(parsed.timeout_s)
-            if self._bash is None:
-                return await self._stateless_tools.bash(parsed, timeout_s)
-            return await self._bash.call(parsed, timeout_s)
+            return await self._bash.call(parsed, self._timeout(parsed.timeout_s))
         if isinstance(parsed, PythonArguments):
-            timeout_s = self._timeout(parsed.timeout_s)
-            if self._python is None:
-                return await self._stateless_tools.python(parsed, timeout_s)
-            return await self._python.call(parsed, timeout_s)
+            return await self._python.call(parsed, self._timeout(parsed.timeout_s))
         assert isinstance(parsed, SubmitArguments)
         self.over = True
         return self._submitted
@@ -351,28 +272,35 @@ class Workspace:
             InfrastructureError: ``session_lost``: the sandbox has ended.
         """
         try:
-            content = await self._read(path, limit)
-        except _FileUnavailable as error:
-            return ExtractedFile(None, f"{path} {error}"[:MAX_REASON_CHARS])
-        return ExtractedFile(content)
-
-    async def _read(self, path: str, limit: int) -> bytes:
-        try:
-            return await self._bounded(self._files.read_file(posixpath.join(self.folder, path), limit=limit))
-        except ToolboxUnavailable as error:
-            raise _FileUnavailable(f"could not be read: {error}") from error
+            return ExtractedFile(await self._bounded(self.read_file(posixpath.join(self.folder, path), limit=limit)))
         except OSError as error:
+            raise_if_machine_error(error)
+            reason = _UNREADABLE.get(error.errno or 0, "does not exist")
             if error.errno == errno.EFBIG:
-                raise _FileUnavailable(f"is longer than {limit} bytes") from error
-            raise_if_machine_error(error)
-            raise _FileUnavailable(_UNREADABLE.get(error.errno or 0, "does not exist")) from error
+                reason = f"is longer than {limit} bytes"
+            return ExtractedFile(None, f"{path} {reason}"[:MAX_REASON_CHARS])
 
-    async def _edit(self, arguments: EditorArguments) -> dict[str, Any] | None:
-        try:
-            return await self._bounded(self._editor.call(arguments))
-        except OSError as error:
-            raise_if_machine_error(error)
-            raise
+    async def read_file(self, path: str, *, limit: int) -> bytes:
+        return await self.sandbox.read_file(path, limit=limit)
+
+    async def write_file(self, path: str, data: bytes) -> bool:
+        existed = await self.sandbox.write_file(path, data)
+        if self._user is not None and not existed:
+            await self.sandbox.exec(f"chown -h -- {shlex.quote(str(self._user))} {shlex.quote(path)}")
+        return existed
+
+    async def list_folder(self, path: str) -> str:
+        """Return the sorted names in a folder, one a line and with a slash after folders; or why this failed."""
+        command = f"cd -- {shlex.quote(path)} && LC_ALL=C ls -1ApL"
+        listed = await self.sandbox.exec(command, cwd="/", timeout_s=ANSWER_MARGIN_S, user=self._user)
+        if listed.error_type is not None:
+            await self._require_sandbox(listed.stderr)
+        names = sorted((listed.stdout or "").splitlines())
+        if listed.return_code and not names:
+            return f"Error: {(listed.stderr or '').strip() or 'the folder cannot be listed'}"
+        if len(names) > MAX_ENTRIES:
+            names[MAX_ENTRIES:] = [f"[... {len(names) - MAX_ENTRIES} more ...]"]
+        return "\n".join(names) or "[empty folder]"
 
     async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run a file operation within a time limit; raise ``session_lost`` after a timeout or the sandbox's end."""
@@ -391,34 +319,14 @@ class Workspace:
     def _timeout(self, asked: float | None) -> float:
         return min(asked or self._limits.timeout_s, self._limits.max_timeout_s)
 
-    async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Return the toolbox program's reply to a request; ``None`` if a live sandbox sends no valid reply."""
-        mark = secrets.token_hex(8)
-        text = json.dumps({"mark": mark, "cwd": self.folder} | dict(request))
-        encoded = base64.b64encode(text.encode()).decode()
-        command = f"exec python3 -I -c {shlex.quote(_toolbox_source())} {encoded}"
-        failure = "no answer"
-        try:
-            result = await self.sandbox.exec(command, cwd="/", timeout_s=timeout_s + ANSWER_MARGIN_S)
-        except (RuntimeError, OSError) as error:
-            failure = str(error)
-        else:
-            for line in (result.stdout or "").splitlines():
-                if line.startswith(mark):
-                    return _parsed(line.removeprefix(mark))
-            failure = (result.stderr or "").strip() or f"exit code {result.return_code}"
-        await self._require_sandbox(failure)
-        return None
-
     async def _require_sandbox(self, reason: object) -> Sequence[str]:
         """Check that the sandbox lives; return the latest limit reached since the previous check, if any."""
         if not await is_alive(self.sandbox):
             message = f"the sandbox has ended: {reason}" if reason else "the sandbox has ended"
             raise InfrastructureError(message[:600], kind=FailureKind.SESSION_LOST)
         met: Sequence[str] = ()
-        if isinstance(self.sandbox, HasHealthCheck):
-            with suppress(RolloutError):  # the next use of the sandbox reports the error
-                met = await self.sandbox.check()
+        with suppress(RolloutError):  # the next use of the sandbox reports the error
+            met = await self.sandbox.check()
         told, self._limits_told = self._limits_told, max(self._limits_told, len(met))
         return met[told:][-1:]
 
@@ -457,23 +365,3 @@ async def is_alive(sandbox: Sandbox) -> bool:
             return False
         await asyncio.sleep(PROBE_PAUSE_S)
     return True
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    """Parse an untrusted toolbox reply; keep texts and bounded integers only. ``None`` if malformed."""
-    try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(answer, dict):
-        return None
-    return {
-        name: value
-        for name, value in answer.items()
-        if isinstance(value, str) or (isinstance(value, int) and -MAX_SIGNALS < value < MAX_COUNT)
-    }
-
-
-@cache
-def _toolbox_source() -> str:
-    return files("nemo_gym_prorl.tasks.workbench").joinpath("toolbox.py").read_text(encoding="utf-8")
