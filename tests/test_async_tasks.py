@@ -3,12 +3,10 @@
 """Background loops: every loop of the package survives an exception, and health checks tell of the exception."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -26,8 +24,6 @@ from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.rollout.storage.journal import Journal
-from nemo_gym_prorl.sandbox.supervisor import server as supervisor_server
-from nemo_gym_prorl.sandbox.supervisor.server import Supervisor
 from nemo_gym_prorl.servers import task_server as task_server_module
 from nemo_gym_prorl.tasks.sessions import Sessions
 from tests.fleet.fleets import Changing, service
@@ -96,20 +92,6 @@ async def journal(folder: Path) -> AsyncIterator[str]:
     assert "journal" not in {thread.name for thread in threading.enumerate()}
 
 
-@asynccontextmanager
-async def supervisor(folder: Path) -> AsyncIterator[str]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(folder / "socket"))
-        listener.listen()
-        listener.setblocking(False)
-        server = SimpleNamespace(_listener=listener)
-        task = PROCESS_LOOPS.start("accept", lambda: Supervisor._accept(server, 0))  # type: ignore[arg-type]
-        async with serve(bare()) as url:
-            yield url
-        task.cancel()
-        await asyncio.wait([task])
-
-
 type Case = tuple[str, Any, str, Callable[[Path], AbstractAsyncContextManager[str]]]
 
 CASES: list[Case] = [
@@ -117,7 +99,6 @@ CASES: list[Case] = [
     ("node-survey", RolloutClient, "status", front),
     ("session-sweeper", Sessions, "sweep", task_server),
     ("journal", Journal, "_take", journal),
-    ("accept", supervisor_server, "ready", supervisor),
 ]
 
 

@@ -10,15 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import jinja2
-import orjson
 import pytest
 
 import benchmarks
 from benchmarks import plots, processes, report
 from benchmarks.report import Row
-from benchmarks.stack_engine import TASK, ScriptedEngine
-from benchmarks.stand_in_engine import TEMPLATE, make_model
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py")))
@@ -94,29 +90,3 @@ def test_cpu_of_a_process_is_also_that_of_what_it_started(program: str) -> None:
             time.sleep(0.05)
         assert 0.2 <= processes.core_seconds(burning.pid) < 0.6
         burning.kill()
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> ScriptedEngine:
-    return ScriptedEngine(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-async def test_a_scripted_rollout_calls_its_tool_in_each_turn_and_then_answers(
-    scripted: ScriptedEngine, route: str
-) -> None:
-    scripted.answer("/script", orjson.dumps({"turns": 2, "command": "echo 1"}))
-    tokens = scripted.tokenizer.encode
-    messages = [{"role": "user", "content": f"{TASK % 7} Count."}]
-    said = []
-    for turn in range(3):
-        text = jinja2.Environment().from_string(TEMPLATE).render(messages=messages, tools=[{}])
-        prompt = tokens(f"{text}<|im_start|>assistant\n", add_special_tokens=False).ids
-        body = {"prompt": prompt} if route == "/v1/completions" else {"messages": messages}
-        status, content, _ = scripted.answer(route, orjson.dumps(body))
-        assert status == 200
-        said.append(b"echo 1" in content)
-        call = {"function": {"name": "bash", "arguments": {"command": "echo 1"}}}
-        messages += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": f"{turn}"}]
-    assert said == [True, True, False]
-    assert [entry[:2] for entry in orjson.loads(scripted.answer("/log", b"")[1])] == [[0, 0], [0, 1], [0, 2]]

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Iterator
@@ -33,7 +32,6 @@ from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME, ScriptTurn, parse_script
-from nemo_gym_prorl.rollout.api.client import RolloutClient
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
@@ -74,6 +72,7 @@ NOT_RUN = {
     "prorl harness": "needs the npm registry; tests/harness builds packages of the disk",
     "prorl data": "needs a dataset's file; tests/tasks/test_conversion.py runs it",
     "prorl serve": "starts Ray and containers; its own tests run it",
+    "prorl tail": "goes on until it is interrupted; tests/cli/test_commands.py runs it",
     "prorl scripted": "listens on a port that may be taken; its own tests run it",
 }
 """Commands that are not run here, and why. They are parsed: each option must exist."""
@@ -83,10 +82,6 @@ NEW_ENVIRONMENTS = ("adder", "my_environment")
 
 WITH_SANDBOXES = ("resources_servers/prorl_", "code.jsonl")
 """Rows and results of environments that need sandboxes, which the small service does not serve."""
-
-
-ENDLESS = {"prorl tail"}
-"""Commands that go on until they are interrupted."""
 
 PYTHON_NOT_RUN = {
     "docs/train-nemo-rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
@@ -257,23 +252,6 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return made
 
 
-async def until_interrupted(words: list[str], env: dict[str, str], folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Run an endless command until it has said something."""
-    process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=env, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        first = asyncio.create_task(process.stdout.readline())
-        async with asyncio.timeout(60), RolloutClient(env["PRORL_URL"]) as client:
-            while not first.done():
-                await client.wait((await client.submit(rows[0])).id)
-                await asyncio.sleep(0.2)
-        assert first.result().strip()
-    finally:
-        process.send_signal(signal.SIGINT)
-        await process.communicate()
-    assert process.returncode == 130
-
-
 @pytest.mark.parametrize("file", ["alerts.yaml", "grafana.json"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_metric_that_is_watched_is_told(
@@ -312,9 +290,6 @@ async def test_shell(
         if reason_not_to_run(words):
             continue
         ran += 1
-        if " ".join(words[:2]) in ENDLESS:
-            await until_interrupted(words, env, tmp_path, rows)
-            continue
         if words[0] == "prorl":
             code, said = await prorl(*words[1:], url=url, COLUMNS="80")
             assert code == 0, (shlex.join(words), said)

@@ -158,16 +158,3 @@ def test_no_notation_of_an_address_changes_the_decision(address: IPv4Address) ->
             passed = not rules.refusal(host, 80) and rules.allow_address(host, literal, own=False)
             decisions.add(passed)
         assert len(decisions) == 1, written
-
-
-LABELS = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
-NAMES = st.lists(LABELS, min_size=2, max_size=4).map(".".join).filter(lambda name: literal_address(name) is None)
-
-
-@given(st.lists(NAMES, min_size=1, max_size=3), NAMES)
-def test_a_list_allows_what_it_names(names: list[str], other: str) -> None:
-    rules = EgressRules.of([*names, *(f"*.{name}" for name in names)])
-    for name in names:
-        assert rules.refusal(name, 443) == rules.refusal(f"a.{name}", 443) == ""
-    below = any(other == name or other.endswith(f".{name}") for name in names)
-    assert (rules.refusal(other, 443) == "") is below

@@ -113,12 +113,9 @@ def test_a_problem_quotes_what_is_no_text() -> None:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ({"input": 5}, "input: Input should be a valid string; input: Input should be a valid list"),
         ({"input": [{"role": "user"}]}, "input.0.content: Field required"),
         ({"input": [{"role": "us", "content": "x"}]}, "input.0.role: Input should be 'user', 'assistant', 'system'"),
-        ({"input": "x", "tools": [{"type": "function"}]}, "tools.0.name: Field required; tools.0.parameters: Field"),
         ({"input": "x", "tools": [{"type": "func", "name": "x"}]}, "tools.0.parameters: Field required; "),
-        ({"input": "x", "tools": {}}, "tools: Input should be a valid list"),
         ({"input": "x", "tool_choice": "often"}, "tool_choice: Input should be 'none', 'auto' or 'required'; tool_"),
         ({"input": "x", "Aa": 1, "Bb": 1}, "Aa: Extra inputs are not permitted; Bb: Extra inputs are not permitted"),
     ],

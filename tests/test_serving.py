@@ -1,38 +1,46 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What our servers share: keys, where they may listen, routes in front of an application, their end."""
+"""What our servers share: keys, where they may listen, routes in front of an application, their end, open files."""
 
 import asyncio
+import errno
+import os
+import resource
+import subprocess
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import aiohttp
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin, Stage, classify
 from nemo_gym_prorl.http.applications import DirectRoutes, served, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.keys import authorization
 from nemo_gym_prorl.http.problems import ProblemError
+from nemo_gym_prorl.http.server_process import descriptor_exhaustion, open_files_needed
 from tests.rollout.serving import serve
 
 
-@pytest.mark.parametrize("host", [None, "localhost", "127.8.9.10", "::1"])
-def test_loopback_needs_no_key(host: str | None) -> None:
-    check_exposure(host, None)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.0.0.1.example.org"])
-def test_what_others_can_reach_needs_a_key(host: str) -> None:
-    with pytest.raises(CallerError, match="control_token: the server would listen on"):
-        check_exposure(host, None)
-    check_exposure(host, "s3cret")
-
-
-@pytest.mark.parametrize("key", ["", "schlüssel"])
-def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
-    with pytest.raises(CallerError, match="control_token"):
-        check_exposure("127.0.0.1", key)
+@pytest.mark.parametrize(
+    ("hosts", "key", "refusal"),
+    [
+        ((None, "localhost", "127.8.9.10", "::1"), None, None),
+        (("0.0.0.0", "::", "127.0.0.1.example.org"), None, "control_token: the server would listen on"),
+        (("0.0.0.0", "::", "127.0.0.1.example.org"), "s3cret", None),
+        (("127.0.0.1",), "", "control_token"),
+        (("127.0.0.1",), "schlüssel", "control_token"),
+    ],
+    ids=["loopback", "reachable", "reachable with a key", "an empty key", "a key that no header carries"],
+)
+def test_what_others_can_reach_needs_a_key(
+    hosts: tuple[str | None, ...], key: str | None, refusal: str | None
+) -> None:
+    for host in hosts:
+        with pytest.raises(CallerError, match=refusal) if refusal else nullcontext():
+            check_exposure(host, key)
 
 
 async def test_every_route_but_the_pulse_needs_the_key() -> None:
@@ -131,3 +139,23 @@ async def test_the_end_cancels_what_waits_without_a_word(
         await asyncio.gather(request, return_exceptions=True)
     said = capsys.readouterr().err
     assert printed in said if printed else said == "", said
+
+
+def test_a_server_raises_its_soft_limit_to_the_hard_one() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))\n"
+        "from nemo_gym_prorl.http import server_process as o\n"
+        "print(o.raise_open_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["200", "(200,", "200)"]
+    assert open_files_needed(1000) > 4000
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_our_own_want_of_descriptors_is_named_as_such(number: int) -> None:
+    failure = classify(OSError(number, os.strerror(number)), Stage.INIT)
+    assert failure.kind is FailureKind.PROVIDER_QUOTA_EXHAUSTED
+    assert failure.origin is Origin.INFRASTRUCTURE
+    assert "ulimit -n" in failure.reason
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert str(limit) in descriptor_exhaustion().reason

@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -44,34 +43,20 @@ def instance(server_type: str, implementation: str, **settings: Any) -> dict[str
 
 
 def url_of(block: dict[str, Any]) -> str:
-    """Base URL of an instance's block."""
     [implementations] = block.values()
     [server] = implementations.values()
     return f"http://{server['host']}:{server['port']}"
 
 
 @contextlib.asynccontextmanager
-async def hosting(
-    config: dict[str, Any], *names: str, files: tuple[int, int] | None = None, cwd: Path = ROOT
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that serves instances of ``config``; killed on leaving.
-
-    Args:
-        config: all instances.
-        names: those that it serves; default: every one.
-        files: its soft and hard limit of open files; default: those of this process.
-        cwd: where it runs; some agents write there.
-    """
+async def hosting(config: dict[str, Any], *names: str, cwd: Path = ROOT) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a process in ``cwd`` that serves the named instances of ``config`` (default: all), killed on leaving."""
     merged = {**config, "head_server": {"host": "127.0.0.1", "port": 1}, "dry_run": False}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"NEMO_GYM_CONFIG_DICT": json.dumps(merged), "PYTHONPATH": paths}
-    ulimit = f"ulimit -Sn {files[0]} && ulimit -Hn {files[1]} && " if files else ""
-    command = f'{ulimit}exec "$@"'
     served = names or tuple(config)
     process = await asyncio.create_subprocess_exec(
-        *("sh", "-c", command, "sh", sys.executable, "-m", "tests.agent.gym_host", *served),
-        env=env,
-        cwd=cwd,
+        sys.executable, "-m", "tests.agent.gym_host", *served, env=env, cwd=cwd
     )
     try:
         async with asyncio.timeout(180), aiohttp.ClientSession() as http:
@@ -116,7 +101,6 @@ def applications(config: Any, names: Sequence[str]) -> Iterator[tuple[FastAPI, A
 
 
 async def serve(names: list[str]) -> None:
-    """Serve instances of what the environment describes."""
     from nemo_gym.global_config import get_global_config_dict
 
     running = []

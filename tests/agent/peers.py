@@ -19,6 +19,9 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
+from nemo_gym_prorl.agent.agent_service import AgentService
+from nemo_gym_prorl.agent.gym_environments import ServiceConfig
+from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.servers.agent_server import ProRLAgent, ProRLAgentConfig
 from tests.rollout.serving import serve
 
@@ -74,10 +77,9 @@ class Peer:
 
 @dataclass
 class Environment(Peer):
-    """Fake resources server; ``closes``: whether the server has Gym 0.7's ``/close_session``."""
+    """Fake resources server."""
 
     seeded: dict[str, Any] = field(default_factory=lambda: {"release_path": "/give_back"})
-    closes: bool = True
     seeds: int = 0
     closed: int = 0
 
@@ -87,8 +89,6 @@ class Environment(Peer):
             response = JSONResponse(self.seeded)
             response.set_cookie("session", str(self.seeds))
             return response
-        if path == "/close_session" and not self.closes:
-            return Response(status_code=404)
         if path == "/close_session":
             self.closed += 1
         if path == "/verify":
@@ -107,8 +107,6 @@ class Policy(Peer):
     mixture: bool = False
     calls_at_once: int = 1
     taken: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    in_flight: int = 0
-    most_in_flight: int = 0
     turn_s: float = 0.0
     says: Callable[[str], str] = lambda rollout: "three"
 
@@ -120,12 +118,7 @@ class Policy(Peer):
         return {}
 
     async def _turn(self, rollout: str) -> Any:
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        try:
-            await asyncio.sleep(self.turn_s)
-        finally:
-            self.in_flight -= 1
+        await asyncio.sleep(self.turn_s)
         number = self.taken[rollout]
         self.taken[rollout] += 1
         last = number + 1 == self.turns
@@ -199,7 +192,6 @@ class Hasty(ProRLAgentConfig):
 
 
 def reference(name: str) -> dict[str, str]:
-    """Gym's reference to a resources server."""
     return {"type": "resources_servers", "name": name}
 
 
@@ -276,7 +268,23 @@ async def deployment(
         yield Deployment(url, policy_url, environment, policy, http)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+@asynccontextmanager
+async def agent_service(
+    config: ServiceConfig, servers: dict[str, Any], model: str
+) -> AsyncIterator[tuple[AgentService, str]]:
+    """Run the agent's service, without Gym's server around it, over these servers; yield it and its URL."""
+    service, app = AgentService(config, OmegaConf.create(servers), model=model), FastAPI()
+    app.include_router(service.router())
+    app.add_api_route("/run", service.run, methods=["POST"])
+    add_problem_handlers(app)
+    async with serve(app) as url:
+        try:
+            yield service, url
+        finally:
+            await service.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that happens behind a rollout's back."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -8,8 +8,21 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.agent import tool_loop
-from nemo_gym_prorl.agent.gym_http import Address, addresses
-from tests.agent.peers import COLLECTED, ROW, Environment, Policy, deployment, once, reference, status, until
+from tests.agent.gym_host import free_port
+from tests.agent.peers import (
+    COLLECTED,
+    ROW,
+    Deployment,
+    Environment,
+    Policy,
+    address,
+    deployment,
+    once,
+    reference,
+    status,
+    until,
+)
+from tests.rollout.serving import serve
 
 
 SEED, TURN, VERIFY = "/seed_session", "/v1/responses", "/verify"
@@ -47,6 +60,11 @@ async def test_the_deployments_faults_are_tried_again_and_the_rows_are_not(
     assert "/elsewhere" not in peer.paths(), "redirects are not followed"
 
 
+async def metrics_of(at: Deployment) -> str:
+    async with at.http.get(f"{at.url}/metrics") as answer:
+        return await answer.text()
+
+
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that refuses is asked again at once, as often as ever."""
@@ -60,8 +78,7 @@ async def test_a_gateway_before_a_tool_is_no_reward(code: int, calls: int) -> No
     async with deployment(environment, max_attempts=2) as at:
         answered, problem, _ = await at.post("/run", ROW)
         told = (await at.get("/status"))["environments"]["environment"]["tool_errors"]
-        async with at.http.get(f"{at.url}/metrics") as answer:
-            metrics = await answer.text()
+        metrics = await metrics_of(at)
     assert (answered, str(code) in problem["detail"]) == (503, True)
     assert (environment.seeds, environment.counts["/count"]) == (2, 2 * calls), (
         "the rollout is done anew, with a bound"
@@ -100,10 +117,25 @@ async def test_a_connection_that_a_tool_drops_is_no_reward() -> None:
         writer.close()
 
     server = await asyncio.start_server(dropping, "127.0.0.1", 0)
-    address = {"host": "127.0.0.1", "port": server.sockets[0].getsockname()[1]}
-    async with server, deployment(elsewhere={"dropping": address}, resources_server=reference("dropping")) as at:
+    where = address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with server, deployment(elsewhere={"dropping": where}, resources_server=reference("dropping")) as at:
         done = await at.run(COLLECTED)
     assert (done["failure_kind"], done["mask_sample"]) == ("transport_peer_drop", True)
+
+
+async def test_rollouts_wait_for_a_server_that_is_down_and_lose_no_attempt() -> None:
+    """Each has one attempt, with which it gets its session."""
+    environment, port = Environment(), free_port()
+    late = address(f"http://127.0.0.1:{port}")
+    async with deployment(elsewhere={"late": late}, resources_server=reference("late"), max_attempts=1) as at:
+        runs = [asyncio.create_task(at.run(COLLECTED)) for _ in range(3)]
+        async with asyncio.timeout(60):
+            while "prorl_server_unreachable{" not in await metrics_of(at):
+                await asyncio.sleep(0.02)
+        assert not any(run.done() for run in runs)
+        async with serve(environment.app(), port):
+            await asyncio.gather(*runs)
+    assert environment.seeds == 3
 
 
 async def test_one_500_of_a_tool_is_an_observation_and_a_tool_that_gives_no_other_is_broken() -> None:
@@ -176,26 +208,10 @@ async def test_no_proxy_of_the_environment_stands_between(monkeypatch: pytest.Mo
 
 
 async def test_each_server_is_shown_its_own_key_and_no_other() -> None:
-    async with deployment(keys={"policy_model": "for-the-policy"}) as at:
-        await at.run(ROW)
-        await until(lambda: "DELETE" in {method for method, _ in at.policy.calls})
-    for peer, shown in ((at.environment, None), (at.policy, "Bearer for-the-policy")):
-        assert {headers.get("authorization") for headers in peer.headers} == {shown}
-
-
-def test_addresses_and_keys_of_a_merged_configuration() -> None:
-    def block(**settings: object) -> dict[str, object]:
-        return {"host": "127.0.0.1", "port": 7, **settings}
-
-    merged = {
-        "ours": {"resources_servers": {"prorl_code": block(control_token="a")}},
-        "model": {"responses_api_models": {"prorl_model": block(host="::1", policy={"control_token": "b"})}},
-        "theirs": {"responses_api_models": {"vllm_model": block(policy=None)}},
-        "no_server": {"host": "x"},
-        "text": "x",
-    }
-    assert addresses(merged) == {
-        "ours": Address("http://127.0.0.1:7", "a"),
-        "model": Address("http://[::1]:7", "b"),
-        "theirs": Address("http://127.0.0.1:7"),
-    }
+    for keys in ({"policy_model": "for-the-policy"}, {"environment": "for-the-environment"}):
+        async with deployment(keys=keys) as at:
+            await at.run(ROW)
+            await until(lambda at=at: "DELETE" in {method for method, _ in at.policy.calls})
+        for name, peer in (("environment", at.environment), ("policy_model", at.policy)):
+            shown = f"Bearer {keys[name]}" if name in keys else None
+            assert {headers.get("authorization") for headers in peer.headers} == {shown}

@@ -5,7 +5,6 @@
 Gym's resources servers, its ``simple_agent`` and its ``vllm_model`` run unmodified; the policy is scripted.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,17 +15,13 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from fastapi import FastAPI, Request, Response
-from omegaconf import OmegaConf
 
-from nemo_gym_prorl.agent.agent_service import AgentService
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.http.problems import add_problem_handlers
 from tests.agent.gym_host import hosting, instance, url_of
-from tests.rollout.serving import serve
+from tests.agent.peers import agent_service
 
 
 ENVIRONMENTS = ("example_session_state_mgmt", "example_multi_step", "mcqa")
@@ -58,13 +53,10 @@ def scripted(row: dict[str, Any], *turns: Any, latency_s: float = 0.0) -> dict[s
 
 
 class Stage:
-    """The running servers of a test."""
-
-    def __init__(self, config: dict[str, Any], http: aiohttp.ClientSession, host: asyncio.subprocess.Process) -> None:
-        self.config, self.http, self.host = config, http, host
+    def __init__(self, config: dict[str, Any], http: aiohttp.ClientSession) -> None:
+        self.config, self.http = config, http
 
     async def simple_agent(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Gym's own agent on a row."""
         return await self._run(url_of(self.config[f"{environment}_simple_agent"]), row)
 
     @asynccontextmanager
@@ -72,18 +64,8 @@ class Stage:
         """Our service on a real socket; yields a function that runs a row."""
         reference = {"type": "resources_servers", "name": environment}
         config = ServiceConfig(resources_server=reference, **settings)
-        service = AgentService(config, OmegaConf.create(self.config), model=model)
-        app = FastAPI()
-        app.include_router(service.router())
-        add_problem_handlers(app)
-
-        @app.post("/run")
-        async def run(request: Request) -> Response:
-            return await service.run(request)
-
-        async with serve(app) as url:
+        async with agent_service(config, self.config, model) as (_, url):
             yield lambda row: self._run(url, row)
-            await service.close()
 
     async def _run(self, url: str, row: dict[str, Any]) -> dict[str, Any]:
         async with self.http.post(f"{url}/run", json=row) as response:
@@ -114,8 +96,8 @@ async def stage() -> AsyncIterator[Stage]:
                 resources_server={"type": "resources_servers", "name": environment},
                 model_server={"type": "responses_api_models", "name": "policy_model"},
             )
-        async with hosting(config) as host, aiohttp.ClientSession() as http:
-            yield Stage(config, http, host)
+        async with hosting(config), aiohttp.ClientSession() as http:
+            yield Stage(config, http)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -186,50 +168,18 @@ def kind_of(item: dict[str, Any]) -> tuple[Any, ...]:
     return (item["type"], item.get("name"), item.get("arguments"), item.get("generation_token_ids"))
 
 
-@asynccontextmanager
-async def recording(target: str, http: aiohttp.ClientSession) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
-    """A proxy in front of a server that keeps method, path and body of each request."""
-    app = FastAPI()
-    seen: list[tuple[str, str, Any]] = []
-
-    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
-    async def forward(path: str, request: Request) -> Response:
-        body = await request.body()
-        seen.append((request.method, path, json.loads(body) if body else None))
-        headers = {key: value for key, value in request.headers.items() if key not in ("host", "content-length")}
-        async with http.request(request.method, f"{target}/{path}", data=body, headers=headers) as answer:
-            kept = {key: answer.headers[key] for key in ("X-Rollout-Tokens", "Set-Cookie") if key in answer.headers}
-            return Response(await answer.read(), answer.status, kept, "application/json")
-
-    async with serve(app) as url:
-        yield url, seen
-
-
-async def test_a_server_that_keeps_the_tokens_is_sent_only_what_is_new(stage: Stage) -> None:
-    """And the trainer gets the same trajectory, token for token."""
+async def test_of_a_server_that_keeps_the_tokens_a_trainer_gets_the_same_trajectory(stage: Stage) -> None:
     [row, *_] = gym_rows("example_session_state_mgmt")
     async with stage.prorl_agent("example_session_state_mgmt") as run:
         in_full = await run(scripted(row, *counting(2)))
-    async with recording(url_of(stage.config["token_keeper"]), stage.http) as (url, seen):
-        block = instance("responses_api_models", "prorl_model", port=int(url.rpartition(":")[2]))
-        proxied = Stage({**stage.config, "recorded": block}, stage.http, stage.host)
-        async with proxied.prorl_agent("example_session_state_mgmt", "recorded") as run:
-            by_news = await run(scripted(row, *counting(2)))
-    assert by_news["reward"] == in_full["reward"] == 1.0
-    for ours, theirs in zip(by_news["response"]["output"], in_full["response"]["output"], strict=True):
+    async with stage.prorl_agent("example_session_state_mgmt", "token_keeper") as run:
+        kept = await run(scripted(row, *counting(2)))
+    assert kept["reward"] == in_full["reward"] == 1.0
+    for ours, theirs in zip(kept["response"]["output"], in_full["response"]["output"], strict=True):
         for field in ("type", "name", "arguments", "output", "prompt_token_ids", "generation_log_probs"):
             assert ours.get(field) == theirs.get(field)
         sampled = theirs.get("generation_token_ids")
         assert ours.get("generation_token_ids") == (sampled and [int(token) for token in sampled])
-    turns = [body for _, path, body in seen if path == "v1/responses"]
-    assert [[item.get("type") for item in body["input"]] for body in turns[1:]] == [
-        ["function_call_output", "function_call_output"],
-        ["function_call_output"],
-    ]
-    assert all("prompt_token_ids" not in json.dumps(body) for body in turns)
-    (fetched, ledger_tokens, _), (deleted, ledger, _) = seen[-2:]
-    assert (fetched, deleted, ledger_tokens) == ("GET", "DELETE", f"{ledger}/tokens")
-    assert ledger.startswith(f"v1/rollouts/{by_news['rollout']['id']}.")
 
 
 async def test_concurrent_tool_calls_come_back_in_order(stage: Stage) -> None:

@@ -8,7 +8,6 @@ The program is a loop of 30 lines: it asks the policy for a command, runs it, an
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,7 +27,7 @@ from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.agent.peers import Environment, address, deployment, reference, until
 from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved
-from tests.policy.test_prorl_model import BYTES, CHATML
+from tests.policy.test_prorl_model import BYTES, CHATML, assert_chain
 from tests.prorl_code.conftest import Client, serving
 from tests.rollout.serving import serve
 from tests.tasks import containers
@@ -104,7 +103,6 @@ class Service:
     url: str
     model_url: str
     http: aiohttp.ClientSession
-    bodies: list[Any] = field(default_factory=list)
 
     async def run(self, row: dict[str, Any], status: int = 200) -> dict[str, Any]:
         async with self.http.post(f"{self.url}/run", json=row) as answer:
@@ -183,9 +181,7 @@ async def test_a_program_is_scored_and_its_tokens_are_the_engines(
     about = answer["rollout"]
     assert (about["finish_reason"], about["turns"], about["token_in_rate"]) == ("stop", 2, 1.0)
     assert [(item["prompt_token_ids"], item["generation_token_ids"]) for item in sampled(answer)] == at.engine.answers
-    for earlier, later in itertools.pairwise(sampled(answer)):
-        chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
-        assert later["prompt_token_ids"][: len(chain)] == chain
+    assert_chain(sampled(answer))
     report = about["harness"]
     assert (report["name"], report["version"], report["exit_code"]) == ("tiny", "1.0", 0)
     assert "token_in_rate" not in report.keys() | answer.keys(), "it stands in the rollout's report"
@@ -235,7 +231,6 @@ ENDS = {
     "fails after calls": End("work()\nsys.exit(3)\n", "harness_exit"),
     "ends with a known code": End("work()\nsys.exit(7)\n", "gave_up"),
     "is killed": End("work()\nos.kill(os.getpid(), 9)\n", "harness_exit", killed="SIGKILL"),
-    "aborts": End("work()\nos.abort()\n", "harness_exit", killed="SIGABRT"),
     "uses up its memory": End(
         "work()\nx = b'x' * (600 << 20)\ntime.sleep(60)\n",
         "harness_exit",
@@ -244,7 +239,6 @@ ENDS = {
         settings={"memory_mib": 300},
     ),
     "fills its context": End(f"work()\n{SAY % 40_000}", "context_overflow"),
-    "far more than fills its context": End(f"work()\n{SAY % 2_000_000}", "context_overflow"),
     "has a task that fills its context": End(SAY % 40_000, "context_overflow", 0.0),
     "compacts a full context": End(f"work()\n{SAY % 40_000}MESSAGES.pop()\nMESSAGES.pop()\nask()\n", "stop"),
     "never calls": End("print('no key')\nsys.exit(1)\n", None, 0.0, "agent_run_error", "no key"),
@@ -254,12 +248,7 @@ ENDS = {
     "has too many tokens": End(STUBBORN, "max_total_sequence_length", settings={"max_total_sequence_length": 600}),
     "hangs": End(BUSY, None, 0.0, "agent_timeout", settings=SOON),
     "hangs, and is scored": End(BUSY, "timeout", settings={**SOON, "on_timeout": "score"}),
-    "hangs, and gets zero": End(BUSY, "timeout", 0.0, settings={**SOON, "on_timeout": "zero"}),
     "gives up a slow call": End(f"{LOSE}work()\nlose('SLOW')\n", None, 0.0, "agent_request_failed", "1 of its calls"),
-    "gives up its first call": End(f"{LOSE}lose('SLOW')\n", None, 0.0, "agent_request_failed", "1 of its calls"),
-    "asks for a title after it": End(
-        f"{LOSE}work()\nlose('SLOW')\nask()\n", None, 0.0, "agent_request_failed", "1 of its calls"
-    ),
     "has a prompt that breaks the engine": End(
         f"{LOSE}work()\nlose('POISON')\nsys.exit(7)\n", None, 0.0, "agent_request_failed", "{'500': 1}"
     ),
@@ -404,24 +393,19 @@ def test_the_prompt_of_a_program_is_the_text_of_the_row(name: str) -> None:
     assert prompt_of(params) == prompt
 
 
-REFUSED = {
-    "an image": parts(TEXT, {"type": "input_image", "image_url": "x"}),
-    "an answer": [*parts(TEXT), {"role": "assistant", "content": "a"}],
-    "a call": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}],
-}
-
-
 OF_ROWS: dict[str, tuple[Any, str]] = {
+    "an image": ({"input": parts(TEXT, {"type": "input_image", "image_url": "x"})}, "input.0: "),
+    "an answer": ({"input": [*parts(TEXT), {"role": "assistant", "content": "a"}]}, "input.1: "),
+    "a call": (
+        {"input": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}]},
+        "input.0: ",
+    ),
     "NUL": ({"input": "a\0b"}, "input: has the character NUL"),
-    "NUL in a message": ({"input": [{"role": "user", "content": "\0"}]}, "input: has the character NUL"),
     "NUL in the model": ({"model": "a\0b"}, "model: has the character NUL"),
     "too long": ({"input": "x" * (128 << 10)}, "input: has 131148 bytes, more than the 131071"),
     "instructions": ({"instructions": 5}, "instructions: "),
     "a word for a temperature": ({"temperature": "hot"}, "temperature: "),
-    "below 0": ({"temperature": -1}, "temperature: "),
-    "more than all": ({"top_p": 2}, "top_p: "),
     "no tokens": ({"max_output_tokens": 0}, "max_output_tokens: "),
-    "a word for tokens": ({"max_output_tokens": "many"}, "max_output_tokens: "),
     "a field that is not served": ({"truncation": "auto"}, "truncation: "),
 }
 
@@ -438,13 +422,6 @@ async def test_a_row_is_refused_by_its_field(tmp_path: Path) -> None:
     assert not at.engine.answers
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_prompts_are_refused(name: str) -> None:
-    number = len(REFUSED[name]) - 1
-    with pytest.raises(CallerError, match=rf"^responses_create_params\.input\.{number}: "):
-        prompt_of({"input": REFUSED[name]})
-
-
 async def test_a_foreign_server_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     environment = Environment()
     settings: dict[str, Any] = {"handler": "harness", "handler_config": {"harness": harness(tmp_path, PLAIN)}}
@@ -459,7 +436,6 @@ async def test_a_foreign_server_is_refused_by_the_settings_name(tmp_path: Path) 
     [
         ({}, ""),
         ({"harness": "gone"}, "no harness 'gone'"),
-        ({"harness": "../programs/codex"}, "no harness '../programs/codex'"),
         ({"harness": "/gone.yaml"}, "no harness '/gone.yaml'"),
         ({"harnes": "codex"}, ""),
         ({"harness": "codex"}, "run prorl harness build codex"),

@@ -12,8 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from fastapi import FastAPI
-from omegaconf import OmegaConf
 
 from nemo_gym_prorl.agent.agent_service import AgentService
 from nemo_gym_prorl.agent.gym_environments import ServiceConfig
@@ -21,13 +19,12 @@ from nemo_gym_prorl.cli.scripted.server import ScriptedConfig
 from nemo_gym_prorl.cli.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
 from nemo_gym_prorl.dapo.scoring import inherited_turns, usage_of
-from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView, TokenForm
 from nemo_gym_prorl.sandbox.snapshots import default_folder
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.agent.gym_host import hosting, instance
-from tests.rollout.serving import serve
+from tests.agent.peers import agent_service
 from tests.tasks import containers
 
 
@@ -87,13 +84,11 @@ class Stage:
             stages={"init": 4, "ready": 4, "run": 16, "eval": 2},
             **settings,
         )
-        service = AgentService(config, OmegaConf.create(self.config), model="policy_model")
-        app = FastAPI()
-        app.include_router(service.router())
-        add_problem_handlers(app)
-        async with serve(app) as url, aiohttp.ClientSession(url) as http:
+        async with (
+            agent_service(config, self.config, "policy_model") as (service, url),
+            aiohttp.ClientSession(url) as http,
+        ):
             yield Service(service, http, url)
-            await service.close()
 
 
 class Service:
@@ -123,7 +118,6 @@ class Service:
             return await client.get(rollout, tokens=TokenForm.PACKED)
 
     async def turns(self, rollout: str, turns: int) -> None:
-        """Wait until it has taken so many."""
         job = self.pipeline.store.get(rollout)
         assert job is not None
         async with asyncio.timeout(60):
@@ -137,25 +131,30 @@ def sampled(job: dict[str, Any]) -> list[Any]:
     return [{name: item[name] for name in names if name in item} for item in job["result"]["response"]["output"]]
 
 
+def servers(policy_url: str) -> dict[str, Any]:
+    """Return the configuration of a code environment and of a model server."""
+    shipped = containers.shipped_config()
+    code = shipped["prorl_code"]["resources_servers"]["prorl_code"] | {"image": containers.image()}
+    model = {
+        "base_url": policy_url,
+        "api_key": "none",
+        "model": MODEL_NAME,
+        "return_token_id_information": True,
+        "uses_reasoning_parser": False,
+        "policy": {"engine": "vllm_chat"},
+    }
+    return {
+        "prorl_code": instance("resources_servers", "prorl_code", **code),
+        "policy_model": instance("responses_api_models", "prorl_model", **model),
+        "sandbox": shipped["sandbox"],
+    }
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage() -> AsyncIterator[Stage]:
     async with serve_scripted(ScriptedConfig()) as policy_url:
-        shipped = containers.shipped_config()
-        code = shipped["prorl_code"]["resources_servers"]["prorl_code"] | {"image": containers.image()}
-        model = {
-            "base_url": policy_url,
-            "api_key": "none",
-            "model": MODEL_NAME,
-            "return_token_id_information": True,
-            "uses_reasoning_parser": False,
-            "policy": {"engine": "vllm_chat"},
-        }
-        config = {
-            "prorl_code": instance("resources_servers", "prorl_code", **code),
-            "policy_model": instance("responses_api_models", "prorl_model", **model),
-        }
-        running = Stage(config | {"sandbox": shipped["sandbox"]})
-        for name in config:
+        running = Stage(servers(policy_url))
+        for name in ("prorl_code", "policy_model"):
             await running.start(name)
         yield running
         await running.close()
@@ -237,14 +236,10 @@ async def test_what_cannot_be_forked_is_said(stage: Stage) -> None:
     async with stage.service(checkpoint_turns=3, checkpoint_s=1.0) as service:
         await service.submit(scripted(*["true"] * 7), "some")
         await service.done("some")
-        for path, code, problem in (
-            ("none/fork", 404, "unknown-rollout"),
-            ("some/fork?turn=4", 409, "no-checkpoint"),
-            ("some/fork?n=0", 422, "invalid-request"),
-        ):
+        for path, code, problem in (("none/fork", 404, "unknown-rollout"), ("some/fork?turn=4", 409, "no-checkpoint")):
             status, body = await service.call("POST", f"/v1/rollouts/{path}")
             assert (status, body["type"].rpartition(":")[2]) == (code, problem)
-        assert "after turn 3, 6" in (await service.call("POST", "/v1/rollouts/some/fork?turn=4"))[1]["detail"]
+        assert "after turn 3, 6" in body["detail"]
         assert (await service.call("POST", "/v1/rollouts/some/fork?n=2", {"ids": ["a"]}))[0] == 422
         for file in default_folder().glob("checkpoint-prorl_code-*"):
             file.unlink()

@@ -1,18 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of several trainers over one service and its model servers, and far more rollouts than a policy takes."""
+"""Runs of several trainers over one service and its model servers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import aiohttp
 import pytest
 
 from nemo_gym_prorl.agent.gym_environment import GymContext
@@ -28,6 +26,7 @@ from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.rollout.job import Job, JobState
 from tests.agent.crowd import TURNS, Crowd, Engine, crowd, in_thread, model_server, row
 from tests.policy.model_process import Server, started
+from tests.policy.test_prorl_model import assert_chain
 
 
 GROUPS, SIZE = 5, 4
@@ -44,42 +43,44 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def another(model: Server) -> Iterator[Server]:
-    """One more, with the same tokenizer."""
     with model_server(model.log.parent, **POLICY) as running:
         yield running
 
 
-@pytest.fixture
-async def pair(model: Server, another: Server) -> AsyncIterator[Crowd]:
-    async with crowd(model, another, stages=STAGES, prorl_wire=True) as running:
+@contextlib.asynccontextmanager
+async def service(*models: Server) -> AsyncIterator[Crowd]:
+    """Run a service before model servers, which have no engines afterwards."""
+    async with crowd(*models, stages=STAGES) as running:
         yield running
-        for server in running.models:
+        for server in models:
             for left in (await server.ask("GET", "/v1/backends"))[1]["backends"]:
                 assert (await server.ask("DELETE", f"/v1/backends/{left['id']}"))[0] == 200
 
 
 @pytest.fixture
-async def at(model: Server) -> AsyncIterator[Crowd]:
-    async with crowd(model, stages=STAGES) as running:
+async def pair(model: Server, another: Server) -> AsyncIterator[Crowd]:
+    async with service(model, another) as running:
         yield running
-        for left in (await model.ask("GET", "/v1/backends"))[1]["backends"]:
-            assert (await model.ask("DELETE", f"/v1/backends/{left['id']}"))[0] == 200
+
+
+@pytest.fixture
+async def at(model: Server) -> AsyncIterator[Crowd]:
+    async with service(model) as running:
+        yield running
 
 
 class Trainer:
-    """One trainer: its engine, its run, and what it trains on."""
+    """A trainer's run over one engine, and the groups that it trains on."""
 
-    def __init__(self, at: Crowd, name: str, url: str, engine: Engine) -> None:
-        self.name, self.engine, self.tokenizer = name, engine, at.tokenizer
-        self.servers = with_engines(Servers((at.url,), tuple(model.url for model in at.models)), [url], name)
+    def __init__(self, at: Crowd, name: str, url: str) -> None:
+        self.servers = with_engines(Servers((at.url,), (at.model.url,)), [url], name)
         config = SamplerConfig(GROUPS, SIZE, 40, max_staleness=1)
         rows = [row(name) | {"number": number} for number in range(200)]
         self.collector = Collector(CollectionPlan(rows, config, self.servers, RewardShaping(), client=name))
         self.groups: list[TrainingGroup] = []
 
     async def batch(self, version: int) -> None:
-        """The engine has these weights: announce them, and train on a batch."""
-        self.engine.weights = version
+        """Announce the weights' version, and train on a batch."""
         self.collector.weights(version)
         async with asyncio.timeout(200):
             self.groups += await asyncio.gather(*(asyncio.wrap_future(self.collector.take()) for _ in range(GROUPS)))
@@ -88,24 +89,6 @@ class Trainer:
         await asyncio.to_thread(self.collector.close)
         await asyncio.to_thread(self.servers.withdraw)
 
-    def sampled_by(self) -> set[str]:
-        """Who sampled what it trains on."""
-        members = [member for group in self.groups for member in group.members]
-        said = [turn.sampled for member in members for sequence in member.sequences for turn in sequence]
-        assert len(said) == len(self.groups) * SIZE * TURNS
-        return {json.loads(self.tokenizer.decode(ids).split("\n")[1])["arguments"]["by"] for ids in said}
-
-
-@contextlib.asynccontextmanager
-async def trainer(at: Crowd, name: str, engine: str | None = None) -> AsyncIterator[Trainer]:
-    sampler = at.engine(engine or name)
-    with in_thread(sampler) as url:
-        running = Trainer(at, name, f"{url}/v1", sampler)
-        try:
-            yield running
-        finally:
-            await running.close()
-
 
 def calls(job: Any) -> list[dict[str, Any]]:
     """What each turn of a rollout says it was sampled by."""
@@ -113,43 +96,13 @@ def calls(job: Any) -> list[dict[str, Any]]:
     return [json.loads(item["arguments"]) for item in output if item["type"] == "function_call"]
 
 
-@pytest.mark.long("300 rollouts of each trainer")
-@pytest.mark.parametrize("batches", [15])
-async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(batches: int, pair: Crowd) -> None:
-    count, at, own = batches * GROUPS * SIZE, pair, pair.engine("own")
-    with in_thread(own) as own_url:
-        await at.tell("POST", "/v1/backends", {"url": own_url})
-        async with trainer(at, "A") as first, trainer(at, "B") as second:
-            for number in range(count):
-                await at.service.submit(row(), id=f"own-{number}")
-
-            async def train(one: Trainer, versions: range) -> None:
-                for version in versions:
-                    await one.batch(version)
-
-            await asyncio.gather(train(first, range(batches)), train(second, range(100, 100 + batches)))
-            own_jobs = [await at.service.wait(f"own-{number}") for number in range(count)]
-            metrics = [(await model.text("/metrics"))[1] for model in at.models]
-            assert (first.sampled_by(), second.sampled_by()) == ({"A"}, {"B"})
-        jobs = [job for job in await at.ended(2 * count) if job.state is JobState.SUCCEEDED]
-    assert {call["by"] for job in own_jobs for call in calls(job)} == {"own"}
-    assert [set(engine.prompts) for engine in (first.engine, second.engine, own)] == [{"A"}, {"B"}, {"None"}]
-    for job in jobs:
-        for call in calls(job):
-            assert call["by"] == (job.run or "own")
-            # The engine has its weights a moment before they are announced.
-            labels = {f"{call['weights']}", f"{call['weights'] - 1}"} if job.run else {None}
-            assert labels & {*job.weight_versions}, job
-    for run in ("A", "B", ""):
-        assert all(f'prorl_policy_waiting{{run="{run}"}}' in text for text in metrics)
-
-
 async def test_a_run_whose_engines_are_gone_waits_and_falls_to_nobody(at: Crowd) -> None:
     async def register(url: str, run: str | None) -> int:
         return (await at.model.ask("POST", "/v1/backends", {"url": url, "run": run, "weight_version": "1"}))[0]
 
-    mine, other, later = (at.engine(name, delay_s=0.2) for name in ("mine", "other", "later"))
-    with in_thread(mine) as my_url, in_thread(other) as other_url, in_thread(later) as later_url:
+    mine, other, _ = engines = [Engine(name, delay_s=0.2) for name in ("mine", "other", "later")]
+    with contextlib.ExitStack() as stack:
+        my_url, other_url, later_url = (stack.enter_context(in_thread(engine.app())) for engine in engines)
         assert [await register(my_url, "mine"), await register(other_url, "other")] == [201, 201]
         for number in range(12):
             await at.service.submit(row("mine"), id=f"m{number}", run="mine")
@@ -177,8 +130,7 @@ async def test_a_run_whose_engines_are_gone_waits_and_falls_to_nobody(at: Crowd)
 
 
 async def test_an_engine_is_one_runs(at: Crowd) -> None:
-    engine = at.engine("first")
-    with in_thread(engine) as url:
+    with in_thread(Engine("first").app()) as url:
         assert (await at.model.ask("POST", "/v1/backends", {"url": f"{url}/v1", "run": "first", "id": "e"}))[0] == 201
         again = {"url": f"{url}/v1", "run": "first", "weight_version": "1"}
         assert (await at.model.ask("POST", "/v1/backends", again))[1]["id"] == "e", "it is the same one"
@@ -202,18 +154,22 @@ async def test_an_engine_is_one_runs(at: Crowd) -> None:
 async def test_a_model_server_that_begins_anew_is_told_of_engines(at: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch may wait for just the engines that it has forgotten."""
     monkeypatch.setattr(collecting, "REMIND_S", 0.5)
-    folder = at.model.log.parent
-    async with trainer(at, "A") as training:
-        await training.batch(0)
-        training.engine.delay_s = 0.1
-        at.model.kill()
-        port = int(at.model.url.rpartition(":")[2])
-        begun = asyncio.create_task(training.batch(1))
-        at.model.process = (await asyncio.to_thread(started, None, folder, port, **POLICY)).process
-        await begun
-        assert training.sampled_by() == {"A"}
-        [backend] = (await at.model.ask("GET", "/v1/backends?run=A"))[1]["backends"]
-        assert backend["weight_version"] == "1"
+    folder, engine = at.model.log.parent, Engine("A")
+    with in_thread(engine.app()) as url:
+        training = Trainer(at, "A", f"{url}/v1")
+        try:
+            await training.batch(0)
+            engine.delay_s = 0.1
+            at.model.kill()
+            port = int(at.model.url.rpartition(":")[2])
+            begun = asyncio.create_task(training.batch(1))
+            at.model.process = (await asyncio.to_thread(started, None, folder, port, **POLICY)).process
+            await begun
+            assert len(training.groups) == 2 * GROUPS
+            [backend] = (await at.model.ask("GET", "/v1/backends?run=A"))[1]["backends"]
+            assert backend["weight_version"] == "1"
+        finally:
+            await training.close()
     assert (await at.model.ask("GET", "/v1/backends"))[1]["backends"] == []
 
 
@@ -228,9 +184,9 @@ def turns_of(metrics: str) -> float:
 
 async def test_rollouts_are_shared_and_one_that_is_killed_costs_its_own_no_outcome(pair: Crowd) -> None:
     """Its rollouts begin anew, with tokens of one life only; those of the other go on."""
-    engine = pair.engine("own", delay_s=0.5)
-    with in_thread(engine) as url:
-        await pair.tell("POST", "/v1/backends", {"url": url})
+    with in_thread(Engine("own", delay_s=0.5).app()) as url:
+        for model in pair.models:
+            assert (await model.ask("POST", "/v1/backends", {"url": url}))[0] == 201
         before = [turns_of((await model.text("/metrics"))[1]) for model in pair.models]
         for number in range(24):
             await pair.service.submit(row(), id=f"s{number}", group=f"group-{number // 2}")
@@ -250,38 +206,10 @@ async def test_rollouts_are_shared_and_one_that_is_killed_costs_its_own_no_outco
     for job in jobs:
         turns = [item for item in job.result["response"]["output"] if item.get("generation_token_ids")]
         assert len(turns) == TURNS
-        for earlier, later in itertools.pairwise(turns):
-            chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
-            assert later["prompt_token_ids"][: len(chain)] == chain
+        assert_chain(turns)
     for text in [(await model.text("/metrics"))[1] for model in pair.models]:
         # A turn that came to the other one would be read from text there.
         assert "prorl_policy_retokenised_tokens_total 0.0" in text
-
-
-async def test_each_model_server_is_told_of_backends_and_pauses(pair: Crowd) -> None:
-    engine = pair.engine("own")
-
-    async def wire(path: str, **body: Any) -> None:
-        async with aiohttp.ClientSession() as http, http.post(f"{pair.url}{path}", json=body) as said:
-            assert said.status == 200, await said.text()
-
-    with in_thread(engine) as url:
-        await wire("/add_llm_server", address=url)
-        for model in pair.models:
-            assert [b["url"].rstrip("/") for b in (await model.ask("GET", "/v1/backends"))[1]["backends"]] == [url]
-        await pair.tell("POST", "/v1/backends/pause", {})
-        for number in range(8):
-            await pair.service.submit(row(), id=f"p{number}", group=f"group-{number}")
-        async with asyncio.timeout(30):
-            while sum([(await model.ask("GET", "/v1/backends"))[1]["waiting"] for model in pair.models]) < 8:
-                await asyncio.sleep(0.05)
-        assert not engine.prompts
-        await pair.tell("POST", "/v1/backends/resume", {"weight_version": "7"})
-        jobs = [await pair.service.wait(f"p{number}") for number in range(8)]
-        assert {label for job in jobs for label in job.weight_versions} == {"7"}
-        await wire("/clear_llm_server")
-    for model in pair.models:
-        assert (await model.ask("GET", "/v1/backends"))[1]["backends"] == []
 
 
 def test_siblings_meet_and_one_server_more_moves_its_share_only() -> None:

@@ -42,7 +42,10 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
         packed = await client.get(submitted.id, tokens=TokenForm.PACKED)
         in_full = await client.get(submitted.id)
         verified = [body for body in at.environment.bodies if body and "response" in body]
+        asked = [body["input"] for body in at.policy.bodies if body and "input" in body]
     assert len(verified) == 2
+    sent = [[item["type"] for item in items if item.get("type")] for items in asked[1:3]]
+    assert (sent == [["function_call_output"]] * 2) == (policy is Policy), "only what is new, where tokens are kept"
     assert not any(name in json.dumps(verified) for name in ("token_ids", "log_probs"))
     for output in (row["response"]["output"], (in_full.result or {})["response"]["output"]):
         tokens = [(item["prompt_token_ids"], item["generation_token_ids"]) for item in output[::2]]
@@ -106,15 +109,14 @@ async def test_experts_of_a_mixture_go_with_the_tokens() -> None:
     assert turns == [experts(0, 3), experts(2, 6), experts(5, 9)], "each once, but for the seams"
 
 
-async def test_a_verdict_on_other_items_has_those_that_were_sampled() -> None:
+def shortened(response: dict[str, Any]) -> dict[str, Any]:
+    return {"response": {**response, "output": response["output"][-1:]}}
+
+
+@pytest.mark.parametrize("kept", [shortened, lambda _: {}, lambda _: {"response": []}], ids=["some", "none", "a list"])
+async def test_a_verdict_on_other_items_has_those_that_were_sampled(kept: Callable[[Any], dict[str, Any]]) -> None:
     environment = Environment()
-
-    def shortened() -> JSONResponse:
-        verified = environment.bodies[-1]
-        verified["response"]["output"] = verified["response"]["output"][-1:]
-        return JSONResponse({**verified, "reward": 1.0})
-
-    environment.instead["/verify"] = shortened
+    environment.instead["/verify"] = lambda: {"reward": 1.0, **kept(environment.bodies[-1]["response"])}
     async with deployment(environment) as at:
         row = await at.run(ROW)
     sampled = [item["generation_token_ids"] for item in row["response"]["output"] if "generation_token_ids" in item]

@@ -51,7 +51,6 @@ def caller(number: int) -> dict[str, Any]:
 
 
 def of_trace(spans: InMemorySpanExporter, number: int) -> list[ReadableSpan]:
-    """Ours."""
     every = [span for span in spans.get_finished_spans() if span.name.startswith("prorl.")]
     return [span for span in every if span.context is not None and f"{span.context.trace_id:032x}" == TRACES[number]]
 

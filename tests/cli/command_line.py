@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from nemo_gym_prorl.cli.app import main
-from nemo_gym_prorl.http.key_guard import KeyGuard
-from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from tests.rollout.handlers import Bench
+from tests.rollout.handlers import Bench, application
 from tests.rollout.serving import serve
 
 
@@ -35,10 +32,7 @@ async def service(**settings: Any) -> AsyncIterator[tuple[str, Bench]]:
     """Its URL, and the handler's."""
     bench = Bench(PipelineSettings(**settings))
     pipeline = bench.pipeline()
-    app = FastAPI()
-    app.add_middleware(KeyGuard, key=TOKEN)
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
-    async with serve(app) as url:
+    async with serve(application(pipeline, TOKEN)) as url:
         yield url, bench
         await pipeline.close()
 

@@ -5,6 +5,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,9 @@ async def test_tail_prints_transitions(tmp_path: Path) -> None:
         try:
             lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(8)]
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)
             await process.wait()
+        assert process.returncode == 130
         assert [line.split()[3] for line in lines] == [
             "queued", "initializing", "queued", "initializing", "ready", "running", "evaluating", "succeeded",
         ]  # fmt: skip
@@ -74,6 +76,7 @@ async def test_mistakes_are_one_line_that_names_them(tmp_path: Path) -> None:
     async with service() as (url, _):
         for command, complaint in {
             "cancel": "give either ids of rollouts or --group",
+            "submit nothere.jsonl": f"ROWS: no file nothere.jsonl in {Path.cwd()}, ",
             "status nobody": "no rollout 'nobody'",
             f"submit {broken}": "broken.jsonl:2: is not JSON",
             f"submit {empty}": "empty.jsonl:1: row.responses_create_params: missing; make rows",
@@ -96,7 +99,8 @@ async def test_rows_have_gyms_short_names_too(tmp_path: Path, monkeypatch: pytes
 async def test_a_service_that_is_started_anew_is_found_at_its_new_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "FIND_S", 0.05)
     head_of_gym, at = FastAPI(), {"process_name": "a", "name": "prorl_agent", "url": "http://127.0.0.1:9"}
-    head_of_gym.get("/server_instances")(lambda: [at])
+    instances = [at]
+    head_of_gym.get("/server_instances")(lambda: instances)
     async with serve(head_of_gym) as head, service() as (url, _):
         monkeypatch.setenv("PRORL_HEAD", head)
         async with asyncio.timeout(20), submit.services(None, TOKEN) as [client], client:
@@ -110,18 +114,6 @@ async def test_a_service_that_is_started_anew_is_found_at_its_new_port(monkeypat
             at["url"] = "http://127.0.0.1:9"
             await asyncio.sleep(0.2)
             assert client.url == url, "it was named"
-
-
-async def test_the_service_is_found_through_gyms_head_server() -> None:
-    app = FastAPI()
-    instances = [{"process_name": "a", "name": "prorl_agent", "url": "http://127.0.0.1:1"}]
-
-    @app.get("/server_instances")
-    async def server_instances() -> list[dict[str, str]]:
-        return instances
-
-    async with serve(app) as head:
-        assert await asyncio.to_thread(find_service, head) == "http://127.0.0.1:1"
         instances.append({"process_name": "b", "name": "prorl_agent", "url": "http://127.0.0.1:2"})
         with pytest.raises(CallerError, match=r" has a .*b .*not one prorl_agent"):
             await asyncio.to_thread(find_service, head)
@@ -158,16 +150,18 @@ GATEWAY = Response(
         ("status", "PRORL_HEAD", Response("<html>oops</html>", 500), "no NeMo Gym deployment answers at {}: "),
         ("submit", "PRORL_HEAD", Response('[{"name": "prorl_agent"}]'), "no NeMo Gym deployment answers at {}: "),
         ("submit", "PRORL_HEAD", GATEWAY, "no NeMo Gym deployment answers at {}: "),
+        ("submit", "PRORL_HEAD", None, "no NeMo Gym deployment answers at {}: Connection refused; start one, or set"),
     ],
-    ids=["a page", "no route", "a broken head", "an odd head", "a head that starts"],
+    ids=["a page", "no route", "a broken head", "an odd head", "a head that starts", "nothing"],
 )
 async def test_an_address_of_something_else_is_named_in_a_line(
-    tmp_path: Path, command: str, named_by: str, answer: Response, said: str
+    tmp_path: Path, command: str, named_by: str, answer: Response | None, said: str
 ) -> None:
     app = FastAPI()
     app.get("/{path:path}")(lambda path: answer)
     rows = [str(write(tmp_path / "rows.jsonl", GOOD))] if command == "submit" else []
     async with serve(app) as url:
+        url = url if answer else "http://127.0.0.1:9"
         code, output = await prorl(command, *rows, **{named_by: url})
     assert (code, said.format(url) in " ".join(output.split())) == (1, True), output
     assert "Traceback" not in output

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli.app import app
 from nemo_gym_prorl.cli.environments import check_overrides
-from nemo_gym_prorl.cli.scripted.text import MODEL_NAME
-from nemo_gym_prorl.cli.serve import policy_warning, report_waiting, restart_report
+from nemo_gym_prorl.cli.serve import policy_warning, restart_report
 from nemo_gym_prorl.deployment import deployment as deployments
 from nemo_gym_prorl.deployment.deployment import GymDeployment, Instance, ServerDeath
 from nemo_gym_prorl.failures import CallerError
@@ -33,41 +32,9 @@ NOWHERE = "http://127.0.0.1:9"
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ["submit", "nothere.jsonl"],
-            r"prorl: ROWS: no file nothere\.jsonl in {cwd}, \S+(, \S+)?",
-        ),
-        (
-            ["submit", "rows.jsonl", "--run", "a/b"],
-            r"prorl: --run: must not contain / \? # or control characters such as line ends",
-        ),
-        (["submit", "rows.jsonl", "--client", ""], r"prorl: --client: \w.*"),
-        (
-            ["submit", "rows.jsonl"],
-            r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; start one, or set --url, .* or \w+",
-        ),
-        (["status"], r"prorl: no NeMo Gym deployment answers at {head}: Connection refused; .*"),
-        (["submit", "rows.jsonl", "--url", NOWHERE], r"prorl: no rollout service answers at {head}: .*"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-async def test_a_client_says_a_mistake_once_in_one_line(
-    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"responses_create_params": {"input": "x"}}\n')
-    monkeypatch.chdir(tmp_path)
-    code, said = await prorl(*words, PRORL_HEAD=NOWHERE)
-    expected = says.replace("{cwd}", re.escape(str(tmp_path))).replace("{head}", re.escape(NOWHERE))
-    assert (code, bool(re.fullmatch(expected, said.strip()))) == (1, True), said
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
         (["++a=b"], "give at least one environment"),
         (["no_such_environment"], "no_such_environment"),
         (["prorl_code", "--model-type", "vllm_model"], "--policy-url: is required: vllm_model cannot add engines"),
-        (["prorl_code", "--head-port", "118812"], "'--head-port'"),
         (["prorl_code", "--journal", "folder"], "--journal: is an option of the gateway and requires --ray"),
         (["prorl_code", "--policy-url", "127.0.0.1:8000/v1"], "--policy-url: '127.0.0.1:8000/v1' must be http(s)://"),
         (["prorl_code", "--head-port", "{taken}"], "port {taken} is in use"),
@@ -102,27 +69,19 @@ def misspelled(wrong: str, nearest: str) -> str:
         ("++checkpoint_folder=/shared", None),
         ("+mine.resources_servers.mine.entrypoint=app.py", None),
         (f"++{AGENT.replace('code', 'cod')}.x=1", misspelled("prorl_cod_agent", "prorl_code_agent")),
-        (f"++{AGENT.replace('agents', 'agent')}.x=1", misspelled("responses_api_agent", "responses_api_agents")),
         (f"++{AGENT.removesuffix('agent')}agnt.x=1", misspelled("prorl_agnt", "prorl_agent")),
-        ("~polcy_model.responses_api_models.prorl_model", misspelled("polcy_model", "policy_model")),
         ("+prorl_code_agent.x", "override: Hydra cannot read it: "),
         (f"{AGENT}.budgets.run=9", f"{AGENT}.budgets.run: must begin with ++"),
-        ("checkpoint_folder=/shared", "checkpoint_folder: must begin with ++"),
-        ("~policy_model.responses_api_models.prorl_model", "prorl_model: must begin with ++"),
-        ("++sandbx.singularity.memory_mib=1", misspelled("sandbx", "sandbox")),
         ("++sandbox.singularity.memory_mb=1", "sandbox.singularity.memory_mb: there is no such option (did you mean"),
         ("++sandbox.singularity.memory_mib=a", "sandbox.singularity.memory_mib: must be a valid integer"),
         (f"++{AGENT}.budgets.run=abc", f"{AGENT}: budgets.run: Input should be a valid number"),
-        (f"++{AGENT}.budgets={{rum: 3}}", "budgets.rum: there is no such setting"),
         (f"++{AGENT}.further_model_servers=a,b", "further_model_servers: has several values; write a list"),
         (f"++{AGENT}.max_step=3", "max_step: there is no such setting; the nearest: max_steps;"),
         (f"++{AGENT}.max_steps=${{oc.env:STEPS}}", None),
         (f"++{AGENT}.environments.mine={{share: 2, resources_server: {{name: prorl_code}}}}", None),
         (f"++{CODE}.tool_silence_s=0", f"{CODE}: tool_silence_s: Input should be greater than 0"),
-        (f"++{CODE}.tool_silence=3", "the nearest: tool_silence_s;"),
         (f"++{CODE}.reward=fraction", None),
         ("++policy_model.responses_api_models.prorl_model.policy.engine=vlm", "engine: Input should be 'vllm'"),
-        ("++policy_model.responses_api_models.prorl_model.policy.engine=vllm", None),
     ],
 )
 def test_an_override_that_no_server_takes_is_refused_before_a_start(override: str, says: str | None) -> None:
@@ -152,20 +111,6 @@ async def test_a_start_says_what_is_built_and_what_is_awaited(tmp_path: Path, mo
     assert re.search(r" s, waiting for prorl_math; load .* cores; its log: something else$", said[2])
 
 
-async def test_a_fleet_says_every_15_s_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert deployments.WAITING_S == 15.0
-    monkeypatch.setattr(deployments, "WAITING_S", 0.02)
-    awaited, said = ["the servers of node a"], list[str]()
-    async with report_waiting(lambda: awaited[-1], said.append):
-        while len(said) < 2:
-            await asyncio.sleep(0.01)
-        awaited.append("")
-        count = len(said)
-        await asyncio.sleep(0.1)
-        assert len(said) == count, "nothing is awaited"
-    assert re.fullmatch(r"0 s, waiting for the servers of node a; load [\d.]+ on \d+ cores", said[0])
-
-
 async def test_the_program_says_its_version() -> None:
     assert await prorl("--version") == (0, f"prorl {metadata.version('nemo-gym-prorl')}\n")
 
@@ -173,16 +118,11 @@ async def test_the_program_says_its_version() -> None:
 # An endpoint without which no rollout could sample
 
 
-async def test_the_scripted_policy_is_known_by_its_name(scripted_policy: str) -> None:
-    assert await policy_warning(scripted_policy, MODEL_NAME, "none") is None
-    trouble = await policy_warning(scripted_policy, "another", "none")
-    assert trouble == f"{scripted_policy} serves {MODEL_NAME}, not another"
-
-
 @pytest.mark.parametrize(
     ("answer", "trouble"),
     [
         (JSONResponse({"data": [{"id": "qwen"}]}), None),
+        (JSONResponse({"data": [{"id": "another"}]}), "/v1 serves another, not qwen"),
         (PlainTextResponse("no list"), None),
         (JSONResponse([1]), None),
         (Response(status_code=404), None),

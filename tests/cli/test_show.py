@@ -23,6 +23,7 @@ from nemo_gym_prorl.cli.service import Service
 from nemo_gym_prorl.cli.show import file_table, rollout_table
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from tests.cli.command_line import TOKEN, begin, prorl, service, write
+from tests.policy.engines import free_port
 
 
 def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -98,19 +99,6 @@ def test_an_environments_own_answers_can_be_shown_whatever_they_are(odd: Any) ->
     Console(file=page, width=80).print(rollout_table(row, full=False))
     assert "\\u202egnp.exe\\x1b[2J" in page.getvalue()
     Console(file=page).print(file_table({1: row}))
-
-
-def test_long_fields_of_a_row_come_last_in_one_line() -> None:
-    sql = "\n".join(f"create table t{number};" for number in range(45))
-    row = {"database_sql": sql, **ROW, "verdict_detail": "a\nb", "difficulty": "hard"}
-    for full in (False, True):
-        page = io.StringIO()
-        Console(file=page, width=200).print(rollout_table(row, full=full))
-        lines = page.getvalue().splitlines()
-        at = {name: number for number, line in enumerate(lines) for name in line.split() if name in row}
-        [said] = [number for number, line in enumerate(lines) if "Done" in line]
-        assert at["verdict_detail"] < at["difficulty"] < said < at["database_sql"]
-        assert len(lines) - at["database_sql"] == (45 if full else 1)
 
 
 async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_path: Path) -> None:
@@ -331,9 +319,7 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
 
 @pytest.mark.long("the site that is made of the same log takes a second; the viewer, six of them to be imported")
 async def test_the_viewer_is_inspects_own_and_ends_with_an_interrupt(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     results = write(tmp_path / "first.jsonl", GOOD)
     viewer = await begin("", "view", str(results), "--port", str(port))
     try:

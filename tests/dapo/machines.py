@@ -11,23 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Self, override
-from urllib.parse import unquote, urlencode
+from urllib.parse import urlencode
 
 import aiohttp
+import httpx
 import orjson
-from fastapi import FastAPI
 from pydantic import BaseModel
 
 from nemo_gym_prorl.http.problem_document import problem_of_answer
-from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api import client as client_module
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.storage.store import Transition
 from tests.dapo.test_runner import SETTINGS, Scorer
-from tests.rollout.handlers import Bench
+from tests.rollout.handlers import Bench, application
 
 
 READ_S = 180.0
@@ -39,13 +37,11 @@ class Machine:
     """Rollout service at one address.
 
     Attributes:
-        late_s: delay of each response in seconds.
         answers: path prefix and status of a proxy that answers instead of the service; ``None`` without a proxy.
     """
 
     def __init__(self, name: str, settings: PipelineSettings = SETTINGS) -> None:
         self.url, self._settings = f"http://{name}:1", settings
-        self.late_s = LATENCY_S
         self.answers: tuple[str, int] | None = None
         self.up = self._frozen = False
         self._broken = asyncio.Event()
@@ -55,9 +51,8 @@ class Machine:
         """Restart without memory of rollouts."""
         self.handler = Scorer()
         self.pipeline: Pipeline = Bench(self._settings, self.handler).pipeline()
-        self._app = FastAPI()
-        add_problem_handlers(self._app)
-        self._app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
+        routes = httpx.ASGITransport(application(self.pipeline))
+        self._http = httpx.AsyncClient(transport=routes, base_url=self.url, trust_env=False)
         self.up, self._broken = True, asyncio.Event()
 
     async def die(self) -> None:
@@ -119,37 +114,12 @@ class Machine:
             await asyncio.Event().wait()
         if self.answers is not None and path.startswith(self.answers[0]):
             return self.answers[1], {}, b""
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": unquote(path),
-            "raw_path": path.encode(),
-            "query_string": b"",
-        }
-        scope |= {"query_string": query.encode(), "scheme": "http", "server": ("machine", 1), "http_version": "1.1"}
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        answer: dict[str, Any] = {"content": b""}
-        asked = False
-
-        async def receive() -> dict[str, Any]:
-            nonlocal asked
-            if asked:
-                await asyncio.Event().wait()
-            asked = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                answer["status"] = message["status"]
-                answer["headers"] = {name.decode(): value.decode() for name, value in message["headers"]}
-            else:
-                answer["content"] += message.get("body", b"")
-
-        await self._app(scope | {"headers": headers if body else []}, receive, send)
-        await asyncio.sleep(self.late_s)
+        headers = {"Content-Type": "application/json"} if body else {}
+        answer = await self._http.request(method, f"{path}?{query}", content=body, headers=headers)
+        await asyncio.sleep(LATENCY_S)
         if self._frozen:
             await asyncio.Event().wait()
-        return answer["status"], answer["headers"], answer["content"]
+        return answer.status_code, dict(answer.headers), answer.content
 
 
 class Line(RolloutClient):

@@ -5,11 +5,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import json
-import logging
-import operator
 import re
 import socket
 import sys
@@ -21,24 +18,22 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Response
-from starlette.types import Message, Receive, Scope, Send
+from fastapi import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
+from nemo_gym_prorl.dapo.contract import AgentFailures, NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.group import Group, Member, RolloutOutcome
 from nemo_gym_prorl.dapo.prompts import Epochs
-from nemo_gym_prorl.dapo.runner import Runner, TrainedRollout, TrainingBatch
+from nemo_gym_prorl.dapo.runner import Runner, TrainingBatch
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.http.key_guard import KeyGuard
-from nemo_gym_prorl.http.problems import add_problem_handlers
+from nemo_gym_prorl.fleet.forwarder import JobForwarder
 from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
-from nemo_gym_prorl.rollout.gym_rows import TurnTokens
+from nemo_gym_prorl.rollout.api.schemas import TokenForm
 from nemo_gym_prorl.rollout.job import Checkpoint, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
-from tests.rollout.handlers import Bench, FastSettings, PlannedHandler
+from tests.rollout.handlers import Bench, FastSettings, PlannedHandler, application
 from tests.rollout.serving import serve
 
 
@@ -108,7 +103,6 @@ class Node:
 
     Attributes:
         fault: called before each request.
-        late: called before each response.
     """
 
     def __init__(self, settings: PipelineSettings = SETTINGS, token: str | None = None) -> None:
@@ -121,29 +115,17 @@ class Node:
         self.handler = Scorer()
         self.pipeline: Pipeline
         self.fault: Fault | None = None
-        self.late: Fault | None = None
 
     async def start(self) -> None:
         self.handler = Scorer()
         self.pipeline = Bench(self.settings, self.handler).pipeline()
-        app = FastAPI()
-        add_problem_handlers(app)
-        app.add_middleware(KeyGuard, key=self.token)
-        app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
+        app = application(self.pipeline, self.token)
 
         async def front(scope: Scope, receive: Receive, send: Send) -> None:
-            fault, late = (self.fault, self.late) if scope["type"] == "http" else (None, None)
+            fault = self.fault if scope["type"] == "http" else None
             status = await fault(scope["method"], scope["path"]) if fault else None
-            if status is not None:
-                await Response(status_code=status)(scope, receive, send)
-                return
-
-            async def slowly(message: Message) -> None:
-                if late and message["type"] == "http.response.start":
-                    await late(scope["method"], scope["path"])
-                await send(message)
-
-            await app(scope, receive, slowly)
+            answer: ASGIApp = app if status is None else Response(status_code=status)
+            await answer(scope, receive, send)
 
         self._served = serve(front, self._port, grace_s=0)
         await self._served.__aenter__()
@@ -250,18 +232,6 @@ async def test_the_pages_trainer_trains_without_blocking_the_event_loop() -> Non
     assert trained == [(0, [4, 4]), (1, [4, 4])]
 
 
-async def test_the_page_names_every_field_of_a_rollout_and_nothing_else() -> None:
-    [listed] = re.findall(r"Rollouts in .* have:\n\n(.*?)\n\n", PAGE, re.DOTALL)
-    heads = " ".join(re.findall(r"^- (.*?): ", listed, re.MULTILINE))
-    assert {*re.findall(r"`(\w+)`", heads)} == {name for name in dir(TrainedRollout) if not name.startswith("_")}
-    [turn] = re.findall(r"turns with (.*?);", listed)
-    assert {*re.findall(r"`(\w+)`", turn)} <= {field.name for field in dataclasses.fields(TurnTokens)}
-    async with nodes() as up, runner(up, rows(1), SamplerConfig(1, 2), epochs=1) as driver:
-        known = {"runner": driver, "batch": await driver.batch()}
-        for name in re.findall(r"\b((?:runner|batch)(?:\.\w+)+)", PAGE):
-            operator.attrgetter(name.partition(".")[2])(known[name.partition(".")[0]])
-
-
 async def test_a_rollout_that_is_held_is_small() -> None:
     """A trainer holds thousands of rollouts."""
     *_, said_last, _ = output = said_at_length()
@@ -336,14 +306,6 @@ async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
         while len(up[0].handler.sessions) < 7:
             await asyncio.sleep(0.01)
     assert not up[0].handler.sessions, "leaving the runner ends what was begun"
-
-
-async def test_what_a_runner_cancels_itself_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "nemo_gym_prorl")
-    async with nodes() as up, runner(up, rows(8), SamplerConfig(2, 4, 16)):
-        pass  # the first rollouts are not yet submitted
-    levels = {record.levelno for record in caplog.records if "has no outcome: cancelled" in record.getMessage()}
-    assert levels == {logging.DEBUG}
 
 
 async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> None:
@@ -556,3 +518,94 @@ async def test_a_source_whose_checkpoints_are_erased_costs_nothing_else() -> Non
         assert driver.sampler.dropped == {"no_variance": 2, "refused": refused}
         assert counts == {"begun": refused, "refused": refused}
         assert not pipeline.store.live()
+
+
+# -- services that refuse the runner or its rows, restart, or hold another state ------------------------------------
+
+
+async def test_a_runner_that_one_service_refuses_leaves_nothing_behind_at_the_others() -> None:
+    armed: list[int] = []
+
+    async def refuse(method: str, path: str) -> int | None:
+        return 403 if armed and (method, path) == ("POST", "/v1/rollouts") else None
+
+    async with nodes(2) as up:
+        up[1].fault = refuse
+        async with runner(
+            up, rows(40, late=[1], late_s=3600.0), SamplerConfig(1, 3, 9, reference_share=0.0), max_attempts=1
+        ) as driver:
+            while not (up[0].handler.sessions and up[1].handler.sessions):
+                await asyncio.sleep(0.01)
+            armed.append(1)
+            job = next(iter(up[1].pipeline.store.live()))
+            await up[1].pipeline.cancel(job)  # a failure: the member is submitted again
+            for _ in range(2):
+                with pytest.raises(ApiError, match="403"):
+                    await asyncio.wait_for(driver.batch(), 30)
+        assert not [*up[0].pipeline.store.live()]
+
+
+async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
+    async with nodes() as up:
+        for dataset, epochs in ((rows(3), 1), (rows(3), None)):
+            driver = runner(
+                up,
+                dataset,
+                SamplerConfig(1, 2, 4, max_dropped=5, reference_share=0.0),
+                epochs=epochs,
+                environment="misspelt",
+            )
+            async with driver:
+                for _ in range(2):
+                    with pytest.raises(NothingToLearn, match=r"max_dropped: .* could not be run.*misspelt"):
+                        await driver.batch()
+
+
+async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
+    """The service restarts without memory while rollouts are being cancelled, and is slow afterwards."""
+    settings = PipelineSettings(
+        stages=PoolSizes(init=400, ready=400, run=400, eval=64), max_attempts=1, cancel_grace_s=0.5
+    )
+    told: set[str] = set()
+
+    async def slowly(method: str, path: str) -> None:
+        if (method, path) == ("POST", "/v1/rollouts"):
+            await asyncio.sleep(0.5)
+
+    async with nodes(settings=settings) as up, RolloutClient(up[0].url) as client:
+        service = JobForwarder(
+            client,
+            tokens=TokenForm.PACKED,
+            on_ended=lambda job: told.add(job.id),
+            on_lost=lambda rollout, *_: told.add(rollout),
+            on_error=lambda error: pytest.fail(repr(error)),
+            report=lambda _: None,
+        )
+        service.start()
+        ids = [f"run:{number}:0:0" for number in range(100)]
+        for rollout in ids:
+            service.submit(rollout, {"row": rows(1, late=[0], late_s=3600.0)[0]})
+        while len(up[0].handler.sessions) < 100:
+            await asyncio.sleep(0.02)
+        await up[0].stop()
+        for rollout in ids:
+            service.cancel(rollout)
+        up[0].fault = slowly
+        await up[0].start()
+        while len(told) < 100:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        assert not up[0].handler.sessions
+        await service.close()
+
+
+async def test_a_start_that_fails_leaves_nothing_behind() -> None:
+    async with nodes() as up:
+        async with runner(up, rows(3, late=[0], late_s=5.0), SamplerConfig(1, 2, 2, reference_share=0.0)) as first:
+            state = first.state()
+        before = asyncio.all_tasks()
+        second = runner(up, rows(3), SamplerConfig(1, 3, 3, reference_share=0.0), state=state)
+        with pytest.raises(CallerError, match="group_size"):
+            await second.__aenter__()
+        await asyncio.sleep(0.1)
+        assert not [task for task in asyncio.all_tasks() - before if "JobForwarder" in repr(task.get_coro())]

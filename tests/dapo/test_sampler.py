@@ -297,24 +297,6 @@ def finish(sampler: DynamicSampler, submissions: list[Submission], rewards: list
     return sampler.decide()
 
 
-def test_strictly_on_policy_a_complete_batch_ends_everything_else() -> None:
-    sampler = eager(SamplerConfig(1, 2, 6, max_staleness=0), Epochs(ROWS, seed=None))
-    submissions = sampler.decide().submit
-    assert len(submissions) == 6
-    sampler.scored(submissions[2].rollout, 1.0)
-    decision = finish(sampler, submissions[:2], [0.0, 1.0])
-    assert [[*batch.groups] for batch in decision.batches] == [[0]]
-    assert decision.forget == [submissions[2].rollout]
-    assert set(decision.cancel) == {s.rollout for s in submissions[3:]}
-    assert not decision.submit, "nothing begins under weights that are too old"
-    for rollout in decision.cancel:
-        sampler.cancelled(rollout)
-    sampler.weights(1)
-    again = sampler.decide().submit
-    assert [s.prompt for s in again] == [1, 1, 2, 2, 3, 3], "the prompts that were ended come first"
-    assert {s.version for s in again} == {1}
-
-
 def test_with_staleness_siblings_are_carried_over() -> None:
     sampler = eager(SamplerConfig(1, 2, 4, max_staleness=2), Epochs(ROWS, seed=None))
     submissions = sampler.decide().submit
@@ -377,16 +359,6 @@ def test_prompts_that_are_solved_are_left_out() -> None:
     assert [s.prompt for s in decision.submit] == [3, 3], "2 is prompt 0 again"
     assert finish(sampler, decision.submit, [1.0, 1.0]).forget, "what was decided comes first"
     with pytest.raises(NothingToLearn, match="skips every prompt"):
-        sampler.decide()
-
-
-def test_training_ends_where_nothing_can_be_learnt() -> None:
-    sampler = eager(SamplerConfig(1, 2, 2, max_fruitless=3), Epochs(ROWS))
-    decision = sampler.decide()
-    for _ in range(2):
-        decision = finish(sampler, decision.submit, [0.0, 0.0])
-    assert finish(sampler, decision.submit, [0.0, 0.0]).forget
-    with pytest.raises(NothingToLearn, match="max_fruitless: 3 groups in a row had rewards without variance"):
         sampler.decide()
 
 

@@ -3,21 +3,13 @@
 """What the tests with a real Gym share."""
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from nemo_gym_prorl.deployment.gym_cli import GymCli
 from nemo_gym_prorl.rollout.api.client import RolloutClient
 from tests.deployment.families import MIXTURE, Families, deployed
 from tests.deployment.ray_cluster import ray_cluster
-
-
-@pytest.fixture
-def cli(tmp_path: Path) -> GymCli:
-    """Gym's command line on the running interpreter."""
-    return GymCli(tmp_path)
 
 
 @pytest.fixture(scope="package")
@@ -36,6 +28,5 @@ async def families(shared_ray: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def client(families: Families) -> AsyncIterator[RolloutClient]:
-    """A client of the mixture's agent."""
     async with RolloutClient(families.gym.url(MIXTURE)) as client:
         yield client

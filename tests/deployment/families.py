@@ -59,7 +59,6 @@ def _named(kind: str, name: str) -> dict[str, str]:
 
 
 def _agent(implementation: str, family: str, **settings: Any) -> dict[str, Any]:
-    """An agent of one family."""
     servers = {
         "resources_server": _named("resources_servers", family),
         "model_server": _named("responses_api_models", MODEL),
@@ -68,7 +67,6 @@ def _agent(implementation: str, family: str, **settings: Any) -> dict[str, Any]:
 
 
 def _further(judge_url: str) -> dict[str, Any]:
-    """What there is beside the mixture."""
     faulty = {"resources_server": _named("resources_servers", "faulty_family"), "budgets": {"eval": 2}, "max_steps": 1}
     mixture = {"environments": {"faulty": faulty}}
     # The folder is that in which Gym starts it.
@@ -227,7 +225,6 @@ def solved(change: Callable[[str], str] = str, first_s: float = 0.0, by_shell: b
 
 
 async def ended(client: RolloutClient, *rows: dict[str, Any]) -> list[JobView]:
-    """What became of rollouts, together."""
     submitted = [await client.submit(row) for row in rows]
     return await asyncio.gather(*(client.wait(job.id) for job in submitted))
 
@@ -239,14 +236,3 @@ def masked(job: JobView) -> str:
     assert job.result is not None
     assert job.result["mask_sample"] is True
     return job.failure.kind.value
-
-
-def server_process(gym: GymDeployment, name: str) -> int:
-    """Return the process of a server; in a supervised deployment the instance's own process is its restarter."""
-    wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
-    for pid, command in gym.cli.mark.processes().items():
-        if not command.endswith("app.py") or "restarter" in command or command.startswith("/bin/bash"):
-            continue
-        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return pid
-    raise LookupError(f"{name} has no process now")

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_gym_prorl.deployment.gym_cli import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.processes import ProcessMark
@@ -17,6 +18,17 @@ class Ended:
 
     output: str
     seconds: float
+
+
+def server_process(mark: ProcessMark, name: str) -> int | None:
+    """Process id of a server, which is not its restarter's; ``None`` while there is none."""
+    wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
+    for pid, command in mark.processes().items():
+        if command.endswith("app.py") and "restarter" not in command and not command.startswith("/bin/bash"):
+            environ = Path(f"/proc/{pid}/environ")
+            if environ.exists() and wanted in environ.read_bytes().split(b"\0"):
+                return pid
+    return None
 
 
 async def gym(cli: GymCli, *arguments: str, timeout_s: float = 600.0) -> Ended:

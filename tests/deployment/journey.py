@@ -29,11 +29,8 @@ SETTINGS = f"++{AGENT}.responses_api_agents.prorl_agent"
 RUN_BUDGET_S = 45
 IMPORTED = (
     *("nemo_gym.server_utils", "ray.dashboard.dashboard", "ray.dashboard.agent"),
-    *(
-        "resources_servers.prorl_code.app",
-        "nemo_gym_prorl.servers.agent_server",
-        "nemo_gym_prorl.servers.model_server",
-    ),
+    *("resources_servers.prorl_code.app", "nemo_gym_prorl.servers.agent_server"),
+    "nemo_gym_prorl.servers.model_server",
 )
 """Most of what a deployment's processes import."""
 _HAS_CASES = "import importlib.util; print(importlib.util.find_spec('nemo_gym.verifier_fixture') is not None)"

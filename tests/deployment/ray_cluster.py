@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.deployment.gym_cli import RAY_START_S
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
+from tests.deployment.raylets import ENVIRONMENT
 
 
 PROGRAM = """
@@ -29,14 +29,7 @@ import signal, ray
 print(ray.init(num_cpus=1, include_dashboard=False).address_info["gcs_address"], flush=True)
 signal.pause()
 """
-SETTINGS = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
-    "RAY_enable_worker_prestart": "0",
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_raylet_start_wait_time_s": str(RAY_START_S[0]),
-}
+SETTINGS = ENVIRONMENT | {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024)}
 TRIES = 3
 
 

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl demo`` as a user runs it: to its end, and interrupted in the middle."""
+"""``prorl demo`` as a user runs it, to its end."""
 
 import asyncio
-import contextlib
 import os
 import sys
 import tempfile
@@ -22,55 +21,27 @@ pytestmark = [pytest.mark.gym, pytest.mark.sandbox, pytest.mark.long("starts a w
 RUN_SLOTS = "++prorl_code_agent.responses_api_agents.prorl_agent.stages.run=4"
 
 
-class Demo:
-    """A running ``prorl demo`` whose whole process tree is marked."""
-
-    def __init__(self, folder: Path) -> None:
-        self.output = folder / "demo.jsonl"
-        self.log = folder / "demo.log"
-        self.mark = ProcessMark("PRORL_TEST_DEMO", os.urandom(8).hex())
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-        # Not below pytest's folder: that is private, and where root runs the demo, its sandboxes are somebody else's.
-        self.state = Path(tempfile.mkdtemp(prefix="prorl-demo-", dir="/tmp"))
-
-    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        main = "from nemo_gym_prorl.cli.app import main; main()"
-        with self.log.open("wb") as log:
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", main, "demo", "--output", str(self.output), *arguments),
-                env={
-                    **os.environ,
-                    self.mark.name: self.mark.value,
-                    "COLUMNS": "100",
-                    "TMPDIR": str(self.temporary),
-                    "PRORL_STATE": str(self.state),
-                },
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def sandboxes(self) -> list[int]:
-        """Processes in containers of this demonstration: they shed the mark, but a folder of ours is mounted there."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{self.state}/" in (entry / "mountinfo").read_text():
-                    found.append(int(entry.name))
-        return found
-
-
 async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(shared_ray: str, tmp_path: Path):
-    demo = Demo(tmp_path)
-    process = await demo.start("--rollouts", "8", RUN_SLOTS, shared_ray)
+    output, log = tmp_path / "demo.jsonl", tmp_path / "demo.log"
+    mark = ProcessMark("PRORL_TEST_DEMO", os.urandom(8).hex())
+    # Not below pytest's folder: that is private, and where root runs the demo, its sandboxes are somebody else's.
+    state = tempfile.mkdtemp(prefix="prorl-demo-", dir="/tmp")
+    main = "from nemo_gym_prorl.cli.app import main; main()"
+    with log.open("wb") as stream:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", main, "demo", "--output", str(output), "--rollouts", "8", RUN_SLOTS, shared_ray),
+            env={**os.environ, mark.name: mark.value, "COLUMNS": "100", "PRORL_STATE": state, "TMPDIR": str(tmp_path)},
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
     status = await asyncio.wait_for(process.wait(), 280)
-    printed = demo.log.read_text()
+    printed = log.read_text()
     assert status == 0, printed
-    assert await demo.mark.wait_gone(30) == {}
+    assert await mark.wait_gone(30) == {}
     assert "no language model" in printed
     assert "8 of 8 rollouts scored" in printed
-    records = [orjson.loads(line) for line in demo.output.read_bytes().splitlines()]
+    records = [orjson.loads(line) for line in output.read_bytes().splitlines()]
     assert sorted(record["rollout"]["source"]["line"] for record in records) == [*range(1, len(SCRIPTS) + 1)]
     for record in records:
         rollout = record["rollout"]

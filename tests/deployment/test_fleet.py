@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -26,6 +25,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
 from tests.deployment.raylets import ENVIRONMENT, Raylets, raylets
+from tests.policy.engines import free_port
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.long("starts nodes of a Ray cluster, with a deployment on each")]
@@ -44,13 +44,10 @@ def row(number: int, variant: str) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def served(
-    nodes: int, folder: Path, policy_url: str, *overrides: str
-) -> AsyncIterator[tuple[Raylets, str, Path]]:
+async def served(nodes: int, folder: Path, policy_url: str) -> AsyncIterator[tuple[Raylets, str, Path]]:
     """``prorl serve prorl_code --ray`` over so many nodes: the cluster, the front's address and its log. When it has
     ended in order nothing is left."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     mark = ProcessMark("PRORL_TEST_FLEET", os.urandom(8).hex())
     options = {"policy-url": policy_url, "policy-model": MODEL_NAME, "head-port": port, "log-dir": folder / "gym"}
     log = folder / "serve.log"
@@ -59,7 +56,7 @@ async def served(
         with log.open("wb") as stream:
             front = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()"),
-                *("serve", "prorl_code", *words, *overrides),
+                *("serve", "prorl_code", *words),
                 cwd=folder,
                 env={**os.environ, **ENVIRONMENT, mark.name: mark.value, "PRORL_TOKEN": KEY},
                 stdout=stream,
@@ -78,8 +75,6 @@ async def served(
 
 
 async def test_nodes_without_a_key_are_refused_at_once(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     async with raylets(0) as cluster:
         host = cluster.address.partition(":")[0]
         if host.startswith("127."):
@@ -87,7 +82,7 @@ async def test_nodes_without_a_key_are_refused_at_once(tmp_path: Path) -> None:
         await cluster.add(ADDRESS=host)
         front = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()", "serve", "prorl_code"),
-            *("--policy-model=m", f"--head-port={port}", f"--ray={cluster.address}"),
+            *("--policy-model=m", f"--head-port={free_port()}", f"--ray={cluster.address}"),
             cwd=tmp_path,
             env={name: value for name, value in (os.environ | ENVIRONMENT).items() if name != "PRORL_TOKEN"},
             stdout=asyncio.subprocess.PIPE,
@@ -129,8 +124,7 @@ def on_one_machine(policy_url: str, ray_port: int, head_port: int) -> str:
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
 async def test_the_page_works_as_it_is_written_with_rays_token(scripted_policy: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        ports = first.getsockname()[1], second.getsockname()[1]
+    ports = free_port(), free_port()
     (tmp_path / "rows.jsonl").write_text(json.dumps(row(0, "reference")) + "\n")
     command = tmp_path / "bin" / "prorl"
     command.parent.mkdir()

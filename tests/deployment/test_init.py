@@ -146,14 +146,8 @@ def test_folders_are_joined_and_the_first_wins(tmp_path: Path) -> None:
         gym_cli.link_roots(folder, [own, ours])
     links = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink())
     assert links == [
-        *(
-            "env.yaml",
-            "environments/a",
-            "resources_servers/a",
-            "resources_servers/both",
-            "responses_api_agents/b",
-            "rows",
-        ),
+        *("env.yaml", "environments/a", "resources_servers/a", "resources_servers/both"),
+        *("responses_api_agents/b", "rows"),
     ]
     assert (folder / "resources_servers/both/app.py").read_text() == "own"
     assert (own / "resources_servers/both/app.py").read_text() == "own"

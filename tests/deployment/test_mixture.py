@@ -7,7 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ from tests.deployment.families import (
     ended,
     masked,
     rows_of,
-    server_process,
     solved,
 )
+from tests.deployment.gym_command import server_process
 from tests.faulty_family.app import ANSWERS
-from tests.tasks import containers
 
 
 pytestmark = [
@@ -61,7 +60,8 @@ def faulty(fault: str) -> dict[str, Any]:
 @contextmanager
 def stopped(families: Families, server: str) -> Iterator[None]:
     """A server that takes connections and answers none."""
-    pid = server_process(families.gym, server)
+    pid = server_process(families.gym.cli.mark, server)
+    assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -70,7 +70,6 @@ def stopped(families: Families, server: str) -> Iterator[None]:
 
 
 async def test_it_earns_what_it_should(families: Families, tmp_path: Path) -> None:
-    """Gym's own collector."""
     rows = [row for family in FAMILIES for variant in (ORACLE, NULL) for row in rows_of(family, variant, 1)]
     sent = [{**row, "variant": row["data_source"]} for row in rows]
     done = await families.collect(sent, tmp_path, "--agent", MIXTURE)
@@ -103,32 +102,6 @@ async def test_judges_that_fail_are_no_reward(families: Families, client: Rollou
     with stopped(families, "judge_model"):
         [unanswered] = await ended(client, judged(ORGANELLE))
     assert masked(unanswered) == "verifier_error"
-
-
-async def test_sandboxes_killed_in_eval_are_no_reward(
-    families: Families, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After one it is graded in another; where none lives, not even one that grades what is known, it is masked."""
-    if families.disk:
-        monkeypatch.setenv("PRORL_STATE", str(families.disk))
-
-    async def killed(most: int, takes_s: int) -> JobView:
-        row = solved(lambda source: f"import time\ntime.sleep({takes_s})\n{source}")
-        job, hit = await client.submit(row), set[int]()
-        while not (seen := await client.get(job.id)).state.terminal:
-            there = containers.first_processes() - hit if seen.state is JobState.EVALUATING else set()
-            for pid in [*there][: most - len(hit)]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                hit.add(pid)
-            await asyncio.sleep(0.02)
-        assert hit, "none was killed in time"
-        return await client.wait(job.id)
-
-    assert (await killed(1, 1)).reward == 1.0
-    always = await killed(1000, 12)  # long enough to be met on a busy machine, too
-    assert masked(always) in ("provider_unavailable", "verifier_error")
-    assert always.timings["eval"].attempts == 3
 
 
 async def test_a_server_that_hangs_holds_up_its_own(families: Families, client: RolloutClient) -> None:

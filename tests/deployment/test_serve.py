@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -26,6 +25,8 @@ from nemo_gym_prorl.rollout.api.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.api.schemas import JobView
 from nemo_gym_prorl.rollout.settings import PoolSizes
 from nemo_gym_prorl.tasks.code.code_rows import humaneval_row, problems
+from tests.deployment.gym_command import server_process
+from tests.policy.engines import free_port
 
 
 pytestmark = [
@@ -55,8 +56,7 @@ class Service:
         self.tmp.mkdir()
         self.keeps_log = True
         self.urls: dict[str, str] = {}
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.head_port = probe.getsockname()[1]
+        self.head_port = free_port()
         self.process: asyncio.subprocess.Process | None = None
         self._folder = folder
 
@@ -96,19 +96,9 @@ class Service:
             self.process.send_signal(number)
         return await asyncio.wait_for(self.process.wait(), 90)
 
-    def pid(self, name: str) -> int | None:
-        """Process id of a server, which is not its restarter's; ``None`` while there is none."""
-        wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
-        for pid, command in self.mark.processes().items():
-            if command.endswith("app.py") and "restarter" not in command and not command.startswith("/bin/bash"):
-                environ = Path(f"/proc/{pid}/environ")
-                if environ.exists() and wanted in environ.read_bytes().split(b"\0"):
-                    return pid
-        return None
-
     def strike(self, name: str) -> int:
         """Kill a server; gives its process id."""
-        pid = self.pid(name)
+        pid = server_process(self.mark, name)
         assert pid is not None, self.mark.processes()
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -118,7 +108,7 @@ class Service:
         pids = {name: self.strike(name) for name in names}
         async with asyncio.timeout(180), aiohttp.ClientSession() as session:
             for name, pid in pids.items():
-                while self.pid(name) in (None, pid) or not await _answers(session, self.urls[name]):
+                while server_process(self.mark, name) in (None, pid) or not await _answers(session, self.urls[name]):
                     await asyncio.sleep(0.2)
 
 

@@ -7,17 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from fastapi import FastAPI
-
 from nemo_gym_prorl.fleet.gateway import SETTINGS, FleetGateway, gateway_app
 from nemo_gym_prorl.fleet.placement import NodeJoined, NodeLeft
-from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api.client import RolloutClient
-from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PoolSizes, ServiceSettings
-from tests.rollout.handlers import Bench, FastSettings, PlannedHandler
-from tests.rollout.serving import serve
+from tests.rollout.handlers import Bench, FastSettings, PlannedHandler, application
+from tests.rollout.serving import serve, until
 
 
 SMALL = PoolSizes(init=1, ready=1, run=2, eval=2)
@@ -40,24 +36,10 @@ class Changing:
 
 
 class Service:
-    """A node's service."""
-
-    def __init__(self, handler: PlannedHandler, stages: PoolSizes) -> None:
+    def __init__(self, handler: PlannedHandler) -> None:
         self.handler = handler
-        self.pipeline: Pipeline = Bench(
-            FastSettings(
-                stages=stages,
-            ),
-            handler,
-        ).pipeline()
+        self.pipeline: Pipeline = Bench(FastSettings(stages=SMALL), handler).pipeline()
         self.url = ""
-
-    def app(self) -> FastAPI:
-        """Its routes."""
-        app = FastAPI()
-        add_problem_handlers(app)
-        app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
-        return app
 
     @property
     def joined(self) -> NodeJoined:
@@ -65,10 +47,9 @@ class Service:
 
 
 @asynccontextmanager
-async def service(handler: PlannedHandler | None = None, stages: PoolSizes = SMALL) -> AsyncIterator[Service]:
-    """One that is up."""
-    it = Service(handler or PlannedHandler(), stages)
-    async with serve(it.app()) as it.url:
+async def service(handler: PlannedHandler | None = None) -> AsyncIterator[Service]:
+    it = Service(handler or PlannedHandler())
+    async with serve(application(it.pipeline)) as it.url:
         yield it
         await it.pipeline.close()
 
@@ -91,7 +72,6 @@ class Fleet:
 @asynccontextmanager
 async def fleet(
     count: int,
-    stages: PoolSizes = SMALL,
     settings: ServiceSettings = SETTINGS,
     joined: int | None = None,
     key: str | None = None,
@@ -99,15 +79,13 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     """Start a gateway and services, the first ``joined`` of which are its nodes; by default all."""
     async with AsyncExitStack() as stack:
-        services = [await stack.enter_async_context(service(stages=stages)) for _ in range(count)]
+        services = [await stack.enter_async_context(service()) for _ in range(count)]
         there = [it.joined for it in services[: count if joined is None else joined]]
         it = Fleet(services, Changing(there), settings)
         app = gateway_app(it.gateway, key=key, clients=clients)
         await it.gateway.start()
         it.url = await stack.enter_async_context(serve(app))
         it.client = await stack.enter_async_context(RolloutClient(it.url, key))
-        async with asyncio.timeout(30):
-            while len(it.gateway.dispatcher.statuses) < len(there):
-                await asyncio.sleep(0.01)
+        await until(lambda: len(it.gateway.dispatcher.statuses) == len(there))
         yield it
         await it.gateway.close()

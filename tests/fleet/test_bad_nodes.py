@@ -24,8 +24,8 @@ from nemo_gym_prorl.rollout.job import JobState
 from tests.agent.test_keys import certificate  # noqa: F401
 from tests.cli.command_line import prorl, write
 from tests.fleet.fleets import Fleet, fleet, service
-from tests.fleet.test_gateway import HELD, lasting, outcomes, until
-from tests.rollout.serving import serve
+from tests.fleet.test_gateway import HELD, lasting, outcomes
+from tests.rollout.serving import serve, until
 
 
 def refusing(status: int) -> FastAPI:
@@ -197,9 +197,7 @@ async def test_what_a_lost_service_had_is_submitted_elsewhere(hasty: None, tmp_p
 
 
 LIES: dict[str, dict[str, Any]] = {
-    "of another rollout": {"id": "b"},
     "without times": {"timings": {}},
-    "too large": {"result": {"x": 2**70}},
     "tokens that are no numbers": {
         "tokens": [TurnView(item=0, kept=0, observed="AAAA", sampled="AAAA", log_probs="AAAA")]
     },
@@ -214,27 +212,18 @@ async def test_a_node_that_lies_harms_no_other_rollout(lie: dict[str, Any], monk
     monkeypatch.setattr(forwarder, "RETRY_S", 0.05)
     async with fleet(1) as there:
         (carried,) = there.gateway.dispatcher._forwarders.values()
-        get, lies = carried.client.get, True
+        get = carried.client.get
 
         async def lying(rollout: str, **options: Any) -> JobView:
             view = await get(rollout, **options)
-            if not (lies and rollout.startswith("a~") and view.state.terminal):
-                return view
-            other = next((one for one in there.gateway._jobs if one.startswith(str(lie.get("id")))), "who")
-            return view.model_copy(update=lie | ({"id": other} if "id" in lie else {}))
+            return view.model_copy(update=lie) if rollout.startswith("a~") and view.state.terminal else view
 
         monkeypatch.setattr(carried.client, "get", lying)
         await there.client.submit(HELD, id="b")
         await there.client.submit(lasting(0.05), id="a")
-        if "id" in lie:
-            await asyncio.sleep(1.0)
-            assert not (await there.client.get("a")).state.terminal
-            lies = False
-            assert (await there.client.wait("a")).reward == 1.0, "asked again it tells the truth"
-        else:
-            job = await there.client.wait("a")
-            assert (job.reward, job.failure and job.failure.kind) == (None, FailureKind.SESSION_LOST)
-            assert "invalid outcome" in job.failed_attempts[0].reason
+        job = await there.client.wait("a")
+        assert (job.reward, job.failure and job.failure.kind) == (None, FailureKind.SESSION_LOST)
+        assert "invalid outcome" in job.failed_attempts[0].reason
         assert not (await there.client.get("b")).state.terminal
         there.handlers[0].let_go.set()
         assert (await there.client.wait("b")).reward == 1.0

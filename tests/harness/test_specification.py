@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.harness.specification import MAX_ARGUMENT_BYTES, load_harness, shipped_harnesses
+from nemo_gym_prorl.harness.specification import load_harness, shipped_harnesses
 
 
 GOOD: dict[str, Any] = {"name": "own", "version": "1", "api": "chat", "command": ["agent", "{prompt}"]}
@@ -31,38 +31,24 @@ def written(folder: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"api": None}, "api: Field required"),
         ({"api": "grpc"}, "api: Input should be 'responses', 'chat' or 'messages'"),
         ({"name": "../x"}, "name: String should match"),
         ({"version": "1/2"}, "version: String should match"),
-        ({"version": 1.2}, "version: Input should be a valid string"),
         ({"command": []}, "command: List should have at least 1 item"),
         ({"command": ["a", "{promt}"]}, "command: .*{promt} is no placeholder; the nearest: prompt"),
         ({"env": {"A": "{keys}"}}, "env: .*{keys} is no placeholder; the nearest: key"),
         ({"command": ["a", "${promt}"]}, "command: .*write {{promt}} for a literal {promt}"),
-        ({"command": ["", "{prompt}"]}, "command: .*the program has no name"),
-        ({"command": ["a", "{prompt}\0"]}, "command: .*NUL"),
         ({"command": ["a", "{{prompt}}"]}, "body: .*no text .* has {prompt}"),
-        ({"env": {"A": "b\0"}}, "env: .*NUL"),
         ({"env": {"A; touch /x; B": "c"}}, "env.*String should match"),
-        ({"files": {"/a\0b": "c"}}, "files: .*NUL"),
         ({"files": {"a": "b"}}, "files: .*a must begin with / or ~/"),
-        ({"files": {"/": "b"}}, "files: .*/ must begin with / or ~/ and end with a file's name"),
-        ({"files": {"~/": "b"}}, "files: .*~/ must begin"),
         ({"files": {"~/a/..": "b"}}, "files: .*~/a/.. must begin"),
         ({"exit_codes": {256: "stop"}}, "exit_codes.256.*less than or equal to 255"),
-        ({"exit_codes": {-9: "stop"}}, "exit_codes.-9.*greater than or equal to 0"),
-        ({"exit_codes": {"x": "stop"}}, "exit_codes.x.*valid integer"),
         ({"exit_codes": {3: "Out of time"}}, "exit_codes.3: String should match"),
         ({"bundle": {"before": "2026-01-01"}}, "bundle: .*packages of npm or of pip"),
-        ({"bundle": {**BUNDLE, "pip": ["b"]}}, "bundle: .*packages of npm or of pip"),
         ({"bundle": {"npm": {"a": "1"}}}, "bundle.before: Field required"),
         ({"bundle": {**BUNDLE, "libc": ["uclibc"]}}, "bundle.libc.0: Input should be 'glibc' or 'musl'"),
-        ({"bundle": {**BUNDLE, "libc": []}}, "bundle.libc: List should have at least 1 item"),
         ({"bundle": {**BUNDLE, "npm": {"../../etc": "1"}}}, "bundle.npm.*String should match"),
         ({"bundle": {**BUNDLE, "npm": {}, "pip": ["-r x"]}}, "bundle.pip.0: String should match"),
-        ({"bundle": {**BUNDLE, "npm": {}, "pip": ["x\n-r y"]}}, "bundle.pip.0: String should match"),
-        ({"bundle": {**BUNDLE, "python": "banana"}}, "bundle.python: String should match"),
         ({"prompts": "x"}, "prompts: Extra inputs"),
     ],
 )
@@ -80,14 +66,12 @@ def test_a_mistake_is_told_in_one_line_with_its_field(changes: dict[str, Any], s
         ("none.yaml", "no harness 'none.yaml'"),
         ("broken.yaml", "broken.yaml can't be read: while parsing"),
         ("latin.yaml", "latin.yaml can't be read: 'utf-8' codec"),
-        ("deep.yaml", "deep.yaml can't be read: maximum recursion depth"),
-        ("x" * 5000 + ".yaml", ".yaml can't be read: [Errno 36] File name too long"),
     ],
     ids=lambda text: text[-30:],
 )
 def test_a_harness_that_is_not_there(name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for file, content in (("broken", b"name: ["), ("latin", b"name: caf\xe9"), ("deep", b"[" * 5000)):
+    for file, content in (("broken", b"name: ["), ("latin", b"name: caf\xe9")):
         (tmp_path / f"{file}.yaml").write_bytes(content)
     with pytest.raises(CallerError, match=re.escape(says)) as caught:
         load_harness(name)
@@ -109,18 +93,6 @@ def test_a_text_is_filled_once_and_other_braces_stay(tmp_path: Path) -> None:
     }
     filled = 'print(f"{error} {model} {error!r} {x.y}")'
     assert launch.files == {"/h/a~": "/opt/harness/musl-musl", "/b": "$/h", "/h/c.py": filled}
-
-
-def test_a_prompt_that_no_program_can_be_given_is_refused(tmp_path: Path) -> None:
-    harness = load_harness(written(tmp_path))
-    about: dict[str, Any] = {"origin": "http://127.0.0.1:9", "model": "m", "home": "/h", "context": 5, "libc": "glibc"}
-    assert harness.launch(prompt="x" * MAX_ARGUMENT_BYTES, **about).command[1]
-    with pytest.raises(CallerError, match="prompt: has 131072 bytes, more than the 131071"):
-        harness.launch(prompt="é" * (MAX_ARGUMENT_BYTES // 2 + 1), **about)
-    harness = load_harness(written(tmp_path, command=["agent"], env={"TASK": "{prompt}"}))
-    for prompt, says in (("x" * MAX_ARGUMENT_BYTES, "has 131076 bytes"), ("a\0", "has the character NUL")):
-        with pytest.raises(CallerError, match=f"prompt: {says}"):
-            harness.launch(prompt=prompt, **about)
 
 
 @pytest.mark.parametrize("name", shipped_harnesses())

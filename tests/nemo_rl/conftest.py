@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 REPOSITORY = Path(__file__).parents[2]
-ROOT = os.environ.get("NRL_ROOT")
+ROOT = os.environ.get("NRL_ROOT", "")
 NODE_ADDRESS = "127.0.0.2"
 KEY = "k3y-of-prorl-code-agent"
 VENVS = "/opt/prorl/venvs"
@@ -49,6 +49,9 @@ def _reason_to_skip() -> str | None:
     return f"this environment cannot import NeMo RL: no {', '.join(missing)}" if missing else None
 
 
+needs_nemo_rl = pytest.mark.skipif(_reason_to_skip() is not None, reason=_reason_to_skip() or "")
+
+
 @pytest.fixture(scope="session")
 def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Make NeMo RL importable and start Ray on loopback; give the driver's working directory."""
@@ -57,9 +60,9 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("nemo-rl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT))
+        patch.syspath_prepend(ROOT)
         # The actor and its servers get the driver's environment.
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(ROOT)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), ROOT]))
         patch.setenv("NO_VCS_VERSION", "1")
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -106,25 +109,25 @@ def engine_url(engine: "Engine") -> Iterator[str]:
         yield base_url
 
 
-def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Trainer":
-    """Start what ``docs/train-nemo-rl.md`` configures, and a counting environment."""
-    from tests.nemo_rl.trainer import Trainer
-
+def documented_servers(folder: Path, environments: str) -> dict[str, Any]:
+    """Make the environments of ``docs/train-nemo-rl.md``; return its ``env.nemo_gym`` with a counting server."""
     venvs = str(folder / environments)
     exec(documented("python")[0].replace(VENVS, venvs), {})
     block, *_ = documented("yaml")
     config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
     config["config_paths"].append(str(folder / "resources_servers/counting/counting.yaml"))
-    return Trainer([engine_url], folder, config)
+    return config
 
 
 @pytest.fixture(scope="session")
 def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
     """Actor with the servers of ``docs/train-nemo-rl.md``, a counting environment, and a key for one agent."""
-    trainer = documented_trainer(nemo_rl, engine_url, "venvs")
+    import ray
+
+    from tests.nemo_rl.trainer import Trainer
+
+    trainer = Trainer([engine_url], nemo_rl, documented_servers(nemo_rl, "venvs"))
     try:
         yield trainer
     finally:
-        import ray
-
         ray.get(trainer.actor.shutdown.remote())

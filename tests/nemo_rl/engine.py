@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -23,7 +23,6 @@ from fastapi.responses import JSONResponse, Response
 from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens
 
 from nemo_gym_prorl.cli.scripted import text
-from tests.nemo_rl.tokenizer import ByteTokenizer
 from tests.policy.scripted_engine import answer_of, is_probe
 
 
@@ -35,6 +34,22 @@ _OPENING = bytes([text.START_OF_TURN]) + b"assistant\n"
 
 
 type CallParser = Callable[[str], tuple[str | None, list[dict[str, Any]]]]
+
+
+class ByteTokenizer:
+    """What NeMo RL asks of a tokenizer, for tokens that are bytes."""
+
+    eos_token_id = text.END_OF_TURN
+    pad_token_id = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def batch_decode(self, many: Sequence[Sequence[int]]) -> list[str]:
+        return [self.decode(ids) for ids in many]
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool = True) -> list[int]:
+        return list(text.render_prompt(messages))
 
 
 class Engine:

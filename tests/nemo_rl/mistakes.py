@@ -58,7 +58,6 @@ MISTAKES = [
     one("prorl.max_stalness", 1, "not permitted"),
     one("prorl.runtime", "synchronous", "not permitted"),
     one("prorl.overlong.buffer_length", 10**6, "more than max_sequence_length", field="prorl.overlong"),
-    one("prorl.overlong.max_response_length", 3000, "not permitted"),
     one("prorl.services", ["http://127.0.0.1:1"], "must be set for rollouts: service", field="prorl"),
     one("prorl.services", [], "must be set for rollouts: service", variant="service", field="prorl"),
     one("prorl.models", [], "must be set for rollouts: service", variant="service", field="prorl"),

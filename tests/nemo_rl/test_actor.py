@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.gym, pytest.mark.timeout(420, func_only=True)]
 
-EXAMPLES = Path(__file__).parents[2] / "resources_servers/prorl_code/data/example.jsonl"
-
 
 def test_a_key_of_the_environment_is_asked_for_and_told_to_nobody(trainer: "Trainer") -> None:
     """The configuration is public: NeMo RL's head server and Gym's command lines show it."""

@@ -26,9 +26,8 @@ from tests.dapo.test_runner import Node, nodes, rows
 
 
 def plan(node: Node, dataset: list[dict[str, Any]], config: SamplerConfig, **more: Any) -> CollectionPlan:
-    servers = Servers((node.url,), (), more.pop("key_env", None))
     # The controller's process gets a pickle.
-    made = CollectionPlan(dataset, config, servers, RewardShaping(), seed=None, **more)
+    made = CollectionPlan(dataset, config, Servers((node.url,), ()), RewardShaping(), seed=None, **more)
     again: CollectionPlan = pickle.loads(pickle.dumps(made))
     return again
 

@@ -22,19 +22,15 @@ from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.tokens.branches import branches_of, training_traces
 from nemo_gym_prorl.policy.tokens.conversations import ConversationIndex, ConversationNode
 from nemo_gym_prorl.rollout.gym_rows import take_tokens
-from tests.nemo_rl.conftest import ROOT, _reason_to_skip
+from tests.nemo_rl.conftest import ROOT, needs_nemo_rl
 
 
 if TYPE_CHECKING:
     from tests.nemo_rl.controller import Policy
 
-pytestmark = [
-    pytest.mark.skipif(_reason_to_skip() is not None, reason="NRL_ROOT names no checkout that can be imported"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [needs_nemo_rl, pytest.mark.timeout(300)]
 
 GROUPS, SIZE = 16, 4
-SERVICES = ["++prorl.services=['http://127.0.0.1:1']", "++prorl.models=['http://127.0.0.1:2']"]
 
 
 @pytest.fixture(autouse=True)
@@ -183,15 +179,14 @@ def stepped(trainer: Any, meta: Any, loss: Any) -> dict[str, Any]:
     return aggregate_step_metrics(trainer.finish_train_step())
 
 
-def recipe_of(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
-    """Return a shipped recipe as NeMo RL's model, as the block ``prorl:``, and as a whole."""
+def recipe() -> tuple[Any, ProrlSettings]:
+    """Return a shipped recipe as NeMo RL's model, and as the block ``prorl:``."""
     from nemo_rl.algorithms.single_controller_utils import MasterConfig
 
     from nemo_gym_prorl.nemo_rl.configuration import read
 
-    overrides = ["++data.train.data_path=rows.jsonl", *(SERVICES if variant == "service" else ())]
-    config = read("dapo-swe-qwen3-4b", [variant] if variant else [], overrides)
-    return MasterConfig(**config), settings_of(config), config
+    config = read("dapo-swe-qwen3-4b", [], ["++data.train.data_path=rows.jsonl"])
+    return MasterConfig(**config), settings_of(config)
 
 
 def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) -> None:
@@ -203,7 +198,7 @@ def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) ->
     from tests.nemo_rl.controller import PARTITION, Policy
 
     torch.manual_seed(0)
-    master, settings, _ = recipe_of()
+    master, settings = recipe()
     shape = RewardShaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
     rows = drawn_rows(7, GROUPS, SIZE, turns=6, longest=200)
     plane = NoOpDataPlaneClient()
@@ -359,7 +354,7 @@ def test_a_rollout_of_three_traces_trains_each_sampled_token_once_with_its_advan
     from tests.nemo_rl.controller import PARTITION, Policy
 
     torch.manual_seed(0)
-    master, settings, _ = recipe_of()
+    master, settings = recipe()
     shape = RewardShaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
     plane = NoOpDataPlaneClient()
     policy = Policy(plane, tmp_path)

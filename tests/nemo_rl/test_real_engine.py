@@ -22,7 +22,7 @@ import pytest
 
 from nemo_gym_prorl.nemo_rl.configuration import RewardShaping, settings_of
 from tests.nemo_rl import tiny
-from tests.nemo_rl.conftest import REPOSITORY, ROOT, VENVS, documented
+from tests.nemo_rl.conftest import REPOSITORY, ROOT, documented_servers
 from tests.policy.engines import answers, begin, free_port, kill
 
 
@@ -105,7 +105,7 @@ def chat_server(model: Path, generations: dict[str, Any], log: Path) -> Iterator
     port = free_port()
     command = [str(PYTHON), "-m", "tests.nemo_rl.chat_server", str(model), str(port), json.dumps(generations)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), ROOT]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -185,16 +185,11 @@ class Deployment:
 def deployed(model: Path, cases: Iterable[Case], driver: Path, folder: Path) -> Iterator[Deployment]:
     """One engine and one set of servers for all of these recipes."""
     import ray
-    from omegaconf import OmegaConf
     from transformers import AutoTokenizer
 
     from tests.nemo_rl.trainer import Trainer
 
-    venvs = str(driver / f"venvs-{uuid.uuid4().hex}")
-    exec(documented("python")[0].replace(VENVS, venvs), {})
-    block, *_ = documented("yaml")
-    config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
-    config["config_paths"].append(str(driver / "resources_servers/counting/counting.yaml"))
+    config = documented_servers(driver, f"venvs-{uuid.uuid4().hex}")
     # Of a CPU that samples for all at once.
     config["counting_agent"] = {"responses_api_agents": {"prorl_agent": {"budgets": {"run": 120}, "max_steps": 6}}}
     generations = {case.recipe: recipe(case, folder)["policy"]["generation"] for case in cases}

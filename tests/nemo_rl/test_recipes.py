@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shipped recipes, read and validated by NeMo RL's own loader and models; nothing is started."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,17 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.nemo_rl.configuration import RECIPES, file_of, names_of
+from tests.nemo_rl.conftest import ROOT, needs_nemo_rl
 
 
-ROOT = os.environ.get("NRL_ROOT", "")
 NAMES = names_of()
 VARIANTS = (None, *names_of("variants"))
-WITHOUT_NEMO_RL = not Path(ROOT, "nemo_rl").is_dir() or any(
-    importlib.util.find_spec(name) is None for name in ("torch", "ray", "transformers")
-)
-needs_nemo_rl = pytest.mark.skipif(
-    WITHOUT_NEMO_RL, reason="NRL_ROOT names no checkout of NeMo RL that this environment can import"
-)
 AS_IN_THE_GUIDE = {
     "grpo": ("num_prompts_per_step", "num_generations_per_prompt"),
     "loss_fn": (
@@ -130,7 +123,6 @@ def test_the_numbers_of_nemo_rls_guide(rows: Path) -> None:
 
 @needs_nemo_rl
 def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_path: Path) -> None:
-    """The command in a process, with its exit code."""
     began = time.monotonic()
     wrong = _command(
         f"data.train.data_path={rows}",

@@ -67,15 +67,8 @@ def test_a_job_is_submitted_from_the_checkout(environment: dict[str, str]) -> No
     assert folder == str(calls / "work")
     assert shlex.join(started) == shlex.join(
         [
-            *(
-                "run",
-                "--no-sync",
-                "--project",
-                environment["NRL_ROOT"],
-                "python",
-                "-m",
-                "nemo_gym_prorl.nemo_rl.train",
-            ),
+            *("run", "--no-sync", "--project", environment["NRL_ROOT"]),
+            *("python", "-m", "nemo_gym_prorl.nemo_rl.train"),
             *("--config", "dapo-swe-qwen3-8b", "++data.train.data_path=it's rows.jsonl"),
             *("++cluster.num_nodes=6", "++cluster.gpus_per_node=8"),
         ]

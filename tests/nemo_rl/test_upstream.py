@@ -17,7 +17,7 @@ import ray
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl import configuration
 from nemo_gym_prorl.nemo_rl.controller_replacements import ProrlRollouts, RolloutRows
-from tests.nemo_rl.test_recipes import ROOT, needs_nemo_rl
+from tests.nemo_rl.conftest import ROOT, needs_nemo_rl
 
 
 ROOM = Path(configuration.__file__).parent

@@ -23,8 +23,7 @@ from nemo_rl.experience.rollouts import NemoGymRolloutResult, _prepare_nemo_gym_
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams
 
 from nemo_gym_prorl.servers.gym_client import send_keys
-from tests.nemo_rl.engine import MAX_MODEL_LEN, MODEL
-from tests.nemo_rl.tokenizer import ByteTokenizer
+from tests.nemo_rl.engine import MAX_MODEL_LEN, MODEL, ByteTokenizer
 
 
 HERE = Path(__file__).parent
@@ -78,9 +77,6 @@ class _Generation:
 class Trainer:
     """One actor with its servers.
 
-    Attributes:
-        redispatched: rows that the last :meth:`group` sent again.
-
     Args:
         base_urls: the engines.
         folder: an empty working directory, which is also the driver's.
@@ -114,7 +110,6 @@ class Trainer:
             use_fastokens=False,
         )
         ray.get(self.actor.__ray_call__.remote(send_keys))
-        self.redispatched = 0
         host, port = ray.get(self.actor.__ray_call__.remote(lambda actor: (actor.node_ip, actor.head_server_port)))
         self.head_url = f"http://{host}:{port}"
 
@@ -123,26 +118,17 @@ class Trainer:
         with urlopen(f"{self.head_url}/server_instances") as response:
             return {server["process_name"]: server["url"] for server in json.load(response)}
 
-    def start(self, rows: list[dict[str, Any]]) -> Any:
-        """Have the actor run rows; return the stream of results."""
-        _prepare_nemo_gym_rows(rows, GENERATION, GenerationSamplingParams.from_generation_config(GENERATION))  # type: ignore[arg-type]
-        return self.actor.run_rollouts.options(num_returns="streaming").remote(rows, "timing")
-
-    @staticmethod
-    def drain(stream: Any) -> Stream:
-        """Read a stream to its end."""
-        got = Stream()
+    def run(self, *rows: dict[str, Any]) -> Stream:
+        """Have the actor run rows, and read the stream of results to its end."""
+        given, got = [*rows], Stream()
+        _prepare_nemo_gym_rows(given, GENERATION, GenerationSamplingParams.from_generation_config(GENERATION))  # type: ignore[arg-type]
         try:
-            for reference in stream:
+            for reference in self.actor.run_rollouts.options(num_returns="streaming").remote(given, "timing"):
                 index, result, _ = ray.get(reference)
                 got.results[index] = result
         except Exception as error:  # NeMo RL classifies any error
             got.error = error
         return got
-
-    def run(self, *rows: dict[str, Any]) -> Stream:
-        """:meth:`start` and :meth:`drain`."""
-        return self.drain(self.start(list(rows)))
 
     def batch(self, *rows: dict[str, Any]) -> NemoGymRolloutResult:
         """Rows to a training batch, by NeMo RL's own rollout code."""
@@ -170,11 +156,8 @@ class Trainer:
             retry_policy=RolloutRetryPolicy.single_attempt(max_gym_row_attempts=3),
             stats=stats,
         )
-        try:
-            record = await rollouts.run_rollout({"idx": 0, "message_log": [], "extra_env_info": row})  # type: ignore[typeddict-item]
-        finally:
-            self.redispatched = stats.gym_row_redispatches
-        return record, self.redispatched
+        record = await rollouts.run_rollout({"idx": 0, "message_log": [], "extra_env_info": row})  # type: ignore[typeddict-item]
+        return record, stats.gym_row_redispatches
 
 
 def turn(content: str | None = None, *numbers: int, latency_s: float = 0.0) -> dict[str, Any]:

@@ -108,7 +108,6 @@ def _object(name: str, arguments: dict[str, Any], key: str = "arguments") -> str
 
 
 def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Return calls as a family writes them."""
     match name:
         case "hermes":
             return "\n".join(f"<tool_call>\n{_object(*call)}\n</tool_call>" for call in calls)

@@ -30,8 +30,6 @@ START_S = 400
 
 @dataclass
 class Server:
-    """A model server in a process."""
-
     process: subprocess.Popen[bytes]
     url: str
     log: Path

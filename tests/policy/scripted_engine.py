@@ -144,7 +144,6 @@ class ScriptedEngine:
     Attributes:
         status: status of answers; anything but 200 refuses requests.
         seen: sampling requests that are not probes.
-        refused: number of refused requests.
     """
 
     def __init__(
@@ -158,10 +157,8 @@ class ScriptedEngine:
         self.tokenizer, self.texts, self.context, self.finish = tokenizer, texts, context, finish
         self.status = 200
         self.seen: list[dict[str, Any]] = []
-        self.refused = 0
 
     def app(self) -> FastAPI:
-        """Return the routes."""
         app = FastAPI()
         app.add_api_route("/v1/completions", self._completions, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
@@ -170,13 +167,11 @@ class ScriptedEngine:
         return app
 
     def say(self, body: dict[str, Any]) -> str:
-        """Return the text of a turn."""
         return next(self.texts) if self.texts is not None else letters_after(body["prompt"])
 
     async def _completions(self, request: Request) -> Any:
         body = await request.json()
         if self.status != 200:
-            self.refused += 1
             return Response("not now", status_code=self.status)
         if is_probe(body):
             return answer_of(body)

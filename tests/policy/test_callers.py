@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.agent.gym_http import quote_header
-from nemo_gym_prorl.policy.http.callers import CancelOnDisconnect, RolloutUrlMiddleware, decode_header
+from nemo_gym_prorl.policy.http.callers import CancelOnDisconnect, RolloutUrlMiddleware
 from tests.rollout.serving import serve
 
 
@@ -52,21 +52,6 @@ async def test_a_caller_that_hangs_up_is_no_defect_to_the_middleware_around() ->
                 await asking
             await cancelled.wait()
             assert await seen.get() == 499
-
-
-@given(st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=30))
-def test_a_header_says_what_our_agent_wrote(name: str) -> None:
-    assert decode_header(quote_header(name)) == name
-
-
-@given(st.binary(max_size=40))
-def test_a_header_of_any_bytes_is_read(value: bytes) -> None:
-    text = value.decode("latin-1")
-    try:
-        expected = unquote(value.decode())
-    except UnicodeDecodeError:
-        expected = unquote(text)
-    assert decode_header(text) == expected
 
 
 IN_IDS = set(string.ascii_letters + string.digits + "._-")

@@ -195,21 +195,6 @@ def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: i
         assert found is (nodes[last_question - 1] if last_question else None)
 
 
-def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
-    here, there = ConversationIndex(), ConversationIndex()
-    conversation: Messages = []
-    for index in range(3):
-        conversation.append(USER)
-        node = sample(there, there.find(conversation), said("t", "a"), [index, 7])
-        conversation.append(node.messages[-1] | carried(node))
-    match = here.find([*conversation, USER])
-    assert match.node is not None
-    assert match.node.turn.sequence() == node.turn.sequence()
-    assert here.ledger.branches == 1
-    assert sum(here.ledger.sequences()[0].mask) == 6
-    assert here.find([*conversation, USER]).node is match.node
-
-
 def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
     """An agent that compacts its history keeps the last turn with its tokens, but the prompt differs."""
     history = ConversationIndex()

@@ -28,7 +28,6 @@ from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import (
     LogProbMode,
     changed_settings,
-    classify_mode,
     unsupported_setting,
 )
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
@@ -98,22 +97,6 @@ async def sample(engine: HttpEngine, url: str, sampling: Sampling, **request: An
 
 
 # Decisions
-
-
-@pytest.mark.parametrize(
-    ("plain", "cold", "only", "mode"),
-    [
-        (-1.0, -0.1, 0.0, PROCESSED_MODE),
-        (-1.0, -0.1, -1.0, SCALED),
-        (-1.0, -1.0, -1.0, RAW),
-        (-0.7, -0.7, 0.0, None),  # a tie of two
-        (-0.01, 0.0, 0.0, None),  # one likely continuation: every mode looks like this
-        (-1.0, -0.93, -1.0, None),
-        (-1.0, -0.1, -0.07, None),
-    ],
-)
-def test_a_mode_is_told_by_three_log_probs(plain: float, cold: float, only: float, mode: LogProbMode | None) -> None:
-    assert classify_mode(plain, cold, only) is mode
 
 
 TRUNCATIONS = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
@@ -365,7 +348,6 @@ async def test_the_mode_is_told() -> None:
 
 @pytest.fixture(scope="module")
 def raw_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a vLLM with its default log-probs."""
     with vllm(model_folder, tmp_path_factory.mktemp("raw") / "log") as (url, _):
         yield url
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from typing import Any
 
@@ -94,26 +93,6 @@ def test_a_text_survives_whatever_it_holds(name: str, text: str) -> None:
     assert _read(written(name, [("edit", {"text": text})]), name)[2] == [("edit", {"text": text})]
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": [{"type": "string"}, "null"]},
-        {"anyOf": [{"$ref": "#/properties/text"}] * 50},
-        {"$ref": "#"},
-        {"$ref": "#/properties/text"},
-        {"enum": [[1], {}]},
-        {"allOf": True},
-        None,
-        [],
-    ],
-)
-@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m3"])
-def test_no_schema_breaks_a_parser(name: str, schema: Any) -> None:
-    tool = {"type": "function", "function": {"name": "edit", "parameters": {"properties": {"text": schema}}}}
-    (call,) = parse(written(name, [("edit", {"text": "5"})]), FORMATS[name], [tool]).calls
-    assert call.malformed is None
-
-
 def test_the_harmony_channels() -> None:
     call = written("openai", [("edit", ARGUMENTS)])
     start = "<|start|>assistant"
@@ -148,27 +127,19 @@ def test_a_marker_inside_an_argument_is_part_of_it(name: str, marker: str) -> No
     ("parameter", "text", "value"),
     [
         ("text", "42", "42"),
-        ("text", "true", "true"),
         ("text", '{"a": 1}', '{"a": 1}'),
-        ("text", "null", "null"),
-        ("text", '"quoted"', '"quoted"'),
         ("text", "  indented\n", "  indented\n"),
         ("text", "", ""),
-        ("kind", "5", "5"),
         ("mode", "1", "1"),
         ("maybe", "5", "5"),
         ("maybe", "null", None),
         ("either", "5", 5),
         ("either", "five", "five"),
-        ("either", '"5"', '"5"'),
         ("count", "3", 3),
-        ("count", "three", "three"),
         ("deep", "True", True),
-        ("deep", "false", False),
         ("list", "[1, 'x']", [1, "x"]),
         ("map", "{'k': True}", {"k": True}),
         ("unknown", "5", 5),
-        ("unknown", "a b", "a b"),
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "seed_oss", "hy_v3", "minicpm5"])
@@ -195,10 +166,8 @@ LOOK, SEE = (
         ),
         ("qwen3_coder", "So:\n<function=edit>\n<parameter=count>3</function>", "So:\n", ["edit"]),
         ("llama3_json", '{"name": "bob", "age": 3}', '{"name": "bob", "age": 3}', []),
-        ("llama3_json", '{"name": "bob"}', '{"name": "bob"}', []),
         ("llama3_json", 'Well: {"name": "bob", "age": 3}', 'Well: {"name": "bob", "age": 3}', []),
         ("hermes", '{"name": "edit", "arguments": {}}', '{"name": "edit", "arguments": {}}', []),
-        ("mistral", "[1, 2]", "[1, 2]", []),
         ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {}}]', "", ["look"]),
         ("hermes", f"So:{written('hermes', [('look', {})] * 2)} done", "So:\n done", ["look", "look"]),
         ("llama3_json", f"I look.\n{LOOK}", "I look.\n", ["look"]),
@@ -208,9 +177,7 @@ LOOK, SEE = (
         ("pythonic", "Sure: [look(what=1)]", "Sure: [look(what=1)]", []),
         ("pythonic", "[f(a=1), 3]", "", ["f", MALFORMED_NAME]),
         ("minimax_m3", "</mm:think>5", "5", []),  # it closes a thought where it does not think
-        ("pythonic", "[1] says so", "[1] says so", []),
         ("glm45", "<tool_call>\n</tool_call>", "", [MALFORMED_NAME]),
-        ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>", "", [MALFORMED_NAME]),
     ],
 )
 def test_what_is_a_call_and_what_is_an_answer(name: str, text: str, content: str, calls: list[str]) -> None:
@@ -224,8 +191,6 @@ BAD = {
         ("<tool_call>look at it</tool_call>", MALFORMED_NAME),
         ('<tool_call>{"arguments": {}}</tool_call>', MALFORMED_NAME),
         ('<tool_call>{"name": "look", "arguments": "x"}</tool_call>', "look"),
-        ('<tool_call>{"name": "look", "arguments": [1]}', "look"),
-        ("<tool_call>[1]</tool_call>", MALFORMED_NAME),
     ],
     "qwen3_coder": [
         ("<tool_call>look</tool_call>", MALFORMED_NAME),
@@ -237,12 +202,9 @@ BAD = {
         ("[look(what=", "look"),
         ('[look("é")]', "look"),
         ("[look(what=open('/etc/passwd'))]", "look"),
-        ("[look(what=x)]", "look"),
         ("[look(what=1, what=2)]", "look"),
         ("[look(what=1)] and more", "look"),
         ("[look-at(what=1)]", MALFORMED_NAME),
-        ("[look(what=1)()]", MALFORMED_NAME),
-        ("[look(what='" + "x" * 200_000 + "')]", "look"),
     ],
 }
 
@@ -454,19 +416,3 @@ def test_calls_are_read_as_by_vllms_own_parsers() -> None:
             theirs = [one["function"] for one in parser(name, text, TOOLS)[1]]
             assert [(one["name"], json.loads(one["arguments"])) for one in theirs] == calls, (name, text)
             assert _read(text, name)[2] == calls
-
-
-@pytest.mark.engine
-def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment() -> None:
-    """Otherwise a policy would be sampled again because of its content."""
-    pieces = ["<tool_call>", "</tool_call>", '{"name": "look", ', '"arguments": ', '{"what": "é"}', "{}", "}", "NaN"]
-    pieces += ['"parameters": ', '"name": "look"', "```", "`", "\n", '"\x01"', "1e400", "'", "text", CALL, " "]
-    chance = random.Random(0)
-    texts = ["".join(chance.choices(pieces, k=chance.randrange(1, 12))) for _ in range(1_500)]
-    texts += [*NOT_LEFT, CALL]
-    with VllmParser("<tool_call>", "</tool_call>") as parser:
-        parsed = [bool(parser("hermes", text)[1]) for text in texts]
-    left = [unparsed_tool_call(text, FORMATS["hermes"], {"look"}) is not None for text in texts]
-    wrong = [text for text, theirs, ours in zip(texts, parsed, left, strict=True) if ours and not theirs]
-    assert not wrong
-    assert sum(left) > 20, "too few to tell"

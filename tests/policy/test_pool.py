@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool.backend import (
     BLOCK_TOKENS,
     Assign,
@@ -214,18 +213,6 @@ def test_short_rollouts_leave_a_cache_that_overflows_for_one_with_room() -> None
     assert (load.pool.backends["b0"].kv_demand, load.pool.backends["b1"].kv_demand) == (420, 260)
 
 
-def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
-    pool = BackendPool()
-    pool.add("a", "http://localhost", "1")
-    pool.request(1, "r1")
-    (backend,) = pool.pause()
-    assert pool.request(2, "r1") == []
-    assert pool.request(3, "r2") == []
-    assert pool.answered(1, 0.0) == []
-    assert not backend.in_flight
-    assert pool.resume(weight_version="2") == [Assign(2, "a", "2"), Assign(3, "a", "2")]
-
-
 def test_turns_wait_as_long_as_anything_of_their_run_is_under_way() -> None:
     pool = BackendPool(limit=1, unreachable_s=600.0)
     pool.add("a", "http://localhost", "7", "x")
@@ -240,28 +227,3 @@ def test_turns_wait_as_long_as_anything_of_their_run_is_under_way() -> None:
     pool.answered(1, 100_000.0)
     assert pool.finish("r1") == [Assign(2, "a", "7")]
     assert pool.waiting_of == {None: 0, "x": 0}, "nothing is kept of a run without backends and rollouts"
-
-
-def test_a_run_whose_backends_fail_or_pause_gives_up_only_after_a_while() -> None:
-    pool = BackendPool(unreachable_s=600.0)
-    pool.add("a", "http://localhost", run="x")
-    pool.add("b", "http://localhost")
-    pool.request(1, "r1", run="x")
-    pool.tick(1000.0)
-    assert pool.failed(1, 1000.0) == []
-    assert pool.tick(1599.0) == [Probe("a")]
-    assert pool.request(2, "r2", now=1599.0, run="x") == []
-    assert [type(decision) for decision in pool.tick(1600.0)] == [GiveUp], "who came later waits as long"
-
-
-def test_bad_input_is_named() -> None:
-    pool = BackendPool()
-    pool.add("a", "http://localhost")
-    with pytest.raises(CallerError, match="id: a backend 'a' exists already"):
-        pool.add("a", "http://localhost")
-    with pytest.raises(CallerError, match=r"id: no backend .b.; there are: a \(http://localhost\)"):
-        pool.drain("b")
-    with pytest.raises(CallerError, match="run: training 'x' has no engine"):
-        pool.pause(run="x")
-    with pytest.raises(CallerError, match="limit: must be at least 1"):
-        BackendPool(limit=0)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from nemo_gym_prorl.policy.http import program_calls
 from nemo_gym_prorl.policy.http.callers import MAX_BODY_BYTES
 from nemo_gym_prorl.policy.text.renderer import LONG_CHARS, Renderer
 from nemo_gym_prorl.policy.tokens.conversations import KNOWN_TURN
+from tests.agent.peers import until
 from tests.policy.runtimes import server
 from tests.policy.scripted_engine import ScriptedEngine, saved
 from tests.policy.test_prorl_model import BYTES, CHATML
@@ -199,23 +200,6 @@ async def test_a_programs_request_loses_what_cannot_be_served(tmp_path: Path, wi
         assert record["dropped"] == dict.fromkeys(dropped, 2)
         assert (record["turns"], record["in_flight"], record["refused"], record["limit"]) == (2, 0, {}, None)
         assert record["total_tokens"] == len(agent.engine.seen[0]["prompt"]) + len(BYTES.encode(next(texts)))
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "streams"),
-    [({"stream": True}, {}, True), ({}, {"stream": True}, True), ({}, {}, False), ({}, {"stream": False}, False)],
-)
-async def test_a_stream_is_asked_for_on_either_side_of_tokens(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], streams: bool
-) -> None:
-    tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
-    text = {"type": "output_text", "text": 'a "stream" of words', "annotations": []}
-    items = [HI, {"type": "message", "role": "assistant", "content": [text], **tokens}, HI]
-    async with program(tmp_path) as agent:
-        body = {**before, "input": items, **after}
-        async with agent.http.post(f"{agent.url}/v1/responses", json=body, headers={"X-Rollout-Id": "r"}) as said:
-            kind = "text/event-stream" if streams else "application/json"
-            assert (said.status, said.content_type) == (200, kind), await said.text()
 
 
 async def test_models_and_counts(tmp_path: Path) -> None:
@@ -396,7 +380,6 @@ FORGED = {
     **{"prompt_token_ids": [65, 66], "generation_token_ids": [70] * 9, "generation_log_probs": [-9.0] * 9},
     **{KNOWN_TURN: 0, "routed_experts": "x"},
 }
-NULL_LOG_PROB = FORGED | {"generation_token_ids": [70], "generation_log_probs": [None]}
 STEERING = {"temperature": 0, "top_p": 0.1}
 METADATA = {"extra_body": json.dumps({"allowed_token_ids": [1]}), "chat_template_kwargs": json.dumps({"x": 1})}
 STEERED = {
@@ -408,12 +391,11 @@ STEERED = {
 }
 
 
-@pytest.mark.parametrize("forged", [FORGED, NULL_LOG_PROB])
 @pytest.mark.parametrize("api", STEERED)
-async def test_a_program_decides_neither_tokens_nor_sampling(tmp_path: Path, api: str, forged: dict[str, Any]) -> None:
+async def test_a_program_decides_neither_tokens_nor_sampling(tmp_path: Path, api: str) -> None:
     async with program(tmp_path) as agent:
         key, params = await agent.key(), {"temperature": 0.7, "metadata": {"extra_body": '{"top_k": 5}'}}
-        said = [HI, {"role": "assistant", "content": "x"} | forged, HI]
+        said = [HI, {"role": "assistant", "content": "x"} | FORGED, HI]
         body = BODIES[api] | {"input" if api == RESPONSES else "messages": said} | STEERED[api]
         status, text = await agent.post(api, body, key)
         assert status == 200, text
@@ -430,34 +412,25 @@ async def test_a_program_decides_neither_tokens_nor_sampling(tmp_path: Path, api
         assert len(tokens["answers"]) == (await agent.asked("r/calls"))["turns"] == 2
         assert "70, 70, 70" not in str(tokens)
         dropped = (await agent.asked("r/calls"))["dropped"]
-        assert {"temperature", "top_p"} <= dropped.keys()
-        assert forged.keys() <= dropped.keys()
+        assert {"temperature", "top_p", *FORGED} <= dropped.keys()
 
 
 WRONG = {
-    "a number as reasoning": (CHAT, json.dumps({"messages": [HI, {"role": "assistant", "reasoning_content": 5}, HI]})),
-    "nested metadata": (CHAT, json.dumps({"messages": [HI], "metadata": {"extra_body": "[" * 100_000}})),
-    "nested parameters": (RESPONSES, json.dumps({"input": "hi", "metadata": {"extra_body": "[" * 100_000}})),
     "half a character": (COUNT, '{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'),
-    "infinity": (COUNT, json.dumps({"model": "m", "messages": [HI]})[:-1] + ', "max_tokens": 1e400}'),
     "no object": (COUNT, "[]"),
     "no JSON": (CHAT, '{"stream": true'),
-    "half a character in a stream": (CHAT, '{"stream": true, "messages": [{"role": "user", "content": "\\ud800"}]}'),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 async def test_a_wrong_request_is_refused_in_the_form_of_programs(tmp_path: Path, name: str) -> None:
-    """Metadata is left out of a program's request, and refused in others."""
     path, body = WRONG[name]
     async with program(tmp_path) as agent:
-        left_out = 200 if "nested" in name else 422
-        for by, wanted in (("key", left_out), ("url", 422)):
-            url = f"{agent.url}{'/ng-rollout/r' if by == 'url' else ''}/v1/{path}"
-            headers = {"x-api-key": await agent.key()} if by == "key" else {}
-            async with agent.http.post(url, data=body, headers=headers) as said:
-                assert said.status == wanted, await said.text()
-                assert wanted == 200 or (await said.json())["error"]["message"]
+        by_key = {"x-api-key": await agent.key()}
+        for below, headers in (("", by_key), ("/ng-rollout/r", {})):
+            async with agent.http.post(f"{agent.url}{below}/v1/{path}", data=body, headers=headers) as said:
+                assert said.status == 422, await said.text()
+                assert (await said.json())["error"]["message"]
 
 
 @pytest.mark.parametrize("api", [*BODIES, COUNT])
@@ -508,12 +481,6 @@ async def test_a_long_prompt_is_rendered_beside_the_event_loop(
 
 
 # Repeated requests and keep-alive
-
-
-async def until(met: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not met():
-            await asyncio.sleep(0.01)
 
 
 NAMED, OTHER, FIRST, AGAIN = (

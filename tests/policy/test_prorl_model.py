@@ -31,15 +31,7 @@ from tests.policy.tokenizers import tokenizer_of
 from tests.rollout.serving import serve as serving
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "name": "look",
-        "description": "Look at something.",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
-        "strict": None,
-    }
-]
+TOOLS = [{"type": "function", **LOOK[0]["function"], "strict": None}]
 GYM_RECORDS = hasattr(base_responses_api_model, "install_model_call_capture")
 TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
 CHATML, THINKING, XML = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("chatml", "thinking", "xml"))
@@ -194,12 +186,11 @@ ODD = [THINKS, BLANK, NOTHING, CALLS]
 
 
 class Simple:
-    """Agent like Gym's ``simple_agent``: sends results for calls, and asks on after the last turn otherwise."""
+    """Agent like Gym's ``simple_agent`` that sends no ids: results for calls, and otherwise asks on."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, name: str, *, carries: bool) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, name: str) -> None:
         self._http = http
         self._url, self._name = f"{url}/v1/responses", name
-        self._hidden = set() if carries else TOKEN_FIELDS
         self._said: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "?"}]
         self.turns: list[dict[str, Any]] = []
 
@@ -207,32 +198,25 @@ class Simple:
         body = {"input": self._said, "tools": TOOLS, "max_output_tokens": 64}
         output = (await post(self._http, self._url, body, X_Rollout_Id=self._name))["output"]
         self.turns += [item for item in output if item.get("generation_token_ids")]
-        self._said += [{k: v for k, v in item.items() if k not in self._hidden} for item in output]
+        self._said += [{k: v for k, v in item.items() if k not in TOKEN_FIELDS} for item in output]
         for item in output:
             if item["type"] == "function_call":
                 self._said.append({"type": "function_call_output", "call_id": item["call_id"], "output": "a frog"})
 
 
-@pytest.mark.parametrize(
-    "carries",
-    [
-        pytest.param(True, id="with ids", marks=pytest.mark.long("the easier case: the caller echoes ids")),
-        pytest.param(False, id="without ids"),
-    ],
-)
-async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path: Path, carries: bool) -> None:
+async def test_odd_turns_stay_in_the_chain(http: aiohttp.ClientSession, tmp_path: Path) -> None:
     """Empty and reasoning-only turns stay in one chain or count as ambiguous; no sampled token is tokenised again."""
     scripts = list(itertools.permutations(ODD, 3))
     texts = (f"{text}<|im_end|>" for script in scripts for text in (CALLS, *script, CALLS, "the end"))
     async with modelled(tmp_path, texts, THINKING) as (url, _):
         for index, script in enumerate(scripts):
-            agent = Simple(http, url, f"r{index}", carries=carries)
+            agent = Simple(http, url, f"r{index}")
             for _ in range(6):
                 await agent.step()
             tokens = await tokens_of(http, url, f"r{index}")
             doubtful = len(tokens["sequences"]) > 1 or tokens["counts"]["ambiguous"]
-            # Without ids a turn in which there is nothing to see may be any of those that look so.
-            assert not doubtful or (not carries and {BLANK, NOTHING} & set(script))
+            # A turn in which there is nothing to see may be any of those that look so.
+            assert not doubtful or {BLANK, NOTHING} & set(script)
             if not doubtful:
                 assert_chain(agent.turns)
             assert tokens["counts"]["retokenised"] == 0
@@ -364,32 +348,17 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 ASKED = b'"messages": [{"role": "user", "content": "hi"}]'
 NONSENSE = {
     "text": (RESPONSES, b"hello"),
-    "nothing in it": (RESPONSES, b"{}"),
     "no UTF-8": (RESPONSES, b'{"input": "\xff\xfe"}'),
     "deep": (RESPONSES, DEEP),
-    "deep input": (RESPONSES, b'{"input": %s}' % DEEP),
     "deep schema of a tool": (
         CHAT,
         b'{%s, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]}' % (ASKED, DEEP),
     ),
-    "300 deep schema of a tool": (
-        CHAT,
-        b'{%s, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]}'
-        % (ASKED, b"[" * 300 + b"]" * 300),
-    ),
-    "a tool without a name": (CHAT, b'{%s, "tools": [{"type": "function", "function": {}}]}' % ASKED),
-    "a tool of Responses without a name": (RESPONSES, b'{"input": "hi", "tools": [{"type": "function"}]}'),
     "half a character": (RESPONSES, b'{"input": "\\ud800"}'),
-    "half a character in a tool": (
-        CHAT,
-        b'{%s, "tools": [{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]}' % ASKED,
-    ),
     "template variables as text": (CHAT, b'{%s, "chat_template_kwargs": "x"}' % ASKED),
     "stops by name": (MESSAGES, b'{"model": "m", "max_tokens": 9, %s, "stop_sequences": {"a": 1}}' % ASKED),
     "messages as text": (MESSAGES, b'{"messages": "hi"}'),
-    "deep messages": (MESSAGES, b'{"messages": %s}' % DEEP),
     "a backend that is no URL": ("/v1/backends", b'{"url": "not a url"}'),
-    "a backend with a deep name": ("/v1/backends", b'{"url": %s}' % DEEP),
 }
 
 
@@ -414,12 +383,7 @@ async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> N
             async with http.post(f"{url}/v1/responses", **asked) as response:
                 assert response.status == 200
             routes = [("POST", RESPONSES), ("POST", CHAT), ("POST", MESSAGES), ("GET", "/metrics")]
-            routes += [
-                ("GET", "/v1/rollouts/r/tokens"),
-                ("DELETE", "/v1/rollouts/r"),
-                ("GET", "/v1/rollouts/r/waited"),
-            ]
-            routes += [("POST", "/v1/backends"), ("GET", "/v1/backends"), ("DELETE", "/v1/backends/backend0")]
+            routes += [("GET", "/v1/rollouts/r/tokens"), ("DELETE", "/v1/rollouts/r"), ("POST", "/v1/backends")]
             for key in ({}, {"Authorization": "Bearer guess"}):
                 for method, path in routes:
                     async with http.request(method, url + path, json={}, headers=key) as response:

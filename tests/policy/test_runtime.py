@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.runtime import HostRefused, PolicyConfig, PolicyRuntime
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port
-from tests.policy.runtimes import hosted, server
+from tests.policy.runtimes import hosted
 from tests.policy.scripted_engine import completion, nemo_rl_server, says
 from tests.rollout.serving import serve as serving
 
@@ -58,18 +57,6 @@ async def test_what_cannot_work_ends_the_start(policy: dict[str, Any], said: str
             pass
 
 
-async def test_a_server_without_its_tokenizer_does_not_start(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    model = server("http://127.0.0.1:1", tmp_path / "empty")
-    served = uvicorn.Server(uvicorn.Config(model.setup_webserver(), host="127.0.0.1", port=free_port()))
-    with contextlib.suppress(SystemExit):  # or a plain return, as older releases of uvicorn do
-        await served.serve()
-    assert not served.started
-    assert "tokenizer: no tokenizer.json in" in capfd.readouterr().err
-
-
 # What the engines are
 
 
@@ -91,9 +78,9 @@ async def test_an_engine_that_never_comes_fails_a_turn_in_time() -> None:
     assert problem_of(caught.value).headers == {"X-ProRL-Failure-Kind": "provider_unavailable; final"}
 
 
-def sglang() -> FastAPI:
+def sglang(seen: list[dict[str, Any]] | None = None) -> FastAPI:
     about = {"output_token_logprobs": [[-0.5, 1, None]], "finish_reason": {"type": "length"}}
-    return says("/generate", lambda _: {"meta_info": about})
+    return says("/generate", lambda _: {"meta_info": about}, seen)
 
 
 def vllm() -> FastAPI:
@@ -137,34 +124,15 @@ async def test_a_backend_of_another_kind_is_refused() -> None:
         assert list(host.pool.backends) == ["backend0"]
 
 
-async def test_a_wrong_name_and_a_wrong_key_are_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    locked = FastAPI(openapi_url=None)
-    locked.add_api_route("/v1/models", lambda: Response("who are you?", status_code=401))
-    async with serve() as scripted, serving(locked) as url, hosted(scripted, url, engine="vllm_chat"):
-        async with asyncio.timeout(20):
-            while len(caplog.messages) < 2:
-                await asyncio.sleep(0.05)
-    assert "policy_model_name" in caplog.text
-    assert "not 'tiny'" in caplog.text
-    assert f"policy_api_key: {url} refused the key" in caplog.text
-
-
-async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(words: str) -> None:
-    about = {"output_token_logprobs": [[-0.5, 1, None]], "finish_reason": {"type": "length"}}
-    kinds = [
-        ("/v1/completions", completion(token_ids=[1, 1]), "vllm", lambda body: body["max_tokens"], 99),
-        ("/generate", {"meta_info": about}, "sglang", lambda body: body["sampling_params"]["max_new_tokens"], 98),
-    ]
-    for path, answer, kind, limit, left in kinds:
-        seen: list[dict[str, Any]] = []
-        app = says(path, lambda _, said=answer: said, seen)
-        cards = {"data": [{"id": "adapter", "max_model_len": 7}, {"id": MODEL, "max_model_len": 100}]}
-        app.add_api_route("/v1/models", lambda cards=cards: cards)
-        async with serving(app) as url, hosted(url, engine=kind, tokenizer=words) as host:
-            service = host.service
-            for asked in (None, 5, 500):
-                await service.turn(TurnRequest(f"r{asked}", HI, sampling=Sampling(max_tokens=asked)))
-        assert [limit(body) for body in seen] == [left, 5, left]
+async def test_sglang_is_told_what_is_left_of_the_context(words: str) -> None:
+    seen: list[dict[str, Any]] = []
+    app = sglang(seen)
+    cards = {"data": [{"id": "adapter", "max_model_len": 7}, {"id": MODEL, "max_model_len": 100}]}
+    app.add_api_route("/v1/models", lambda: cards)
+    async with serving(app) as url, hosted(url, engine="sglang", tokenizer=words) as host:
+        for asked in (None, 5, 500):
+            await host.service.turn(TurnRequest(f"r{asked}", HI, sampling=Sampling(max_tokens=asked)))
+    assert [body["sampling_params"]["max_new_tokens"] for body in seen] == [98, 5, 98]
 
 
 # Whose fault a 500 is
@@ -280,13 +248,9 @@ async def test_backends_may_be_added_on_known_and_allowed_hosts_only() -> None:
     "url",
     [
         "not a url",
-        "http://",
         "ftp://h",
-        "http://user:pass@h",
         "http://trusted@evil/",
-        "http://h/#x",
         "http://h\n.evil/",
-        "http://ünicode/",
     ],
 )
 def test_what_is_no_url_of_a_backend_is_refused(url: str) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -57,7 +56,6 @@ def text_of(template: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def started(folder: Path, template: Path = THINKING, **config: Any) -> AsyncIterator[PolicyRuntime]:
-    """Yield a policy with an engine of its own."""
     tokenizer = saved(folder, BYTES, text_of(template))
     async with (
         serving(ScriptedEngine(BYTES, finish="length").app()) as url,
@@ -194,21 +192,13 @@ async def test_a_template_that_drops_thoughts(tmp_path: Path, history: str, bran
         assert f"prorl_policy_retokenised_tokens_total {retokenised}".encode() in metrics
 
 
-async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, tmp_path: Path) -> None:
+async def test_a_finished_rollout_costs_nothing(agent: Agent) -> None:
     await agent.ask()
     pool = agent.service.dispatcher.pool
     agent.service.finish("r")
     assert not pool.backends["backend0"].live
     with pytest.raises(CallerError, match="unknown rollout 'r'"):
         agent.service.ledger("r")
-    async with started(tmp_path, keep_s=0.001) as host:
-        forgetful = Agent(host.service, "old")
-        await forgetful.ask()
-        await asyncio.sleep(0.01)
-        forgetful.name = "new"
-        await forgetful.ask()
-        with pytest.raises(CallerError):
-            forgetful.service.ledger("old")
 
 
 async def test_a_forgotten_rollout_is_refused_rather_than_read_from_its_text(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import math
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger, TokenMismatch
-from nemo_gym_prorl.policy.tokens.prompt import TokenTextCache
 
 
 IDS = st.lists(st.integers(0, 9), max_size=6)
@@ -86,23 +84,6 @@ def test_what_cannot_be_trained_on_is_refused(observed: list[int], answer: Gener
     with pytest.raises(TokenMismatch, match=said):
         ledger.append(None, observed, answer)
     assert not ledger.turns
-
-
-@given(ledger=ledgers(), data=st.data())
-def test_ids_as_text_are_those_of_the_ledger_whichever_turn_is_asked_for(
-    ledger: TokenLedger, data: st.DataObject
-) -> None:
-    texts = TokenTextCache()
-    for turn in data.draw(st.lists(st.sampled_from([None, *ledger.turns]), max_size=12)):
-        new = data.draw(IDS)
-        prompt = texts.prompt(turn, new)
-        assert orjson.loads(b"".join(prompt.parts)) == prompt.ids() == [*(turn.sequence() if turn else ()), *new]
-        if turn is not None:
-            assert orjson.loads(texts.before(turn) + b"]") == turn.prompt()
-            whole, lengths = texts.sequence_text(turn)
-            assert [orjson.loads(whole[: lengths[one]] + b"]") for one in turn.path()] == [
-                one.prompt() for one in turn.path()
-            ]
 
 
 @pytest.mark.parametrize("ids", [[2**32], [-(2**40)], ["1"], [1.5], [None]])

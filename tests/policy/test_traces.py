@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 
-from tests.policy.test_prorl_model import TOOLS, assert_chain, modelled, post, tokens_of
+from tests.policy.families import TOOLS
+from tests.policy.test_prorl_model import assert_chain, modelled, post, tokens_of
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"what": "box"}}\n</tool_call>'
@@ -27,57 +28,18 @@ async def traces_of(http: aiohttp.ClientSession, url: str, status: int = 200) ->
         return await answer.json()
 
 
-async def test_a_program_s_own_conversation_is_a_response_and_its_other_ones_are_named(tmp_path: Path) -> None:
-    """A title, a sub-agent between two turns, a compaction, and a retry at the end."""
-    texts = iter(["A box.", f"<think>Hm.</think>Let me see.{CALL}", "Found.", "Half done.", "No.", "Yes."])
-    agent, go = message("system", "Be an agent."), message("user", "Open the box.")
-    async with modelled(tmp_path, texts) as (url, _), aiohttp.ClientSession() as http:
-
-        async def sampled(items: list[dict[str, Any]], tools: list[dict[str, Any]] = TOOLS) -> list[dict[str, Any]]:
-            body = {"input": items, "tools": tools}
-            output: list[dict[str, Any]] = (await post(http, f"{url}/v1/responses", body, X_Rollout_Id="r"))["output"]
-            bare = {"prompt_token_ids", "generation_token_ids", "generation_log_probs"}
-            return [{name: value for name, value in item.items() if name not in bare} for item in output]
-
-        await traces_of(http, url, 410)
-        await sampled([message("user", "Title?")], [])
-        first = await sampled([agent, go])
-        await sampled([message("system", "Be a helper."), go])
-        result = {"type": "function_call_output", "call_id": first[-1]["call_id"], "output": "It is shut."}
-        await sampled([agent, go, *first, result])
-        compacted = [agent, message("user", "The box is shut. Open it.")]
-        await sampled(compacted)
-        await sampled(compacted)
-        told, tokens = await traces_of(http, url), await tokens_of(http, url)
-        async with http.get(f"{url}/metrics") as metrics:
-            assert 'prorl_policy_later_turns_total{token_in="yes"} 1.0' in await metrics.text()
-
-    roles = [(one["role"], one["turns"], one["tools"], one["trained"]) for one in told["branches"]]
-    main, earlier, helper, title = ("main", 1, 1, True), ("earlier", 2, 1, True), ("subagent", 1, 1, False), "side"
-    assert roles == [main, earlier, (title, 1, 0, False), helper, ("retry", 1, 1, False)]
-    assert told["input"] == [{"type": "message", **one} for one in compacted]
-    assert told["token_in_rate"] == tokens["token_in_rate"] == 1.0
-    [answer] = told["response"]["output"]
-    assert answer["content"][0]["text"] == "Yes."
-    assert [len(trace["sampled_spans"]) for trace in told["training_traces"]["traces"]] == [2, 1]
-    whole = {tuple(sequence["ids"]) for sequence in tokens["sequences"]}
-    assert all(tuple(trace["token_ids"]) in whole for trace in told["training_traces"]["traces"])
-    assert tuple(answer["prompt_token_ids"] + answer["generation_token_ids"]) in whole
-    assert [one["turn"] for one in told["weight_versions"]] == [0, 1, 2]
-
-
 async def test_all_that_a_branch_holds_is_written_as_gym_writes_it(tmp_path: Path) -> None:
     """Reasoning, text, calls, a call that was cut, observations and later user messages, sent over chat."""
     texts = iter([f"<think>Hm.</think>Let me see.{CALL}", f"And.{CUT}", "Done."])
-    tools = [{"type": "function", "function": {n: v for n, v in TOOLS[0].items() if n not in ("type", "strict")}}]
     asked: list[dict[str, Any]] = [message("system", "Be an agent."), message("user", "Open the box.")]
     async with modelled(tmp_path, texts) as (url, _), aiohttp.ClientSession() as http:
+        await traces_of(http, url, 410)
         for more in (
             [message("user", [{"type": "text", "text": "Look again."}])],  # type: ignore[arg-type]
             [message("user", "And?")],
             [],
         ):
-            body = {"messages": asked, "tools": tools}
+            body = {"messages": asked, "tools": TOOLS}
             answer = await post(http, f"{url}/v1/chat/completions", body, X_Rollout_Id="r")
             said = answer["choices"][0]["message"]
             results = [

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -25,17 +24,16 @@ _MERGED = ["re", "su", "lt", "resu", "result", "qu", "que"]
 """Pieces of several letters, each merged from the two pieces before it or from letters."""
 
 
-def tokenizer_of(kind: str, *texts: str, names: Sequence[str] = (), strips: bool = False) -> Tokenizer:
+def tokenizer_of(kind: str, *texts: str, strips: bool = False) -> Tokenizer:
     """Return a tokenizer with all special tokens found in the texts.
 
     Args:
         kind: one of :data:`KINDS`.
         texts: templates and tokens.
-        names: further special tokens.
         strips: whether special tokens drop the white space after them (Phi-3).
     """
     fast = _byte_level() if kind == "bytes" else _sentence_piece(kind)
-    found = sorted({*names, *(name for text in texts for name in _SPECIAL.findall(text))})
+    found = sorted({name for text in texts for name in _SPECIAL.findall(text)})
     fast.add_special_tokens([AddedToken(name, special=True, normalized=False, rstrip=strips) for name in found])
     return Tokenizer(fast)
 

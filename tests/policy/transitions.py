@@ -3,15 +3,14 @@
 """Turn boundaries of any template: transitions of many conversations, each with the correct text.
 
 The correct text comes from the template alone: its rendering of the whole conversation, cut after the policy's text.
-If that rendering does not begin with the turn's prompt, or lacks the turn's reasoning, the template rewrites history,
-and there is no correct text.
+If that rendering does not begin with the turn's prompt, the template rewrites history, and there is no correct text.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,8 @@ from tests.policy.tokenizers import tokenizer_of
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
 """Turns before the last answer: ``a`` is an answer, ``c`` a call, ``t`` two calls at once."""
-type Setting = tuple[bool, int, bool] | tuple[bool, int, bool, bool]
-SETTINGS: list[Setting] = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
+SETTINGS = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
 """System message or none, number of questions, and short or long texts; every pair of values occurs."""
-THOUGHT_TEXT = "hm {}"
-"""Reasoning before the turn of that number."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +52,8 @@ class Transition:
     right: str | None
 
 
-def conversations(
-    shape: str, system: bool, questions: int, long: bool, thinks: bool = False
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield one conversation of the shape, with numbered texts so that all turns differ."""
+def conversation(shape: str, system: bool, questions: int, long: bool) -> list[dict[str, Any]]:
+    """Return a conversation of the shape, with numbered texts so that all turns differ."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}] if system else []
     number = itertools.count()
 
@@ -69,11 +63,8 @@ def conversations(
     def ask() -> None:
         messages.append({"role": "user", "content": words("question")})
 
-    def thought() -> str:
-        return f"<think>\n{THOUGHT_TEXT.format(len(messages))}\n</think>\n\n" if thinks else ""
-
     def answer() -> None:
-        messages.append({"role": "assistant", "content": thought() + words("answer")})
+        messages.append({"role": "assistant", "content": words("answer")})
 
     def call(count: int) -> None:
         ids = [f"callid{next(number):03}" for _ in range(count)]
@@ -81,7 +72,7 @@ def conversations(
             {"id": one, "type": "function", "function": {"name": "look", "arguments": json.dumps({"what": f"w{one}"})}}
             for one in ids
         ]
-        messages.append({"role": "assistant", "content": thought(), "tool_calls": calls})
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         messages.extend(
             {"role": "tool", "tool_call_id": one, "name": "look", "content": words("result")} for one in ids
         )
@@ -98,32 +89,24 @@ def conversations(
             call(1 if turn == "c" else 2)
     answer()
     ask()
-    yield messages
+    return messages
 
 
-def transitions(
-    template: ChatTemplate,
-    stops: Sequence[str],
-    shapes: Sequence[str] = SHAPES,
-    settings: Sequence[Setting] = SETTINGS,
-    offered: Sequence[Sequence[dict[str, Any]]] = ((), TOOLS),
-    shown: Callable[[Any], Any] = lambda message: message,
-) -> Iterator[Transition]:
+def transitions(template: ChatTemplate, stops: Sequence[str], shapes: Sequence[str]) -> Iterator[Transition]:
     """Yield the last two turns of every conversation that the template accepts.
 
     Each turn is stopped or cut, and written as by the template or with one more space.
     """
-    for shape, setting, tools in itertools.product(shapes, settings, offered):
-        for messages in conversations(shape, *setting):
-            messages = [shown(message) for message in messages]
-            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            for index in turns[-2:]:
-                end = next((at for at in turns if at > index), len(messages))
-                history, new = messages[: index + 1], messages[index + 1 : end]
-                for finish, verbatim in itertools.product((Finish.STOP, Finish.LENGTH), (True, False)):
-                    found = _transition(template, stops, history, new, tools, finish, verbatim)
-                    if found is not None:
-                        yield found
+    for shape, setting, tools in itertools.product(shapes, SETTINGS, ((), TOOLS)):
+        messages = conversation(shape, *setting)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for index in turns[-2:]:
+            end = next((at for at in turns if at > index), len(messages))
+            history, new = messages[: index + 1], messages[index + 1 : end]
+            for finish, verbatim in itertools.product((Finish.STOP, Finish.LENGTH), (True, False)):
+                found = _transition(template, stops, history, new, tools, finish, verbatim)
+                if found is not None:
+                    yield found
 
 
 def _transition(
@@ -141,27 +124,18 @@ def _transition(
     except CallerError:
         return None
     turn = history[-1]
-    thought, _, said = turn["content"].rpartition("</think>\n\n")
-    if "reasoning" in turn:
-        thought, said = f"<think>{turn['reasoning']}", turn["content"].strip()
     marks = [json.loads(call["function"]["arguments"])["what"] for call in turn.get("tool_calls", ())]
-    written = said if not marks else marks[-1]
+    written = marks[-1] if marks else turn["content"]
     at = full.find(written)
     if at < 0:
         # A template that knows no calls: the turn is empty in it, and there is nowhere to look.
         return None
     ends = sorted((full.find(one, at + len(written)), one) for one in stops if one in full[at + len(written) :])
-    if not ends and (marks or stops):
+    if not ends:
         return None
-    end, stop = ends[0] if ends else (at + len(written), "")
+    end, stop = ends[0]
     sampled = full[len(before) : end] + (stop if finish is Finish.STOP else "")
-    kept = full.startswith(before) and (not thought or thought.split("\n")[1] in full[len(before) : end])
-    right = full[len(before) + len(sampled) :] if kept else None
-    if right is None:
-        thinks = "" if not thought else f"{thought}</think>\n\n"
-        if before.rstrip().endswith("<think>"):
-            thinks = thinks.removeprefix("<think>\n")
-        sampled = thinks + written + (stop if finish is Finish.STOP else "")
+    right = full[len(before) + len(sampled) :] if full.startswith(before) else None
     if not verbatim:
         sampled = sampled.replace(written, f" {written}")
     return Transition(history, new, tools, before, sampled, finish, right)
@@ -176,7 +150,6 @@ class Tally:
         wrong: mismatches.
         false_rewrites: rewrites reported without cause.
         rewritten: transitions at which the template rewrites history.
-        noticed: rewrites that were reported.
         differences: boundaries corrected by the rendering of the real conversation.
     """
 
@@ -184,7 +157,6 @@ class Tally:
     wrong: int = 0
     false_rewrites: int = 0
     rewritten: int = 0
-    noticed: int = 0
     differences: int = 0
 
 
@@ -198,17 +170,11 @@ def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
     return [more[len(less) :] for less, more in itertools.pairwise(whole)]
 
 
-def tally(source: str, *stops: str, kind: str = "bytes", shapes: Sequence[str] = SHAPES, **tokens: str) -> Tally:
+def tally(source: str, *stops: str, kind: str = "bytes", shapes: Sequence[str] = SHAPES) -> Tally:
     """Tally the transitions of a template; ``stops`` are the end-of-turn tokens of its models."""
-    tokenizer = tokenizer_of(kind, source, *stops, *tokens.values())
-    renderer = Renderer(tokenizer, ChatTemplate(source, **tokens))
-    return tally_of(renderer, transitions(renderer.template, stops, shapes))
-
-
-def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
-    """Tally transitions."""
-    tokenizer, counted = renderer.tokenizer, Tally()
-    for one in ones:
+    tokenizer, counted = tokenizer_of(kind, source, *stops), Tally()
+    renderer = Renderer(tokenizer, ChatTemplate(source))
+    for one in transitions(renderer.template, stops, shapes):
         prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")
         got = renderer.render_continuation(
             one.history, one.new, one.tools, sampled=ids, finish=one.finish, previous_id=prompt[-1]
@@ -216,7 +182,6 @@ def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
         counted.differences += got.corrected
         if one.right is None:
             counted.rewritten += 1
-            counted.noticed += got.rewrites_history
         else:
             same = got.ids == right
             counted.right += same

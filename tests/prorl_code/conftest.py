@@ -79,7 +79,6 @@ RESPONSE = {
 
 
 def saying(text: str) -> dict[str, Any]:
-    """Return a Responses object with one message."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     item = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
     return RESPONSE | {"output": [item]}

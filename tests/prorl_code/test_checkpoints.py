@@ -129,9 +129,3 @@ async def test_only_old_unrenewed_snapshots_are_deleted(monkeypatch: pytest.Monk
     assert [path.exists() for path in (orphan, renewed, young, *others)] == [False, True, True, True, True]
     for path in (renewed, young, *others):
         path.unlink()
-
-
-async def test_provider_without_snapshots_offers_no_checkpoint_route() -> None:
-    async with serving(sandbox_provider={"apptainer": {}}) as url, Client(url) as client:
-        assert await client.post("/seed_session", row(TASK)) == (200, {"release_path": "/release_session"}, None)
-        assert (await client.post("/checkpoint_session"))[0] == 404

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.tasks.code import convert
 from scripts.scripted_turns.code import oracle
@@ -53,7 +54,6 @@ async def test_complete_session(client: Client) -> None:
 
 
 def shells() -> int:
-    """Number of shells in this test run's sandboxes."""
     owners = [*state_dir.state_root().glob("s-*")]
     pids = [pid for owner in owners for space in state_dir.pid_namespaces_of(owner) for pid in space.members()]
     found = 0
@@ -63,33 +63,10 @@ def shells() -> int:
     return found
 
 
-@pytest.mark.parametrize(("offered", "started"), [("bash", True), ("python", False)])
-async def test_an_offered_shell_starts_before_the_first_call(client: Client, offered: str, started: bool) -> None:
-    before, task = shells(), row("HumanEval/2")
-    tools = [tool for tool in task["responses_create_params"]["tools"] if tool["name"] == offered]
-    await client.post("/seed_session", task | {"responses_create_params": {"input": "x", "tools": tools}})
-    if started:
-        await until(lambda: shells() > before)
-    else:
-        await asyncio.sleep(1.5)
-        assert shells() == before
-        await client.tool("bash", command="true")
-        assert shells() > before
-
-
-async def test_closing_a_session_cancels_its_grading(client: Client) -> None:
-    """Cancelling a rollout frees its grading sandbox at once."""
-    before = containers.instances()
-    await client.seed("HumanEval/0")
-    slow = "import time\ndef has_close_elements(numbers, threshold):\n    time.sleep(60)\n"
-    await client.tool("str_replace_editor", command="create", path="solution.py", file_text=slow)
-    assert (await client.post("/release_session"))[0] == 200
-    verifying = asyncio.ensure_future(client.verify("HumanEval/0"))
-    while not containers.instances() - before:
-        await asyncio.sleep(0.02)
-    assert (await client.post("/close_session"))[0] == 200
-    assert containers.instances() == before
-    assert (await verifying)[2] == "session_lost"
+async def test_an_offered_shell_starts_before_the_first_call(client: Client) -> None:
+    before = shells()
+    await client.seed()
+    await until(lambda: shells() > before)
 
 
 async def test_deleted_solution_scores_zero(client: Client) -> None:
@@ -103,35 +80,10 @@ async def test_deleted_solution_scores_zero(client: Client) -> None:
     assert (verdict["tool_calls"], verdict["tool_errors"]) == (2, 1)
 
 
-async def test_sessions_are_isolated(base_url: str) -> None:
-    async with Client(base_url) as one, Client(base_url) as other:
-        await asyncio.gather(one.seed(), other.seed())
-        await one.tool("bash", command="echo mine > mine")
-        assert "mine" not in await other.tool("bash", command="ls -R / 2>/dev/null | grep -x mine; ls")
-        await one.post("/close_session")
-        assert await other.tool("bash", command="echo on") == "on\n[exit code: 0]"
-
-
-async def test_release_ends_running_calls(client: Client) -> None:
-    before = containers.instances()
-    await client.seed()
-    calls = [
-        asyncio.create_task(client.post("/bash", {"command": "sleep 60"})),
-        asyncio.create_task(client.post("/python", {"code": "import time; time.sleep(60)"})),
-    ]
-    await asyncio.sleep(0.3)
-    assert await client.post("/release_session") == (200, {"released": True}, None)
-    assert containers.instances() == before
-    for call in calls:
-        assert (await asyncio.wait_for(call, HANG_S))[2] == "session_lost"
-    assert (await client.verify())[1]["verdict"] == "no_solution"
-
-
 FILL = "for i in 1 2 3 4; do head -c 50M /dev/zero > /tmp/f$i; done; sleep 60"
 
 
 def limited(**limits: int) -> dict[str, dict[str, int]]:
-    """Return provider settings with sandbox limits."""
     return {"singularity": {"memory_mib": 1024, "processes": 256, "disk_mib": 2048} | limits}
 
 
@@ -161,6 +113,70 @@ async def test_solution_that_exhausts_its_sandbox_scores_zero() -> None:
         assert (status, kind, verdict["reward"], verdict["verdict"]) == (200, None, 0.0, "exhausted"), verdict
 
 
+async def test_envelope_of_gyms_environment_servers() -> None:
+    """Gym 0.7's environment servers choose the session id; a closed id stays closed."""
+    envelope = {"resources_session_id": "s1", "episode_id": "e1", "task_id": "t1", "task_data": row("HumanEval/2")}
+    closing = {"resources_session_id": "s1", "episode_id": "e1"}
+    async with serving() as url, Client(url) as client:
+        before = containers.instances()
+        for _ in range(2):
+            assert await client.post("/seed_session", envelope) == (200, {"resources_session_id": "s1"}, None)
+            assert len(containers.instances() - before) == 1
+        assert await client.tool("bash", command="echo on") == "on\n[exit code: 0]"
+        for _ in range(2):
+            assert await client.post("/close_session", closing) == (200, {"resources_session_id": "s1"}, None)
+            assert containers.instances() == before
+        status, problem, _ = await client.post("/seed_session", envelope)
+        assert (status, problem["errors"][0]["field"]) == (422, "resources_session_id")
+
+
+def test_invalid_configuration_is_explained() -> None:
+    with pytest.raises(ValueError, match="num_workers must be 1"):
+        build(num_workers=2)
+    with pytest.raises(CallerError, match="sandbox_provider: must be singularity, not opensandbox"):
+        build(sandbox_provider={"opensandbox": {}}, image=None)
+    with pytest.raises(ValueError, match="'nowhere' is not defined"):
+        build(sandbox_provider="nowhere")
+
+
+SUMS = {"inputs": ["1 2\n", "-5 5\n", "10 20\n"], "outputs": ["3\n", "0\n", "30\n"]}
+ADDS = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+async def test_row_without_tools_is_answered_in_text(client: Client) -> None:
+    row = {"responses_create_params": {"input": "Add."}, "verifier_metadata": {"unit_tests": SUMS}}
+    for text, verdict in ((f"So:\n```python\nwrong\n```\nNo:\n```python\n{ADDS}```\n", "passed"), ("", "no_solution")):
+        assert (await client.post("/seed_session", row))[0] == 200
+        status, graded, _ = await client.post("/verify", row | {"response": saying(text)})
+        assert (status, graded["verdict"]) == (200, verdict), graded
+        await client.post("/close_session")
+
+
+async def test_tests_file_and_fractional_reward(tmp_path: Path) -> None:
+    row = convert.row_of({"question": "Add.", "input_output": json.dumps(SUMS)}, tmp_path)
+    half = oracle("a, b = map(int, input().split())\nprint(max(a + b, 1))\n")
+    async with serving(tests_folder=str(tmp_path), reward="fraction") as url, Client(url) as client:
+        graded = await client.play(row, half["turns"])
+    assert (graded["verdict"], graded["reward"]) == ("wrong_answer", 2 / 3)
+    assert [failure["test"] for failure in graded["tests"]["failures"]] == [1]
+    assert graded["solution"].startswith("a, b = ")
+
+
+async def test_release_ends_running_calls(client: Client) -> None:
+    before = containers.instances()
+    await client.seed()
+    calls = [
+        asyncio.create_task(client.post("/bash", {"command": "sleep 60"})),
+        asyncio.create_task(client.post("/python", {"code": "import time; time.sleep(60)"})),
+    ]
+    await asyncio.sleep(0.3)
+    assert await client.post("/release_session") == (200, {"released": True}, None)
+    assert containers.instances() == before
+    for call in calls:
+        assert (await asyncio.wait_for(call, HANG_S))[2] == "session_lost"
+    assert (await client.verify())[1]["verdict"] == "no_solution"
+
+
 async def test_sessions_leak_no_descriptors(base_url: str) -> None:
     async def life() -> None:
         async with Client(base_url) as client:
@@ -188,52 +204,3 @@ async def test_disconnect_while_seeding_leaves_no_sandbox(base_url: str) -> None
                 await seeding
     await asyncio.sleep(1)
     await until(lambda: containers.instances() == before)  # serving() asserts that it stays so
-
-
-async def test_envelope_of_gyms_environment_servers() -> None:
-    """Gym 0.7's environment servers choose the session id; a closed id stays closed."""
-    envelope = {"resources_session_id": "s1", "episode_id": "e1", "task_id": "t1", "task_data": row("HumanEval/2")}
-    closing = {"resources_session_id": "s1", "episode_id": "e1"}
-    async with serving() as url, Client(url) as client:
-        before = containers.instances()
-        for _ in range(2):
-            assert await client.post("/seed_session", envelope) == (200, {"resources_session_id": "s1"}, None)
-            assert len(containers.instances() - before) == 1
-        assert await client.tool("bash", command="echo on") == "on\n[exit code: 0]"
-        for _ in range(2):
-            assert await client.post("/close_session", closing) == (200, {"resources_session_id": "s1"}, None)
-            assert containers.instances() == before
-        status, problem, _ = await client.post("/seed_session", envelope)
-        assert (status, problem["errors"][0]["field"]) == (422, "resources_session_id")
-
-
-def test_invalid_configuration_is_explained() -> None:
-    with pytest.raises(ValueError, match="num_workers must be 1"):
-        build(num_workers=2)
-    with pytest.raises(ValueError, match="image: missing; the sandbox provider 'opensandbox' has no default"):
-        build(sandbox_provider={"opensandbox": {}}, image=None)
-    with pytest.raises(ValueError, match="'nowhere' is not defined"):
-        build(sandbox_provider="nowhere")
-
-
-SUMS = {"inputs": ["1 2\n", "-5 5\n", "10 20\n"], "outputs": ["3\n", "0\n", "30\n"]}
-ADDS = "a, b = map(int, input().split())\nprint(a + b)\n"
-
-
-async def test_row_without_tools_is_answered_in_text(client: Client) -> None:
-    row = {"responses_create_params": {"input": "Add."}, "verifier_metadata": {"unit_tests": SUMS}}
-    for text, verdict in ((f"So:\n```python\nwrong\n```\nNo:\n```python\n{ADDS}```\n", "passed"), ("", "no_solution")):
-        assert (await client.post("/seed_session", row))[0] == 200
-        status, graded, _ = await client.post("/verify", row | {"response": saying(text)})
-        assert (status, graded["verdict"]) == (200, verdict), graded
-        await client.post("/close_session")
-
-
-async def test_tests_file_and_fractional_reward(tmp_path: Path) -> None:
-    row = convert.row_of({"question": "Add.", "input_output": json.dumps(SUMS)}, tmp_path)
-    half = oracle("a, b = map(int, input().split())\nprint(max(a + b, 1))\n")
-    async with serving(tests_folder=str(tmp_path), reward="fraction") as url, Client(url) as client:
-        graded = await client.play(row, half["turns"])
-    assert (graded["verdict"], graded["reward"]) == ("wrong_answer", 2 / 3)
-    assert [failure["test"] for failure in graded["tests"]["failures"]] == [1]
-    assert graded["solution"].startswith("a, b = ")

@@ -6,10 +6,15 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fastapi import FastAPI
+
 from nemo_gym_prorl.failures import AgentError, Failure, FailureKind, InfrastructureError, Stage
+from nemo_gym_prorl.http.key_guard import KeyGuard
+from nemo_gym_prorl.http.problems import add_problem_handlers
+from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -39,7 +44,6 @@ class PlannedHandler:
         self.sessions: set[int] = set()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.releases: Counter[int] = Counter()
-        self.log: list[tuple[str, str]] = []
 
     async def init(self, job: Job) -> int:
         await self._act(job, Stage.INIT)
@@ -56,7 +60,6 @@ class PlannedHandler:
 
     async def release(self, job: Job, session: int) -> None:
         self.releases[session] += 1
-        self.log.append((job.id, "release"))
         try:
             await self._perform(self._next(job, "release"))
         finally:
@@ -81,7 +84,6 @@ class PlannedHandler:
     async def _act(self, job: Job, stage: Stage) -> str:
         self.inside[stage] += 1
         self.most_inside[stage] = max(self.most_inside[stage], self.inside[stage])
-        self.log.append((job.id, stage.value))
         try:
             act = self._next(job, stage.value)
             await self._perform(act)
@@ -153,18 +155,6 @@ RETURNS_OF_ON_FAILURE: Mapping[str, Callable[[Failure], Any]] = {
     "succeeded": lambda failure: Outcome(JobState.SUCCEEDED, {}, reward=1.0),
     "no failure": lambda failure: Outcome(JobState.FAILED, {}),
     "surrogate": lambda failure: Outcome(JobState.FAILED, {"text": "\ud800"}, failure=failure),
-    "no JSON": lambda failure: Outcome(JobState.FAILED, b"\xff", failure=failure),
-    "nothing at all": lambda failure: Outcome(JobState.FAILED, b"", failure=failure),
-    "no object": lambda failure: Outcome(JobState.FAILED, [1], failure=failure),  # type: ignore[arg-type]
-    **{
-        f"odd {name}": lambda failure, name=name, odd=odd: Outcome(  # type: ignore[misc]
-            JobState.FAILED, {}, failure=replace(failure, **{name: odd})
-        )
-        for name, odd in [
-            *(("reason", 5), ("reason", None), ("reason", "\ud800"), ("origin", "me"), ("stage", "nowhere")),
-            *(("traceback", 7), ("traceback", "\udfff"), ("timed_out", "?"), ("server", "\ud800")),
-        ]
-    },
 }
 
 
@@ -185,3 +175,12 @@ class Bench:
     def pipeline(self, journal: Journal | None = None) -> Pipeline:
         clock = asyncio.get_running_loop().time
         return Pipeline(Environments.of(self.handler), self.settings, clock, journal)
+
+
+def application(pipeline: Pipeline, key: str | None = None) -> FastAPI:
+    """The job API of a pipeline, behind a key if there is one."""
+    app = FastAPI()
+    add_problem_handlers(app)
+    app.add_middleware(KeyGuard, key=key)
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    return app

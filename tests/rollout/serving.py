@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""An application on a real socket of the loopback interface, for as long as a test needs it."""
+"""An application on a real socket of the loopback interface, for as long as a test needs it, and waits of tests."""
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -47,3 +48,10 @@ async def serve(app: ASGIApp, port: int = 0, grace_s: float = GRACE_S) -> AsyncI
             await asyncio.gather(*late, return_exceptions=True)
         await server.lifespan.shutdown()
         listener.close()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for it; a minute is for ever."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,11 +14,10 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI
 
-from nemo_gym_prorl.http.key_guard import KeyGuard
-from nemo_gym_prorl.rollout.api.routes import PipelineMetrics, rollout_router
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.storage.journal import Journal
-from tests.rollout.handlers import Bench
+from tests.policy.engines import free_port
+from tests.rollout.handlers import Bench, application
 
 
 class Standalone:
@@ -31,15 +29,12 @@ class Standalone:
     """
 
     def __init__(self, token: str, journal: str = "") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = int(probe.getsockname()[1])
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._token, self._journal = token, journal
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Return when it answers."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -59,12 +54,10 @@ class Standalone:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
         assert self._process is not None
         return self._process.pid
 
     async def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Return when it is gone."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(how)
             await self._process.wait()
@@ -91,9 +84,8 @@ async def _main(port: int, token: str, journal: str) -> None:
         yield
         await pipeline.close()
 
-    app = FastAPI(lifespan=lifespan)
-    app.add_middleware(KeyGuard, key=token)
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    app = application(pipeline, token)
+    app.router.lifespan_context = lifespan
     await uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=1)
     ).serve()

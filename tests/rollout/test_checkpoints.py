@@ -19,14 +19,12 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
 from nemo_gym_prorl.rollout.api.schemas import ForkRequest
 from nemo_gym_prorl.rollout.gym_rows import row_digest
-from nemo_gym_prorl.rollout.handler import Environments
 from nemo_gym_prorl.rollout.job import Checkpoint, Job, ResumePoint, Trajectory
-from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
-from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings, PoolSizes
+from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings
 from nemo_gym_prorl.rollout.storage.checkpoints import ORPHAN_S, RENEW_S, CheckpointStore, SharedCheckpoints
-from nemo_gym_prorl.rollout.storage.journal import Journal
 from tests.rollout.handlers import Act, Bench, PlannedHandler
+from tests.rollout.serving import until
 from tests.rollout.virtual_time import run_in_virtual_time
 
 
@@ -110,7 +108,7 @@ class Keeping(PlannedHandler):
         self.forgotten: list[int] = []
 
     async def run(self, job: Job, session: int) -> Trajectory:
-        await job.keep_checkpoint(Checkpoint(job.row["turn"], None, 1))
+        await job.keep_checkpoint(Checkpoint(job.row.get("turn", 1), None, 1))
         return await super().run(job, session)
 
     async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -172,18 +170,8 @@ class Service:
 
     def job(self, name: str, begin: ResumePoint | None = None, row: Any = None) -> Job:
         asked = JobRequest(row or ROW, resume_point=begin)
-        forked = asked.forked_from
-        return Job(
-            name,
-            asked.row,
-            asked.digest(),
-            "e",
-            "h",
-            0.0,
-            checkpoint_store=self.checkpoint_store,
-            resume_point=begin,
-            forked_from=forked,
-        )
+        job = Job(name, asked.row, asked.digest(), "e", "h", 0.0, checkpoint_store=self.checkpoint_store)
+        return replace(job, resume_point=begin, forked_from=asked.forked_from)
 
     async def keep(self, job: Job, *turns: int, text: str | None = None) -> None:
         for turn in turns:
@@ -278,15 +266,12 @@ async def test_one_that_is_damaged_is_passed_over(how: str, services: tuple[Serv
         await other.shared.restore(other.job("fork", ResumePoint(parents=("try-1",), turn=1)), unpack)
 
 
-async def test_nobody_goes_on_with_another_row(services: tuple[Service, Service]) -> None:
-    one, other = services
-    await one.keep(one.job("try-1"), 1)
-    assert (await other.went_on("try-2", "try-1", row={"task": 2})).latest_checkpoint is None
-
-
-async def test_nobody_goes_on_with_what_another_client_had_under_the_id(services: tuple[Service, Service]) -> None:
+async def test_nobody_goes_on_with_another_row_or_with_what_another_client_had_under_the_id(
+    services: tuple[Service, Service],
+) -> None:
     one, other = services
     await one.keep(one.job("r"), 1)
+    assert (await other.went_on("try-2", "r", row={"task": 2})).latest_checkpoint is None
     for client, there in (("default", True), ("bob", False)):
         job = replace(other.job("r", ResumePoint(("r",), client=client)), client=client)
         await other.shared.restore(job, unpack)
@@ -352,44 +337,21 @@ def test_a_folder_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         assert (error.value.field, str(path) in str(error.value)) == ("checkpoint_folder", True)
 
 
-HELD: dict[str, Any] = {"plan": {"run": [Act("held")]}}
-ONE = PoolSizes(init=1, ready=1, run=1, eval=1)
-
-
-class Keeps(PlannedHandler):
-    """Takes a checkpoint after its first turn."""
-
-    async def run(self, job: Job, session: int) -> Trajectory:
-        await job.keep_checkpoint(Checkpoint(1, object(), 10))
-        return await super().run(job, session)
-
-    async def forget(self, checkpoints: Any) -> None:
-        """Of which there is nothing."""
-
-
-async def parent_at(stages: PoolSizes, max_queued: int = 100, journal: Journal | None = None) -> tuple[Pipeline, Job]:
-    settings = PipelineSettings(stages=stages, max_queued=max_queued, checkpoint_s=1e-3)
-    pipeline = Pipeline(Environments.of(Keeps()), settings, journal=journal)
-    pipeline.start()
-    parent = await pipeline.accept(JobRequest(dict(HELD), id="parent"))
-    async with asyncio.timeout(30):
-        while not parent.checkpoints:
-            await asyncio.sleep(0.01)
-    return pipeline, parent
-
-
-async def fork(pipeline: Pipeline, parent: Job, *ids: str) -> list[Job]:
-    return await pipeline.fork(parent, 1, ForkRequest(ids=[*ids]).to_requests(parent, len(ids)))
-
-
 async def test_a_fork_that_is_refused_leaves_those_of_another_alone() -> None:
-    pipeline, parent = await parent_at(PoolSizes())
-    [first] = await fork(pipeline, parent, "a")
+    pipeline = Bench(PipelineSettings(checkpoint_s=1e-3), Keeping()).pipeline()
+    pipeline.start()
+    parent = await pipeline.accept(JobRequest({"plan": {"run": [Act("held")]}}, id="parent"))
+    await until(lambda: parent.checkpoints)
+
+    async def fork(*ids: str) -> list[Job]:
+        return await pipeline.fork(parent, 1, ForkRequest(ids=[*ids]).to_requests(parent, len(ids)))
+
+    [first] = await fork("a")
     await pipeline.accept(JobRequest({"another": "row"}, id="taken"))
     with pytest.raises(JobConflict):
-        await fork(pipeline, parent, "a", "new", "taken")
+        await fork("a", "new", "taken")
     await asyncio.sleep(0.1)
     assert not first.state.terminal
-    assert await fork(pipeline, parent, "a") == [first], "asked for again it is the same one"
+    assert await fork("a") == [first], "asked for again it is the same one"
     assert pipeline.store.get("new") is None, "none of them was begun"
     await pipeline.close()

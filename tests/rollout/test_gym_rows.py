@@ -22,7 +22,6 @@ from nemo_gym_prorl.rollout.api.schemas import TurnView
 from nemo_gym_prorl.rollout.gym_rows import (
     MAX_DEPTH,
     TurnTokens,
-    check_row,
     pack_turns,
     put_tokens,
     read_json,
@@ -71,22 +70,6 @@ def test_the_depth_is_bounded(levels: int) -> None:
     else:
         with pytest.raises(CallerError, match=f"deeper than {MAX_DEPTH}"):
             read_json(body)
-
-
-@pytest.mark.parametrize(
-    ("row", "field"),
-    [
-        (5, "body"),
-        ({}, "responses_create_params"),
-        ({"responses_create_params": {}}, "responses_create_params.input"),
-        ({"responses_create_params": {"input": [5]}}, "responses_create_params.input"),
-    ],
-)
-def test_what_is_no_row_says_which_field(row: Any, field: str) -> None:
-    with pytest.raises(CallerError) as refused:
-        check_row(row)
-    assert str(refused.value.field).startswith(field)
-    assert refused.value.complaint
 
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)

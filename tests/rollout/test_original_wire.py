@@ -43,12 +43,6 @@ class Wire:
         async with self.http.post(self.url + path, json=body) as response:
             return response.status, await response.json()
 
-    async def active(self, jobs: int) -> None:
-        """Wait until that many are in RUN; a minute is for ever."""
-        async with asyncio.timeout(60):
-            while (await self.status())["active_run"] != jobs:
-                await asyncio.sleep(0.01)
-
     async def status(self) -> dict[str, Any]:
         async with self.http.get(f"{self.url}/status") as response:
             return dict(await response.json())

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline in virtual time: its invariants over random schedules, who is blamed for a failure, what a job is
-charged for, and what its end leaves behind."""
+"""The pipeline in virtual time: its invariants over random schedules, who is blamed for a failure, and what a job is
+charged for."""
 
 import asyncio
 from collections.abc import Callable
@@ -149,8 +149,6 @@ def test_a_transition_that_the_table_lacks_is_refused() -> None:
 
 
 def finished(row: dict[str, Any], settings_: PipelineSettings | None = None) -> Job:
-    """The job of one row, when it is over."""
-
     async def play() -> Job:
         pipeline = Bench(settings_ or PipelineSettings()).pipeline()
         job = pipeline.submit(JobRequest(row))
@@ -377,6 +375,3 @@ def test_a_server_that_never_says_holds_a_budget_up_for_minutes_only(instead: Ca
     job = waited(Waiting(0.0, float("inf"), instead), 1e7)
     assert job.state is JobState.TIMED_OUT
     assert job.times[Stage.RUN].worked_s + job.times[Stage.RUN].waited_s < BUDGETS.run + 200.0
-
-
-# -- what an end leaves behind ------------------------------------------------------------------------------------

@@ -325,35 +325,6 @@ def test_clients_and_environments_have_their_shares_of_sandboxes_and_slots(
     assert slots["one"] / slots.total() == pytest.approx(0.25, abs=0.04)
 
 
-@settings(max_examples=100)
-@given(
-    shares=st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10), max_size=4),
-    bound=st.integers(1, 40),
-    events=st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=150),
-)
-def test_whoever_floods_a_bound_keeps_nobody_from_his_part(
-    shares: dict[str, float], bound: int, events: list[tuple[str, bool]]
-) -> None:
-    scheduler = StageScheduler(PoolSizes(init=1, ready=0, run=1, eval=1))
-    scheduler.share(shares)
-    scheduler.submit("runs", "x", 0)
-    waiting: list[tuple[str, str]] = []
-    for number, (client, comes) in enumerate(events):
-        has = Counter(name if name in shares else "" for name, _ in waiting)
-        whose = client if client in shares else ""
-        part = bound * shares.get(client, 1.0) / (sum(shares.values()) + 1)
-        if not comes:
-            if waiting:
-                scheduler.remove(waiting.pop(number % len(waiting))[1])
-        else:
-            may = scheduler.may_queue(client, bound)
-            assert may == (len(waiting) < bound or has[whose] < part)
-            if may:
-                waiting.append((client, f"job-{number}"))
-                scheduler.submit(f"job-{number}", client, 0)
-        assert len(waiting) < 2 * bound + len(shares) + 1, "a part each, over what all may"
-
-
 SIZE = 3
 
 

@@ -8,20 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import (
-    Cursor,
-    CursorExpired,
-    JobRequest,
-    QueueFull,
-    RolloutForgotten,
-    row_digest,
-)
-from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, row_digest
 from nemo_gym_prorl.rollout.storage.store import EVENT_HISTORY, JobStore
-from tests.rollout.handlers import Bench
 from tests.rollout.virtual_time import run_in_virtual_time
 
 
@@ -81,72 +70,6 @@ def test_no_result_is_forgotten_unread_before_its_time_and_the_books_are_right(
             with pytest.raises(StopIteration) as answer:  # without a journal nothing is waited for
                 store.ended_after(START, 100).send(None)
             assert [job.id for job in answer.value.value[0]] == [*ended], "a log without gaps, or an error"
-
-
-def test_accepted_jobs_keep_their_results_and_new_ones_are_refused_instead() -> None:
-    """Of 5,000 accepted rollouts 3,000 results vanished unread, when only their number was bounded."""
-
-    async def play() -> None:
-        bench = Bench(PipelineSettings(retain_bytes=200_000, keep_unread_s=600.0))
-        pipeline = bench.pipeline()
-        jobs = [pipeline.submit(JobRequest({}, id=f"r{number}")) for number in range(100)]
-        assert await pipeline.drain()
-        pipeline.resume()
-        assert all(pipeline.store.get(job.id) is job for job in jobs)
-        with pytest.raises(QueueFull, match="read"):
-            pipeline.submit(JobRequest({}))
-        assert pipeline.submit(JobRequest({}, id="r3")) is jobs[3], "the same id is the same job, full or not"
-        for job in jobs[:70]:
-            pipeline.store.mark_read(job)
-        assert await finish(pipeline, JobRequest({}, id="next")) is not None
-        assert pipeline.store.get("r0") is None
-        with pytest.raises(RolloutForgotten):
-            pipeline.submit(JobRequest({}, id="r0"))
-        for number in range(60):
-            await finish(pipeline, JobRequest({}, id=f"s{number}"), bounded=False)
-        with pytest.raises(QueueFull):
-            pipeline.submit(JobRequest({}))
-        await asyncio.sleep(601)
-        assert await finish(pipeline, JobRequest({})) is not None, "unread for so long, they may go"
-
-    run_in_virtual_time(play())
-
-
-async def finish(pipeline: Pipeline, request: JobRequest, *, bounded: bool = True) -> Job:
-    job = pipeline.submit(request, bounded=bounded)
-    assert await pipeline.wait(job, 1000)
-    return job
-
-
-# -- cursors ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_cursor_of_another_epoch_and_one_of_the_future_are_errors() -> None:
-    async def play() -> None:
-        before, after = JobStore(), JobStore()
-        for name in "abc":
-            end(before, name)
-            end(after, name)
-        cursor = Cursor.parse(str(before.cursor))
-        assert cursor == before.cursor
-        for store, wrong in ((after, cursor), (before, Cursor.parse("3"))):
-            with pytest.raises(CursorExpired):
-                await store.ended_after(wrong, 10)
-            with pytest.raises(CursorExpired):
-                await store.wait_for_end(wrong, 1000)
-            with pytest.raises(CursorExpired):
-                store.events(wrong)
-        future = Cursor(before.epoch, 10_000)
-        with pytest.raises(CallerError, match="beyond the end"):
-            await before.ended_after(future, 10)
-        with pytest.raises(CallerError, match="beyond the end"):
-            before.events(future)
-        assert [job.id for job in (await before.ended_after(START, 10))[0]] == ["a", "b", "c"]
-        for text in ("", "x", "-1", "1.5", f"{before.epoch}-", f"{before.epoch}-x", "9" * 50, "A-1"):
-            with pytest.raises(CallerError):
-                Cursor.parse(text)
-
-    run_in_virtual_time(play())
 
 
 def test_a_reader_slower_than_the_history_is_told() -> None:

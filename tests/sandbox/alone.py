@@ -21,6 +21,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.isolation.syscalls import MS_NOSUID, mount, unshare_mounts
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 
@@ -138,7 +139,7 @@ async def deaf_disk(folder: Path, image: Path) -> None:
         await asyncio.sleep(0.1)
     with pytest.raises(InfrastructureError, match=rf"{waiting}.*survive SIGKILL"):
         await closing
-    assert state(waiting) == "D"
+    assert usage.read_stat(waiting)[usage.STATE] == "D"
     assert (owner / stuck.name).exists()
     assert not state_dir.remove_if_dead(owner), "its owner lives"
     disk.answer()
@@ -159,14 +160,6 @@ def sandboxes(folder: Path) -> set[str]:
 def command(pid: int) -> str:
     """Return the program name of a process."""
     return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-
-
-def state(pid: int) -> str:
-    """Return the state of a process, one letter."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 if __name__ == "__main__":

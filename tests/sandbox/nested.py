@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``nested.py [--root] [--all-ids] [--enter FOLDER [--covered FOLDER]] COMMAND...``: run it as in a container.
+"""``nested.py [--root] [--enter FOLDER [--covered FOLDER]] COMMAND...``: run it as in a container.
 
 In a user namespace of this user, as he is or as its root, with no new privileges, as enroot and Pyxis have it: who is
 no root there has no capability, and for who is, calls that change owners or users are said to have succeeded. With
@@ -21,6 +21,7 @@ from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.isolation.user_ids import IdSpan, write_id_maps
 from nemo_gym_prorl.sandbox.runtime.apptainer import ROOT_CACHE
+from nemo_gym_prorl.tasks.code.inside.process_hardening import filter_calls
 
 
 HERE = Path(__file__)
@@ -32,8 +33,6 @@ PRETENDED = {
 """``chown`` and ``setuid`` with their kin."""
 
 MS_NODEV = 4
-
-EVERY_ID = [(0, 0, (1 << 32) - 1)]
 
 
 def command(*options: str) -> list[str]:
@@ -73,7 +72,7 @@ def enter_root(image: Path, covered: Sequence[str]) -> None:
         path: syscalls.open_tree(sources[path]) for path in sorted(sources) if path not in ("/tmp", "/root", "/var")
     }
     kernels = {path: syscalls.open_tree(path, recursive=True) for path in ("/proc", "/sys", "/dev")}
-    syscalls.set_mount_attributes(kernels["/sys"], syscalls.ATTRIBUTE_RDONLY, recursive=True)
+    syscalls.set_mount_attributes(kernels["/sys"], syscalls.ATTRIBUTE_RDONLY)
     links = {entry.name: entry.readlink() for entry in image.iterdir() if entry.is_symlink()}
     syscalls.mount("tmpfs", str(root), "tmpfs", syscalls.MS_NOSUID | MS_NODEV, "mode=755")
     for name, target in links.items():
@@ -100,20 +99,19 @@ def enter_root(image: Path, covered: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", action="store_true")
-    parser.add_argument("--all-ids", action="store_true")
     parser.add_argument("--enter", type=Path)
     parser.add_argument("--covered", action="append", default=[])
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     inside = (0, 0) if options.root else (os.geteuid(), os.getegid())
     spans = [[(own, outside, 1)] for own, outside in zip(inside, (os.geteuid(), os.getegid()), strict=True)]
-    enter_namespace(*([EVERY_ID] * 2 if options.all_ids else spans))
+    enter_namespace(*spans)
     if options.enter:
         enter_root(options.enter, options.covered)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     if options.root:
         table = seccomp.TABLES[os.uname().machine]
-        seccomp.install(
+        filter_calls(
             syscall_filter.compile_filter(
                 table.audit, dict.fromkeys(PRETENDED[os.uname().machine], syscall_filter._ERRNO), 1 << 12
             )

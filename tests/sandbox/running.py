@@ -8,7 +8,8 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
 
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
-from nemo_gym_prorl.sandbox.supervisor import client
+from nemo_gym_prorl.sandbox.supervisor import client, state_dir
 
 
 HANG_S = 60.0
@@ -59,6 +60,16 @@ def open_files(pid: int | str = "self") -> int:
 
 def resident_bytes(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * usage.PAGE_BYTES
+
+
+def running_with(text: str) -> list[int]:
+    """Processes, inside of containers or outside, that have a text among their arguments or variables."""
+    found = []
+    for pid, name in product(state_dir.process_ids(), ("cmdline", "environ")):
+        # It may have ended just now, or be somebody else's.
+        with suppress(OSError):
+            found += [pid] if text.encode() in Path(f"/proc/{pid}/{name}").read_bytes() else []
+    return found
 
 
 @asynccontextmanager

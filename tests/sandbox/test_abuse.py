@@ -6,25 +6,6 @@
 whatever happens is noticed. Nothing in the product can switch them off: an option that there is anyway leaves one out,
 or the supervisor is started with one step of it, or of its launcher's source, replaced.
 
-| protection | abuse | switched off by |
-|---|---|---|
-| network namespace | connect to a port of the host | ``network=True`` |
-| | connect to another sandbox's abstract socket | ``network=True`` for both |
-| fresh ``/sys`` | see the host's network devices | the runtime's own ``/sys`` |
-| mount namespace | read a file of the host | a bind |
-| | read what another sandbox wrote | a bind of its overlay, and one user id for both |
-| IPC namespace | see another sandbox's shared memory | not joining it |
-| PID namespace | kill a process of the host that has the same user id | not joining it |
-| bounded capabilities | mount something, rename the host, look into PID 1 | none dropped |
-| ``no_new_privs`` | the flag itself | not set |
-| filter of system calls | a call that it refuses, or refuses by an argument | no filter |
-| no further user namespaces | make one, and mount something in it | the limit not set |
-| sizes of memory file systems | put 200 MB in ``/dev/shm`` or ``/dev`` | no remount |
-| clean environment | find a variable of the server's | the runtime's, and not only what is wanted |
-| closed files | find more open files than the standard ones | not closing them |
-| | hold the supervisor's lock | the runtime gets what the supervisor has |
-| memory, processes, disk, file size, output | use more | no limit, or a higher one |
-
 ``kill -9 -1`` and the like are tried with protections only, since without they would succeed.
 """
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -54,21 +53,8 @@ async def test_a_command_of_any_length(container: Container, letter: str, letter
 
 async def test_output_is_bounded(container: Container) -> None:
     done = await container.run("yes | head -c 30000000; echo end", output_limit=2000)
-    assert done.omitted == 30_000_000 + 4 - 2000
     assert done.stdout.endswith("end\n")
     assert len(done.stdout) < 2100
-
-
-SLEEPS = "ps -A -o args= | grep -q '[s]leep 1234'"
-
-
-async def test_a_cancelled_command_is_ended(container: Container) -> None:
-    task = asyncio.create_task(container.run("sleep 1234"))
-    assert (await container.run(f"until {SLEEPS}; do sleep 0.02; done", timeout_s=60)).exit_code == 0
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert (await container.run(f"while {SLEEPS}; do sleep 0.02; done", timeout_s=60)).exit_code == 0
 
 
 async def test_links_lead_nowhere_outside(container: Container, tmp_path: Path) -> None:

@@ -6,149 +6,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import json
 import os
 import resource
-import select
-import shutil
-import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import user_ids
-from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make_request
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.protocol import PutRequest, SandboxLost, SandboxRefused
-from tests.sandbox import elf
-from tests.sandbox.requests import request_for
-from tests.sandbox.running import HANG_S, child_pids, gone_within_s, kill_supervisor, supervisor_pid, until
+from tests.sandbox.running import child_pids, gone_within_s, kill_supervisor, supervisor_pid, until
 
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]
-
-
-SET_FLAGS, IMMUTABLE = 0x40086602, 0x10
-"""``FS_IOC_SETFLAGS`` and ``FS_IMMUTABLE_FL``."""
-
-
-@pytest.mark.skipif(not is_machine_root(), reason="only root can make a file that nobody can remove")
-def test_a_supervisor_ends_though_a_file_cannot_be_removed(image: Path, runtime: Runtime, state: Path) -> None:
-    """A supervisor without a server must not retry for ever."""
-    serve = """
-import asyncio, json, sys
-from pathlib import Path
-from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.supervisor import client
-
-async def main():
-    box = await Container.start(ContainerSpec(image=Path(sys.argv[1])), require_runtime())
-    await box.run("touch /root/kept")
-    print(json.dumps([client.own_supervisor.popen.pid, str(client.own_supervisor.folder)]), flush=True)
-    await asyncio.sleep(60)
-
-asyncio.run(main())
-"""
-    command = [sys.executable, "-c", serve, str(image)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stdout
-        supervisor, folder = json.loads(server.stdout.readline())
-        [kept] = Path(folder).glob("*/overlay/upper/root/kept")
-        with kept.open() as file:
-            fcntl.ioctl(file, SET_FLAGS, struct.pack("l", IMMUTABLE))
-            try:
-                server.kill()
-                deadline = time.monotonic() + 30
-                while state_dir.start_time(supervisor) is not None:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
-                assert kept.exists(), "or it was none"
-            finally:
-                fcntl.ioctl(file, SET_FLAGS, struct.pack("l", 0))
-    state_dir.sweep(Path(folder).parent)
-    assert not Path(folder).exists()
-
-
-def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime: Runtime, tmp_path: Path) -> None:
-    parent, _trouble = user_ids.make_parent_namespace()
-    ranges = [user_ids.parent_ids(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
-    prepared = PreparedImage(parent, (0, 0), parent, "", {}, ranges)
-    given = request_for(tmp_path)
-    alive, lives = os.pipe()
-    supervisor = os.fork()
-    if supervisor == 0:
-        try:
-            _channel, theirs = socket.socketpair()
-
-            async def begin() -> None:
-                launcher = Launcher(Children(), tmp_path)
-                files = [parent, theirs.fileno(), launcher.program(), lives]
-                assert (await launcher.run(make_request(prepared, given, str(tmp_path)), files))[0]["pid"]
-                os.write(lives, b"!")
-                time.sleep(100)  # noqa: ASYNC251
-
-            asyncio.run(begin())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    os.close(lives)
-    os.close(parent)
-    assert os.read(alive, 1) == b"!"
-    os.kill(supervisor, signal.SIGKILL)
-    os.waitpid(supervisor, 0)
-    assert select.select([alive], [], [], gone_within_s())[0], "it waited for a word that nobody could send"
-    assert os.read(alive, 1) == b""
-    os.close(alive)
-
-
-@pytest.fixture
-def silent_image(tiny_root: Path, open_folder: Path) -> Path:
-    """An image whose shell never reports and never ends by itself."""
-    root = open_folder / "image"
-    shutil.copytree(tiny_root, root, symlinks=True, copy_function=os.link)
-    shell = root / "usr/bin/dash"
-    shell.unlink()
-    shell.write_bytes(elf.waiting())
-    shell.chmod(0o755)
-    return root
-
-
-@pytest.mark.skipif(not is_machine_root(), reason="only root sees for whom the shell of a container that starts runs")
-async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
-    silent_image: Path, runtime: Runtime, container: Container
-) -> None:
-    folder = Path(container.describe()["supervisor"])
-    asking = asyncio.create_task(
-        Container.start(ContainerSpec(image=silent_image, start="direct", start_timeout_s=60), runtime)
-    )
-    async with asyncio.timeout(HANG_S):
-        while not (noted := list(folder.glob(f"m-*/{state_dir.PID_NAMESPACE_FILE}"))):  # noqa: ASYNC240
-            assert not asking.done()
-            await asyncio.sleep(0.02)
-    [space] = state_dir.pid_namespaces_of(noted[0].parent.parent)[-1:]
-    kill_supervisor()
-    await until(lambda: not space.alive and not folder.exists(), gone_within_s())
-    with pytest.raises(InfrastructureError):
-        await asking
 
 
 async def test_a_helper_inside_ends_with_the_supervisor(container: Container) -> None:

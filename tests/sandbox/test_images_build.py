@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -138,24 +136,6 @@ def test_a_failed_build_says_why_and_leaves_nothing(
     with pytest.raises(InfrastructureError, match=r"MiB are free.*prorl image gc"):
         build(order, store, runtime, ignore_progress)
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["plain", "--name", "x"], "plain: is no Dockerfile and no folder with one, nor default, kernel, math"),
-        (["DOCKERFILE"], "--name: is required for a Dockerfile"),
-        (["DOCKERFILE", "--name", "x", "--format", "zip"], "--format: must be 'folder' or 'sif', not 'zip'"),
-    ],
-)
-def test_the_command_line_refuses_before_it_builds(words: list[str], reason: str, tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM debian\n")
-    words = [str(tmp_path) if word == "DOCKERFILE" else word for word in words]
-    command = [sys.executable, "-c", "from nemo_gym_prorl.cli.app import main; main()", "image", "build", *words]
-    environ = {"PRORL_CACHE": str(tmp_path / "cache"), "PATH": os.defpath}
-    done = subprocess.run(command, env=environ, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, f"prorl: {reason}\n")
-    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("pip", [True, False], ids=["by pip", "by uv"])

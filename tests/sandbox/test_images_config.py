@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.entries import Format, ignore_progress, machine
@@ -155,20 +154,3 @@ async def test_what_a_caller_asks_for_goes_before_what_was_published(
         said = await provider.exec(handle, "echo $A $B $TERM $PWD; ls /never")
         assert said.stdout == "1 own vt100 /own\n"
         assert (await provider.exec(handle, "echo $PWD $A", cwd="/tmp", env={"A": "now"})).stdout == "/tmp now\n"
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a NUL in a variable": ({"Env": ["A=a\0b"]}, "Env: 'A' must not hold a NUL"),
-    "many variables": ({"Env": [f"A{n}=" + "x" * 100_000 for n in range(30)]}, "Env: holds more than 2 MiB"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_configuration_that_can_not_be_applied_is_refused_by_name(
-    what: str, served: Registry, published: bytes, store: ImageStore, runtime: Runtime
-) -> None:
-    config, message = REFUSED[what]
-    wanted = parse_registry(served.add("us/tiny", [published], machine(), **config))
-    with pytest.raises(CallerError, match=f"image: the image's configuration can't be applied: {message}"):
-        Puller(store, runtime, tries=1).pull(wanted)
-    assert store.all() == []

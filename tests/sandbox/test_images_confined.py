@@ -22,6 +22,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.running import running_with
 
 
 pytestmark = pytest.mark.sandbox
@@ -194,10 +195,4 @@ def test_nothing_that_a_recipe_starts_outlives_its_build(
     seconds = f"{os.getpid()}.77"
     commands = f"setsid env -i /usr/bin/sleep {seconds} < /dev/null > /dev/null 2>&1 &"
     build(recipe(tiny_root, post=commands), store, runtime, ignore_progress)
-    left = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            left += [entry] if seconds.encode() in entry.read_bytes() else []
-        except OSError:
-            continue
-    assert left == []
+    assert running_with(seconds) == []

@@ -13,7 +13,6 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile
-from nemo_gym_prorl.sandbox.images import pull
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore, config_of
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -100,9 +99,6 @@ async def test_a_sandbox_finds_what_the_dockerfile_says(
         "run; renamed; echo $GREETING; ls -d /.prorl-build": "tool\ntool\nhello, world\n",
     }
     assert dict(zip(looked, await said(built, *looked), strict=True)) == looked
-    config = config_of(built)
-    assert config is not None
-    assert config.command == ("tool",)
 
 
 def test_an_unchanged_stage_is_built_once(order: DockerfileRequest, store: ImageStore, runtime: Runtime) -> None:
@@ -151,7 +147,7 @@ def test_a_step_that_fails_is_named_by_its_line_and_leaves_no_image(
 def test_a_base_is_replaced_only_by_the_users_word(
     order: DockerfileRequest, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "_is_transient", lambda _error: False)  # asks the registry once
+    monkeypatch.setattr("nemo_gym_prorl.sandbox.images.pull.time.sleep", lambda _seconds: None)
     order.dockerfile.write_text("FROM localhost:9/none:1\nRUN true")
     with pytest.raises(CallerError, match=f"--replace: no FROM names '{BASE}', only localhost:9/none:1"):
         build_dockerfile(order, store, runtime, ignore_progress)

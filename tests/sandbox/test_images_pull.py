@@ -26,7 +26,7 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.registry import Registry, layer, serve
-from tests.sandbox.tiny import wait_until_nothing_runs_for
+from tests.sandbox.running import running_with, until
 
 
 pytestmark = pytest.mark.sandbox
@@ -184,7 +184,7 @@ def test_the_command_line_pulls_lists_and_removes(
     assert [path.name for path in (tmp_path / "cache" / "images").iterdir()] == [".locks"]
 
 
-def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
+async def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
     served: Registry, tiny_layer: bytes, runtime: Runtime, tmp_path: Path
 ) -> None:
     address = served.add("us/tiny", [tiny_layer], machine())
@@ -197,7 +197,7 @@ def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
         pulling.communicate()
     store = ImageStore(tmp_path / "cache" / "images", tmp_path / "cache" / "unpacked")
     assert store.all() == []
-    wait_until_nothing_runs_for(tmp_path)
+    await until(lambda: not running_with(str(tmp_path)))
     served.hold.set()
     assert "left by a killed process" in prorl(tmp_path, runtime, "gc").communicate(timeout=60)[0]
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]

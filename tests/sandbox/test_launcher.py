@@ -9,7 +9,7 @@ import errno
 import os
 import random
 import signal
-import socket
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,12 +20,10 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox import launcher
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
-from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.launcher.requests import Request, RequestKind, receive_reply
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.children import CHANNEL, Children, Launcher
+from nemo_gym_prorl.sandbox.supervisor.children import Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone
-from tests.sandbox.running import HANG_S
 from tests.sandbox.without import Off, Without
 
 
@@ -81,21 +79,6 @@ async def test_a_request_that_is_cut_off_is_refused_and_the_next_is_served(bench
     if is_machine_root():
         # The launcher closes a request's descriptors after the fork. Only root may list them.
         assert set(await asyncio.to_thread(os.listdir, f"/proc/{bench.pid}/fd")) == {"0", "1", "2", "3"}
-
-
-@pytest.mark.skipif(not is_machine_root(), reason="nobody else may look")
-async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Bench) -> None:
-    """The supervisor learns of the launcher's end by that channel, also while a child erases files."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, bench.children.starting() as adopt:
-        with theirs:
-            child = adopt(await bench.launcher._ask(requests.erase(Path("/nowhere"), None), [theirs.fileno()], None))
-        async with asyncio.timeout(HANG_S):
-            while str(CHANNEL) in await asyncio.to_thread(os.listdir, f"/proc/{child.pid}/fd"):
-                await asyncio.sleep(0.01)
-        # The child waits for GO.
-        ours.send(requests.GO)
-        assert await child.wait() == 0
 
 
 async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> None:
@@ -181,15 +164,33 @@ async def test_no_process_inside_knows_of_the_launcher(
         assert (await asyncio.to_thread(Path(f"/proc/{pid}/environ").stat)).st_uid == 0
 
 
+def test_the_copy_is_static_sealed_and_closed(tmp_path: Path) -> None:
+    """For a process that is about to become a script, ``/proc/self/exe`` is the launcher (CVE-2019-5736)."""
+    copy = launcher.load_launcher(tmp_path)
+    with pytest.raises(PermissionError):
+        os.pwrite(copy, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.truncate(copy, 0)
+    program = launcher.launcher_path().read_bytes()
+    assert os.pread(copy, 1 << 20, 0) == program
+    assert b"/ld-" not in program, "an image could replace its dynamic loader"
+    assert stat.S_IMODE(os.fstat(copy).st_mode) == 0o111
+    os.close(copy)
+
+
+@pytest.mark.sandbox
+async def test_sandboxes_start_without_memory_files(image: Path, runtime: Runtime, without: Without) -> None:
+    without(Off("def forbidden(*_):\n    raise PermissionError\nsyscalls.create_executable_memfd = forbidden"))
+    async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
+        assert (await container.run("echo works")).stdout == "works\n"
+
+
 @pytest.mark.sandbox
 @pytest.mark.usefixtures("way")
-async def test_a_command_that_is_larger_than_a_packet(container: Container) -> None:
-    told = await container.execute(
-        ["sh", "-c", 'printf %s "$1$A" | wc -c', "sh", "x" * 100_000], env={"A": "y" * 100_000}
-    )
-    assert told.stdout.strip() == "200000"
-    with pytest.raises(CallerError, match="Argument list too long"):
-        await container.execute(["true", "x" * 200_000])
+async def test_a_script_that_is_run_by_its_own_executable_does_nothing(container: Container) -> None:
+    """The launcher starts commands by ``/bin/sh``, and exits with 127 without its socket."""
+    await container.files.write_file("/bin/sh", b"#!/proc/self/exe\n")
+    assert (await container.run("true")).exit_code == 127
 
 
 @pytest.mark.sandbox

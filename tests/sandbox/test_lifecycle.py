@@ -3,14 +3,13 @@
 """Life cycle of a sandbox under faults: nothing outlives its owner, and nothing of a live owner is removed.
 
 Real processes and SIGKILL throughout. A table kills parts of a server process that has sandboxes; a state machine
-starts, uses, pauses, gives up, kills and closes sandboxes of this process in any order.
+starts, uses, copies, gives up, kills and closes sandboxes of this process in any order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import random
@@ -21,24 +20,24 @@ import time
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.failures import AgentError, InfrastructureError
+from nemo_gym_prorl.sandbox import snapshots
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions import kernel as kernels
+from nemo_gym_prorl.sandbox.sessions import shell as shells
 from nemo_gym_prorl.sandbox.sessions.bash_channel import BashChannel
 from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.supervisor import creation, lifecycle, sandbox, state_dir
-from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
+from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost, Start
-from tests.sandbox.requests import request_for
 from tests.sandbox.running import HANG_S, child_pids, gone_within_s, kill_supervisor, open_files, supervisor_pid, until
 
 
@@ -190,7 +189,7 @@ def test_nothing_of_a_live_owner_is_touched(server: Server, state: Path) -> None
 
 
 async def usable(box: Container) -> None:
-    """Wait until commands are accepted; they are refused while a cancelled pause is undone."""
+    """Wait until commands are accepted; they are refused while a cancelled snapshot is taken."""
     async with asyncio.timeout(HANG_S):
         while True:
             with contextlib.suppress(InfrastructureError):
@@ -211,7 +210,7 @@ async def ended(box: Container) -> None:
 
 
 class Lives(RuleBasedStateMachine):
-    """Sandboxes with their expected state: alive, paused or ended."""
+    """Sandboxes with their expected state: alive or ended."""
 
     image: Path
     state: Path
@@ -280,29 +279,22 @@ class Lives(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), given_up=st.booleans())
-    def pause(self, data: st.DataObject, given_up: bool) -> None:
+    def take_a_snapshot(self, data: st.DataObject, given_up: bool) -> None:
         box = data.draw(st.sampled_from(self.alive))
         beats = box.folder / "overlay/upper/tmp/beats"
 
-        async def pause() -> None:
-            pausing = asyncio.create_task(box.pause())
+        async def take() -> None:
+            taking = asyncio.create_task(snapshots.take(box, self.state / "snapshots", "one"))
             if given_up:
                 await asyncio.sleep(0.002)
-                pausing.cancel()
-            await asyncio.wait([pausing])
-            if box.paused:
-                with pytest.raises(InfrastructureError, match="paused"):
-                    await box.run("true")
-                before = beats.stat().st_size
-                await asyncio.sleep(0.1)
-                assert beats.stat().st_size == before
-                await box.resume()
+                taking.cancel()
+            await asyncio.wait([taking])
             await usable(box)
             before = beats.stat().st_size
             while beats.stat().st_size == before:
                 await asyncio.sleep(0.02)
 
-        self.do(pause())
+        self.do(take())
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -373,57 +365,6 @@ def test_no_order_of_faults_leaves_anything_or_hangs(image: Path, runtime: Runti
 # Faults at one moment that random faults rarely hit
 
 
-async def test_an_end_that_is_asked_for_as_the_turn_comes_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the sandbox would come up, and its end would wait for the first process for ever."""
-    client: Any = Mock()
-    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [client], [])
-    boxes = lifecycle.Sandboxes(tmp_path, Mock(fork=Mock(side_effect=OSError)), None, AsyncMock())
-    boxes._all[box.name], boxes._creation = box, AsyncMock()
-    monkeypatch.setattr(boxes, "_admit", lambda *_request: box)
-    others = [boxes._starts.slot(str(number)) for number in range(2 * creation.MAX_CONCURRENT_STARTS)]
-    for other in others:
-        await other.__aenter__()
-    creating = asyncio.create_task(boxes.create(client, request_for(), []))
-    await asyncio.sleep(0.01)
-    await others[0].__aexit__(None, None, None)
-    closing = asyncio.create_task(boxes.destroy(box.name))
-    boxes._close(box)
-    with pytest.raises(sandbox.NoSandbox):
-        await creating
-    await closing
-    boxes._creation.create.assert_not_called()
-
-
-@pytest.mark.parametrize("fails", ["looking", "telling"])
-async def test_an_end_goes_on_whatever_fails_at_its_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    box = sandbox.Sandbox("b-1", tmp_path, request_for(), [], [], stage=sandbox.SandboxStage.UP)
-    box.created.set()
-    box.pid_namespace = Mock(init=1, alive=False)
-    boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
-    boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
-    boxes._watchdog, boxes._launcher, boxes._egress = Mock(), AsyncMock(), AsyncMock()
-    failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
-    if fails == "looking":
-        monkeypatch.setattr(lifecycle, "find_pid_namespace", failing)
-    else:
-        boxes._watchdog.post = failing
-    boxes._close(box)
-    failing.assert_called_once()
-    assert not boxes._all
-
-
-async def nothing_left(container: Container, program: str, files: int) -> None:
-    """Wait until the program has ended, and check that this process has ``files`` open files."""
-    async with asyncio.timeout(HANG_S):
-        while (await container.run(f"pgrep -x {program}")).exit_code == 0:
-            await asyncio.sleep(0.02)
-    assert open_files() == files
-
-
 async def test_a_shell_that_is_given_up_while_it_starts_is_ended(
     container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,27 +380,10 @@ async def test_a_shell_that_is_given_up_while_it_starts_is_ended(
     starting = asyncio.create_task(Shell.start(container))
     await asyncio.wait([starting])
     assert starting.cancelled()
-    await nothing_left(container, "bash", files)
-
-
-async def test_files_of_an_answer_that_comes_too_late_by_nothing_are_closed(
-    container: Container, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reply arrives in the same iteration of the loop as the cancellation."""
-    await container.run("true")
-    settle = SupervisorConnection._on_reply
-
-    def give_up(self: SupervisorConnection, message: Any, files: list[int]) -> None:
-        settle(self, message, files)
-        if files:
-            opening.cancel()
-
-    monkeypatch.setattr(SupervisorConnection, "_on_reply", give_up)
-    files = open_files()
-    opening = asyncio.create_task(container.spawn(["sleep", "100"], terminal=(24, 80)))
-    await asyncio.wait([opening])
-    assert opening.cancelled()
-    await nothing_left(container, "sleep", files)
+    async with asyncio.timeout(HANG_S):
+        while (await container.run("pgrep -x bash")).exit_code == 0:
+            await asyncio.sleep(0.02)
+    assert open_files() == files
 
 
 async def test_what_went_with_its_supervisor_is_closed_without_complaint(kernel_image: Path, runtime: Runtime) -> None:
@@ -556,3 +480,55 @@ async def test_other_signals_reach_the_whole_group(container: Container) -> None
     async with asyncio.timeout(HANG_S):
         assert await process.ended == -signal.SIGTERM
     await container.signal(process, signal.SIGTERM)
+
+
+TRACER = """
+import ctypes, sys, time
+assert ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), 0, 0) == 0
+open("/tmp/traced", "w").close()
+time.sleep(1000)
+"""
+"""While this tracer lives and does not wait, the kernel reports no end of the process that it seized."""
+
+
+async def trace(container: Container, program: str) -> None:
+    """Have a sandboxed process trace the program with a name, which needs no right."""
+    start = f"setsid python3 -c '{TRACER}' $(pgrep -n {program})"
+    await container.run(f"({start} >/dev/null 2>/tmp/why &) ; until [ -e /tmp/traced ]; do :; done", timeout_s=20)
+
+
+@pytest.mark.parametrize("act", ["close", "restart", "time limit"])
+async def test_a_shell_whose_end_is_not_told_is_given_up(
+    kernel_image: Path, runtime: Runtime, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shells, "ENDING_S", 0.5)
+    async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
+        shell = await Shell.start(container)
+        await trace(container, "bash")
+        async with asyncio.timeout(HANG_S):
+            if act == "time limit":
+                action = await shell.run("trap '' INT; while :; do :; done", timeout_s=0.5)
+                assert (action.timed_out, action.exited) == (True, True)
+                with pytest.raises(AgentError):
+                    await shell.run("true")
+            else:
+                await getattr(shell, act)()
+            await shell.restart()
+            assert (await shell.run("echo new")).output == "new\n"
+
+
+async def test_a_kernel_whose_end_is_not_told_is_given_up(
+    kernel_image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "INTERRUPT_GRACE_S", 0.5)
+    async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
+        kernel = await Kernel.start(container)
+        await trace(container, "python3")
+        async with asyncio.timeout(HANG_S):
+            stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+            cell = await kernel.run(stubborn, timeout_s=0.5)
+            assert (cell.timed_out, cell.died) == (True, True)
+            with pytest.raises(AgentError):
+                await kernel.run("1")
+            await kernel.restart()
+            assert (await kernel.run("1")).data == [{"text/plain": "1"}]

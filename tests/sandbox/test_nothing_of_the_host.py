@@ -14,9 +14,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
-from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from tests.sandbox.running import created
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -77,18 +75,6 @@ async def test_the_first_process_tells_nothing(image: Path, runtime: Runtime, wa
         assert "Groups:\t \n" in (await container.run("cat /proc/1/status")).stdout or not is_machine_root()
 
 
-async def test_no_file_of_a_group_can_be_reached_unless_it_is_bound(
-    image: Path, runtime: Runtime, tmp_path: Path
-) -> None:
-    """An ordinary user without subordinate ids keeps supplementary groups, but their files are not visible."""
-    secret = tmp_path / "of-the-group"
-    secret.write_text("secret")
-    secret.chmod(0o040)
-    async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        found = await container.run(f"cat {secret}; find / -xdev -name of-the-group; cat /proc/*/root{secret}")
-        assert found.stdout == ""
-
-
 async def test_no_group_of_the_caller_is_had_inside(image: Path, runtime: Runtime, way: str) -> None:
     """A process's groups apply to files in binds."""
     if not is_machine_root() and not set(os.getgroups()) - {os.getegid()}:
@@ -100,18 +86,6 @@ async def test_no_group_of_the_caller_is_had_inside(image: Path, runtime: Runtim
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         listed = await container.run("grep -h ^Groups /proc/self/status /proc/1/status; id -G")
     assert listed.stdout.split() == ["Groups:", "Groups:", "0"]
-
-
-async def test_an_unknown_user_is_an_error_of_the_call(image: Path, runtime: Runtime) -> None:
-    runtime.activate()
-    provider = SingularityProvider(image=str(image))
-    async with created(provider, image=str(image)) as handle:
-        for user in ("nobody-knows", 4242, "4242", ""):
-            done = await provider.exec(handle, "id", user=user)
-            assert (done.return_code, done.error_type) == (125, "sandbox")
-            assert str(user) in done.stderr
-        for known in ("root", 0):
-            assert (await provider.exec(handle, "id -u", user=known)).stdout == "0\n"
 
 
 async def test_an_invalid_line_of_accounts_names_no_user(container: Container) -> None:

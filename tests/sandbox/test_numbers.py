@@ -18,11 +18,9 @@ import pytest
 pytestmark = pytest.mark.sandbox
 
 BEGIN = """
-import os, pty, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.sessions import bash_channel as terminal
-from nemo_gym_prorl.sandbox.supervisor import programs
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 
@@ -87,57 +85,6 @@ signals.kill = late
 (folder / "b-1").mkdir()
 state_dir.record_starter(folder / "b-1", meant)
 state_dir.clear(folder)
-""",
-    "a pause": """
-space = state_dir.PidNamespace(1, signals.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
-real, looks = programs._programs, []
-def once(space):
-    looks.append(real(space))
-    if len(looks) == 1:
-        given_away(meant)
-        return looks[0]
-    return []
-programs._programs = once
-assert programs._stop_each(space, time.monotonic() + 1) == ({"running": []}, [])
-assert [pid for _started, pid, _state in looks[0]] == [meant]
-""",
-    "a terminal's foreground": """
-ours, theirs = pty.openpty()
-first = os.fork()
-if first == 0:
-    os.setsid()
-    import fcntl, termios
-    fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    foreground = os.fork()
-    if foreground == 0:
-        os.setpgid(0, 0)
-        time.sleep(1000)
-    time.sleep(0.05)
-    os.tcsetpgrp(theirs, foreground)
-    signal.sigwait([signal.SIGUSR1])
-    os._exit(0)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-while os.tcgetpgrp(ours) in (0, first):
-    time.sleep(0.001)
-real, given = os.tcgetpgrp, []
-def late(file):
-    # The group is gone as soon as it was asked for; its number is that of a bystander's.
-    group = real(file)
-    if not given:
-        given.append(group)
-        os.kill(meant, signal.SIGKILL)
-        os.waitpid(meant, 0)
-        os.kill(group, signal.SIGKILL)
-        os.kill(first, signal.SIGKILL)
-        for _ in range(2):
-            os.waitpid(-1, 0)
-        Path("/proc/sys/kernel/ns_last_pid").write_text(str(group - 1))
-        assert sleeper(session=True) == group
-    return group
-os.tcgetpgrp = late
-terminal.ContainerTerminal(first, ours).kill_foreground()
-(meant,) = given
 """,
 }
 

@@ -27,12 +27,13 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl import syscall_filter
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.tasks.code.inside.process_hardening import filter_calls
 
 table, last = {"x86_64": (seccomp.TABLES["x86_64"], 334), "aarch64": (seccomp.TABLES["aarch64"], 293)}[
     os.uname().machine
 ]
 syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-seccomp.install(syscall_filter.compile_filter(table.audit, {}, last))
+filter_calls(syscall_filter.compile_filter(table.audit, {}, last))
 
 
 async def main():

@@ -21,7 +21,6 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.egress.ports import MAX_BODY_BYTES
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxRefused
-from nemo_gym_prorl.tasks.sandbox import HasPolicyAccess
 from tests.agent.test_keys import certificate  # noqa: F401
 from tests.sandbox.egress import Origin
 from tests.sandbox.policy import KEY, ask, digest, policy, run, sandbox
@@ -55,7 +54,6 @@ async def test_a_program_calls_its_policy_on_one_connection(
     image: Path, runtime: Runtime, options: dict[str, Any]
 ) -> None:
     async with policy() as server, sandbox(image, runtime, **options) as box:
-        assert isinstance(box, HasPolicyAccess)
         assert await box.open_policy(server.url, KEY) == "http://127.0.0.1:61081"
         paths = ["/v1/responses", "/v1/chunked?chunked", "/v1/chunked", "/v1/messages?beta=true"]
         said = await run(box, CALLS, 1000, *paths)
@@ -144,12 +142,9 @@ POST = f"POST /v1/x HTTP/1.1\n{HOST}"
 NEXT = "GET /v1/rollouts/b HTTP/1.1\nAuthorization: Bearer rk-b\n\n"
 REFUSED = {
     "two lengths": (f"{POST}\nContent-Length: 0\nContent-Length: 5\n\n{NEXT}", 400),
-    "a length twice": (f"{POST}\nContent-Length: 0\nContent-Length: 0\n\n{NEXT}", 400),
     "two lengths in one": (f"{POST}\nContent-Length: 0, 0\n\n{NEXT}", 400),
-    "signed length": (f"{POST}\nContent-Length: +0\n\n{NEXT}", 400),
     "length and chunks": (f"{POST}\nContent-Length: 5\nTransfer-Encoding: chunked\n\n0\n\n{NEXT}", 400),
     "unknown encoding": (f"{POST}\nTransfer-Encoding: xchunked\n\n0\n\n{NEXT}", 400),
-    "two encodings": (f"{POST}\nTransfer-Encoding: gzip, chunked\n\n0\n\n{NEXT}", 400),
     "chunks of HTTP/1.0": ("POST /v1/x HTTP/1.0\nTransfer-Encoding: chunked\n\n0\n\n", 400),
     "space before the colon": (f"{POST}\nTransfer-Encoding : chunked\n\n0\n\n{NEXT}", 400),
     "folded line": (f"{POST}\nX: y\n Authorization: Bearer rk-b", 400),
@@ -161,7 +156,6 @@ REFUSED = {
     "encoded dots": (f"GET /v1/%2e%2e%5cmetrics HTTP/1.1\n{HOST}", 404),
     "other host": ("GET /v1/x HTTP/1.1\nHost: 10.0.0.1", 421),
     "two hosts": (f"GET /v1/x HTTP/1.1\n{HOST}\n{HOST}", 421),
-    "other protocol": ("PRI * HTTP/2.0", 400),
     "long head": (f"GET /v1/x HTTP/1.1\n{HOST}\nX: {'x' * 70_000}", 431),
     "chunk of unclear size": (f"{POST}\nTransfer-Encoding: chunked\n\n0x5\nhello\n0\n\n{NEXT}", 400),
     "chunk with an extension": (f"{POST}\nTransfer-Encoding: chunked\n\n5;a=b\nhello\n0\n\n{NEXT}", 400),

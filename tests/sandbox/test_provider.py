@@ -21,7 +21,6 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import commands
-from nemo_gym_prorl.sandbox.sessions.shell import Shell
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -117,33 +116,3 @@ async def test_another_process_can_use_a_sandbox(provider: SingularityProvider, 
     await provider.close(handle)
     with pytest.raises(Exception, match="has ended"):
         await provider.connect(descriptor)
-
-
-async def test_a_paused_sandbox_does_nothing_until_it_is_resumed(
-    provider: SingularityProvider, handle: SandboxHandle
-) -> None:
-    async with await Shell.start(handle.raw) as shell:
-        running = asyncio.create_task(
-            shell.run(
-                "i=0; while [ ! -e /tmp/end ]; do i=$((i + 1)); echo $i >> /tmp/i; sleep 0.01; done; echo through"
-            )
-        )
-        await provider.exec(handle, "until [ -s /tmp/i ]; do sleep 0.02; done")
-        await provider.pause(handle)
-        assert await provider.status(handle) != SandboxStatus.RUNNING
-        refused = await provider.exec(handle, "true")
-        assert (refused.return_code, refused.error_type) == (125, "sandbox")
-        assert "paused" in (refused.stderr or "")
-        (counter,) = handle.raw.folder.glob("overlay/upper/tmp/i")
-        before = counter.read_text()
-        await asyncio.sleep(0.3)
-        assert counter.read_text() == before
-        await provider.resume(handle)
-        assert await provider.status(handle) == SandboxStatus.RUNNING
-        further = f"until [ $(wc -c < /tmp/i) -gt {len(before)} ]; do sleep 0.02; done; touch /tmp/end"
-        assert (await provider.exec(handle, further, timeout_s=60)).return_code == 0
-        action = await running
-        assert (action.output, action.exit_code) == ("through\n", 0)
-    await provider.pause(handle)
-    await provider.close(handle)
-    assert await provider.status(handle) == SandboxStatus.STOPPED

@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""File transfer: contents, refusals by field, holes, limits and attribution of failures."""
+"""File transfer: contents, refusals by field, limits and attribution of failures."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import filecmp
 import os
 import random
 from pathlib import Path
@@ -68,8 +67,8 @@ INTO = ["/tmp/folder", "/tmp/folder/", "/", "/tmp/..", "/tmp/x/below", "/dev", "
 INTO += ["relative", "/with\0nul", "/tmp/l1"]
 FROM = ["folder", "fifo", "loop", "null", "socket", "missing", "missing/below", "x" * 300, "huge", "link", "/dev/zero"]
 FROM += ["l1", "/proc/self/fd/0", "/proc/1/mem", "/proc/1/environ"]
-HOST_SOURCES = [".", "fifo", "loop", "/dev/zero", "a\0b", "x" * 300, "huge", "none"]
-HOST_TARGETS = [".", "file/below", "/proc/none/x", "a\0b", "x" * 300]
+HOST_SOURCES = [".", "fifo", "loop", "/dev/zero", "x" * 300, "huge", "none"]
+HOST_TARGETS = [".", "file/below", "/proc/none/x", "x" * 300]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -155,42 +154,6 @@ async def test_a_copy_that_lasts_holds_up_no_command(container: Container) -> No
         os.close(nothing_comes)
         await asyncio.gather(*copying)
         os.close(source)
-
-
-MIB = 1 << 20
-
-SHAPES: dict[str, tuple[int, list[tuple[int, int]]]] = {
-    # Size, and where there is data.
-    "a hole": (200 * MIB, []),
-    "data between holes": (200 * MIB + 1, [(64 * MIB, 3 * MIB)]),
-    "many pieces": (100 * MIB, [(number * MIB, 4096) for number in range(0, 100, 2)]),
-    "pieces larger than what is copied at once": (64 * MIB, [(8 * MIB, 5 * MIB + 77)]),
-    "nothing": (0, []),
-}
-
-
-def _make(path: Path, size: int, pieces: list[tuple[int, int]]) -> None:
-    with path.open("wb") as file:
-        for offset, length in pieces:
-            file.seek(offset)
-            file.write(b"x" * length)
-        file.truncate(size)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-async def test_holes_stay_holes_both_ways(shape: str, container: Container, tmp_path: Path) -> None:
-    size, pieces = SHAPES[shape]
-    there, back = tmp_path / "there", tmp_path / "back"
-    _make(there, size, pieces)
-    stored = sum(length for _offset, length in pieces)
-    await container.files.upload(there, "/root/file")
-    took = (await container.run("stat -c '%s %b' /root/file")).stdout.split()
-    assert int(took[0]) == size
-    assert int(took[1]) * 512 <= stored + len(pieces) * 8192
-    await container.files.download("/root/file", back)
-    assert back.stat().st_size == size
-    assert back.stat().st_blocks * 512 <= stored + len(pieces) * 8192
-    assert filecmp.cmp(there, back, shallow=False)
 
 
 async def test_a_file_of_holes_counts_with_its_size(container: Container, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -36,23 +34,3 @@ def _libraries(program: Path) -> list[str]:
     """Names of the libraries that a program loads, with its loader."""
     listing = subprocess.check_output(["ldd", str(program)], text=True)
     return [Path(line.split()[0]).name for line in listing.splitlines() if "=>" in line or "/ld-" in line]
-
-
-def wait_until_nothing_runs_for(folder: Path, patience_s: float = 60.0) -> None:
-    """Wait until no process, inside a container or outside, has the folder among its arguments or variables."""
-    deadline = time.monotonic() + patience_s
-    while running := _running_for(folder):
-        assert time.monotonic() < deadline, f"for nobody there still runs {running}"
-        time.sleep(0.1)
-
-
-def _running_for(folder: Path) -> dict[int, bytes]:
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            # It may have ended just now, or be somebody else's.
-            with suppress(OSError):
-                text = (entry / "cmdline").read_bytes()
-                if str(folder).encode() in text + (entry / "environ").read_bytes():
-                    found[int(entry.name)] = text
-    return found

@@ -12,12 +12,11 @@ BY_THE_RUNTIME_TOO = {
     "container": (
         "output_errors_and_exit_code",
         "variables_and_folders",
-        "a_cancelled_command_is_ended",
         "links_lead_nowhere_outside",
         "without_root",
         "the_time_to_live",
     ),
-    "foreground": ("nothing_of_a_command_whose_time_is_up_is_left[runtime-an orphan-this-]",),
+    "foreground": ("nothing_of_a_command_whose_time_is_up_is_left[runtime-an orphan-this]",),
     "kernel": ("a_kernel_has_the_rights_of_any_program",),
     "limits_told": (
         "a_full_process_table_is_the_agents_doing",
@@ -25,12 +24,12 @@ BY_THE_RUNTIME_TOO = {
         "a_limit_that_costs_no_sandbox_leaves_a_note[runtime-shared",
     ),
     "lifecycle": ("a_terminated_supervisor", "whatever_is_killed_nothing_is_left[runtime-first process, supervisor"),
-    "provider": (
-        "gyms_facade_from_start_to_stop",
-        "an_entrypoint_runs_beside_the_commands",
-        "a_paused_sandbox_does_nothing_until_it_is_resumed",
+    "provider": ("gyms_facade_from_start_to_stop", "an_entrypoint_runs_beside_the_commands"),
+    "snapshots": (
+        "a_snapshot_keeps_names_attributes_holes_and_deletions",
+        "a_pause_stops_every_program",
+        "a_shells_command_goes_on_after_a_snapshot",
     ),
-    "snapshots": ("a_snapshot_keeps_names_attributes_holes_and_deletions", "a_pause_stops_every_program"),
     "shell": (
         "what_a_command_leaves_the_next_one_finds",
         "ctrl_c_ends_the_command_and_nothing_else",

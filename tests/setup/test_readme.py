@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.sandbox.images.entries import cache_dir
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.deployment import journey
+from tests.policy.engines import free_port
 from tests.sandbox.as_user import USER
 
 
@@ -39,11 +39,6 @@ def the(start: str) -> str:
     return found[0]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 class Stranger:
     """An ordinary user with an empty folder, whose PATH begins with the wheel's environment."""
 
@@ -51,7 +46,7 @@ class Stranger:
         self.mark = ProcessMark("PRORL_TEST_README", os.urandom(8).hex())
         self.folder = home / "empty"
         self.folder.mkdir()
-        self.policy_port, self.head_port = _free_port(), _free_port()
+        self.policy_port, self.head_port = free_port(), free_port()
         (self.folder / "env.yaml").write_text(f"head_server: {{host: 127.0.0.1, port: {self.head_port}}}\n")
         self._home = home
         self._become = [python, str(AS_USER), str(USER)] if os.geteuid() == 0 else []

@@ -5,13 +5,13 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from nemo_gym.sandbox import AsyncSandbox
 
+from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from tests.tasks import containers
 
 
 @pytest.fixture
-async def sandbox() -> AsyncIterator[AsyncSandbox]:
+async def sandbox() -> AsyncIterator[StartedSandbox]:
     """A running container."""
     async with containers.running() as started:
         yield started

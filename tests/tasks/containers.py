@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
+from nemo_gym.sandbox import SandboxSpec
+from nemo_gym.sandbox.providers import create_provider
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import PID_NAMESPACE_FILE, state_root
-from nemo_gym_prorl.servers.task_sandboxes import SandboxFactory, SandboxWithSessions, StartedSandbox
+from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 
 
 CONFIG_FILE = "resources_servers/prorl_code/configs/prorl_code.yaml"
@@ -32,40 +33,21 @@ def image() -> str:
 
 @cache
 def shipped_config() -> dict[str, Any]:
-    """Return the shipped configuration of ``prorl_code``."""
     config: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_FILE))
     assert isinstance(config, dict)
     return config
 
 
-async def start_with_sessions(image_path: str | None = None, **options: Any) -> StartedSandbox:
+async def start(image_path: str | None = None, **options: Any) -> StartedSandbox:
     """Start a sandbox like the server, with changed provider options."""
-    [(provider, shipped)] = shipped_config()["sandbox"].items()
-    starter = SandboxFactory({provider: shipped | options})
-    return await starter.start(SandboxSpec(image=image_path or image(), workdir="/"))
-
-
-async def start(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncSandbox:
-    """Start a sandbox with the shipped provider settings but without sessions."""
-    spec = SandboxSpec(image=image())
-    return await kind(shipped_config()["sandbox"]).start(spec)
+    [(name, shipped)] = shipped_config()["sandbox"].items()
+    provider = create_provider({name: shipped | options})
+    return StartedSandbox(provider, await provider.create(SandboxSpec(image=image_path or image(), workdir="/")))
 
 
 @asynccontextmanager
-async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[AsyncSandbox]:
-    """Yield a sandbox without sessions."""
-    sandbox = await start(kind)
-    try:
-        yield sandbox
-    finally:
-        await sandbox.stop()
-
-
-@asynccontextmanager
-async def running_ours(**options: Any) -> AsyncIterator[SandboxWithSessions]:
-    """Yield a sandbox with sessions."""
-    sandbox = await start_with_sessions(**options)
-    assert isinstance(sandbox, SandboxWithSessions)
+async def running(**options: Any) -> AsyncIterator[StartedSandbox]:
+    sandbox = await start(**options)
     try:
         yield sandbox
     finally:

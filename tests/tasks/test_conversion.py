@@ -7,7 +7,6 @@ changes of a named record with the expected row (``wanted``) or the refused fiel
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -58,7 +57,6 @@ def family_and_record(case: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the properties of a row that the table compares."""
     params = row["responses_create_params"]
     found = {
         "asked": params["input"][-1]["content"],
@@ -77,7 +75,7 @@ def facts(family: str, row: dict[str, Any]) -> dict[str, Any]:
         }
     if family in ("math", "stem"):
         return found | {name: row.get(name) for name in ("question", "expected_answer", "options")}
-    read = instance.parse_row(row)
+    read = instance.SweRow.parse(row)
     return found | {
         "instance": read.instance_id,
         "image": read.image,
@@ -131,23 +129,9 @@ def prorl_data(*words: object) -> Result:
     return CliRunner().invoke(app, ["data", *map(str, words)])
 
 
-def test_pipes_and_symlinks_are_written_in_place(tmp_path: Path) -> None:
-    pipe, link = tmp_path / "pipe", tmp_path / "link.jsonl"
-    os.mkfifo(pipe)
-    link.symlink_to(tmp_path / "behind.jsonl")
-    source = written(tmp_path / "records.jsonl", RECORDS)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    for output in (pipe, link):
-        assert prorl_data("math", source, "-o", output).exit_code == 0
-    assert pipe.is_fifo()
-    assert os.read(reader, 1 << 16) == link.read_bytes() != b""
-    assert link.is_symlink()
-    os.close(reader)
-
-
 def test_invalid_records_are_reported_by_line(tmp_path: Path) -> None:
     bad = [{"problem": "?"}, {"answer": "2"}, {"problem": " ", "answer": "2"}, {"problem": "?", "answer": ""}, 7]
-    bad.append({"Frage": "?", "Antwort": "2"})
+    bad += [{"Frage": "?", "Antwort": "2"}, {"problem": "?", "answer": r"\frac{1}{"}]
     file = written(tmp_path / "data.jsonl", [*bad, RECORDS[0]])
     output = tmp_path / "rows.jsonl"
     done = prorl_data("math", file, "-o", output)
@@ -159,21 +143,10 @@ def test_invalid_records_are_reported_by_line(tmp_path: Path) -> None:
         "line 3: problem: must be",
         "line 5: must be an object",
         "line 6: problem: missing; there are Frage, Antwort",
+        "line 7: expected_answer: ",
     ):
         assert said in done.output
-    assert "7 lines: 1 kept, 0 dropped, 6 refused" in done.output
-
-
-def test_unreadable_answer_is_refused_by_line(tmp_path: Path) -> None:
-    answers = [r"\frac\pi2", r"\frac{1}{", "Friday", r"2^{3^{", "7"]
-    file = written(tmp_path / "a.jsonl", [{"problem": "?", "answer": answer} for answer in answers])
-    output = tmp_path / "rows.jsonl"
-    done = prorl_data("math", file, "-o", output)
-    assert done.exit_code == 1
-    assert [json.loads(line)["expected_answer"] for line in output.read_text().splitlines()] == answers[::2]
-    for line in (2, 4):
-        assert f"line {line}: expected_answer: " in done.output
-    assert done.output.count("can't read") == 2
+    assert "8 lines: 1 kept, 0 dropped, 7 refused" in done.output
 
 
 def test_dropped_records_are_counted_with_the_first_of_each_reason(tmp_path: Path) -> None:
@@ -219,23 +192,13 @@ def test_output_must_not_be_the_dataset(tmp_path: Path) -> None:
         assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("family", ["math", "code"])
-def test_dry_run_reports_and_writes_nothing(family: str, tmp_path: Path) -> None:
-    file = written(tmp_path / "set.jsonl", RECORDS if family == "math" else [EURUS])
-    wet = prorl_data(family, file, "-o", tmp_path / "rows.jsonl")
+def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
+    file = written(tmp_path / "set.jsonl", RECORDS)
+    wet = prorl_data("math", file, "-o", tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").unlink()
-    dry = prorl_data(family, file, "--dry-run", "-o", tmp_path / "rows.jsonl")
+    dry = prorl_data("math", file, "--dry-run", "-o", tmp_path / "rows.jsonl")
     assert (dry.exit_code, dry.stdout, dry.stderr) == (0, "", wet.stderr)
     assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
-
-
-def test_control_characters_are_escaped(tmp_path: Path) -> None:
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"problem": "\x1b]0;title\x07\x1b[2J?", "answer": "5"}) + "\n")
-    done = prorl_data("math", file, "--dry-run")
-    assert done.exit_code == 0
-    assert "\x1b" not in done.stderr
-    assert "\\x1b[2J?" in done.stderr
 
 
 def test_concurrent_runs_of_one_output_are_refused(tmp_path: Path) -> None:

@@ -26,36 +26,41 @@ class OneFile:
         self.data = data
         return True
 
-
-async def _none(_request: object, _timeout_s: float) -> None:
-    return None
+    async def list_folder(self, _path: str) -> str:
+        raise NotADirectoryError
 
 
 def editor(file: OneFile) -> Editor:
-    return Editor(file, "/", _none, 2000)  # type: ignore[arg-type]
+    return Editor(file, "/", 2000)  # type: ignore[arg-type]
 
 
 async def call(tool: Editor, command: str, **arguments: Any) -> str:
-    told = await tool.call(EditorArguments(command=command, path="f", **arguments))  # type: ignore[arg-type]
-    assert told is not None
-    return str(told["text"])
+    return await tool.call(EditorArguments(command=command, path="f", **arguments))  # type: ignore[arg-type]
 
 
-REPLACED = [
+EDITED = [
     ("line feeds", b"a\nb\nc\n", "a\nb", "x\ny", b"x\ny\nc\n"),
     ("over a CRLF", b"a\r\nb\r\nc\r\n", "a\nb", "x\ny", b"x\r\ny\r\nc\r\n"),
     ("mixed ends, mostly CRLF", b"a\r\nb\nc\r\nd\r\n", "b\nc", "x\ny", b"a\r\nx\r\ny\r\nd\r\n"),
     ("special to patterns", b"f(a.b)\r\n[c]*\r\n", "f(a.b)\n[c]*", "\\1\ng", b"\\1\r\ng\r\n"),
     ("first line behind a byte order mark", b"\xef\xbb\xbfa\nb\n", "a\nb", "x", b"\xef\xbb\xbfx\n"),
     ("line separators are no line ends", "a\u2028b\x0bc\x85\n".encode(), "b", "x", "a\u2028x\x0bc\x85\n".encode()),
+    ("insert: line feeds", b"a\nb\n", 1, "x", b"a\nx\nb\n"),
+    ("insert: CRLF", b"a\r\nb\r\n", 1, "x\ny", b"a\r\nx\r\ny\r\nb\r\n"),
+    ("insert: LF without a last line end", b"a\nb", 2, "x", b"a\nb\nx"),
+    ("insert: an empty file", b"", 0, "x", b"x\n"),
 ]
+"""Name, content, old text or line of an insertion, new text, and new content."""
 
 
-@pytest.mark.parametrize(("data", "old", "new", "wanted"), [row[1:] for row in REPLACED], ids=[r[0] for r in REPLACED])
-async def test_str_replace(data: bytes, old: str, new: str, wanted: bytes) -> None:
+@pytest.mark.parametrize(("data", "old", "new", "wanted"), [row[1:] for row in EDITED], ids=[row[0] for row in EDITED])
+async def test_edit_keeps_line_ends_and_can_be_undone(data: bytes, old: str | int, new: str, wanted: bytes) -> None:
     file = OneFile(data)
     tool = editor(file)
-    assert await call(tool, "str_replace", old_str=old, new_str=new) == "Replaced one occurrence in f."
+    if isinstance(old, str):
+        assert await call(tool, "str_replace", old_str=old, new_str=new) == "Replaced one occurrence in f."
+    else:
+        assert (await call(tool, "insert", insert_line=old, new_str=new)).startswith("Inserted ")
     assert file.data == wanted
     await call(tool, "undo_edit")
     assert file.data == data
@@ -74,21 +79,6 @@ async def test_ambiguous_old_str_is_refused(data: bytes, old: str, times: int) -
     said = await call(editor(file), "str_replace", old_str=old, new_str="x")
     assert said == f"Error: f: old_str occurs {times} times, it must occur exactly once"
     assert file.data == data
-
-
-INSERTED = [
-    ("line feeds", b"a\nb\n", 1, "x", b"a\nx\nb\n"),
-    ("CRLF", b"a\r\nb\r\n", 1, "x\ny", b"a\r\nx\r\ny\r\nb\r\n"),
-    ("LF without a last line end", b"a\nb", 2, "x", b"a\nb\nx"),
-    ("an empty file", b"", 0, "x", b"x\n"),
-]
-
-
-@pytest.mark.parametrize(("data", "at", "new", "wanted"), [row[1:] for row in INSERTED], ids=[r[0] for r in INSERTED])
-async def test_insert(data: bytes, at: int, new: str, wanted: bytes) -> None:
-    file = OneFile(data)
-    assert (await call(editor(file), "insert", insert_line=at, new_str=new)).startswith("Inserted ")
-    assert file.data == wanted
 
 
 @pytest.mark.parametrize(

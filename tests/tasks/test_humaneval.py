@@ -27,15 +27,6 @@ from scripts.scripted_turns.humaneval import script_for
 from tests.tasks.rows_file import write_rows
 
 
-def test_all_problems_are_well_formed() -> None:
-    assert len(problems()) == 164
-    for problem in problems().values():
-        ast.parse(problem.stub)
-        ast.parse(problem.reference_source)
-        functions = {node.name for node in ast.parse(problem.stub).body if isinstance(node, ast.FunctionDef)}
-        assert problem.entry_point in functions
-
-
 def test_rows_are_valid_and_hide_the_reference() -> None:
     for problem in problems().values():
         row = humaneval_row(problem)
@@ -75,9 +66,7 @@ def test_seeded_mistakes_break_and_repair_every_problem() -> None:
             "bash takes: command (string), input (string), restart (boolean), timeout_s (number).",
         ),
         ("bash", {"input": "x" * (MAX_INPUT + 1)}, "input: String should have at most 1000 characters"),
-        ("bash", {"command": "ls", "cwd": "/"}, "cwd: Extra inputs are not permitted"),
         ("python", {"code": "x" * MAX_ARGUMENT_BYTES}, "the limit is 64000"),
-        ("str_replace_editor", {"command": "undo", "path": "a"}, "command: Input should be 'view', 'create'"),
         ("str_replace_editor", {"command": "create", "path": "a"}, "create needs file_text"),
         ("submit", {"answer": 42}, "submit takes no arguments."),
     ],
@@ -88,17 +77,10 @@ def test_invalid_arguments_are_explained(tool: str, arguments: object, said: str
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("taken", "detail"),
-    [
-        (ExtractedFile(b"\xff"), "solution.py is not UTF-8 text"),
-        (ExtractedFile(None, "solution.py does not exist"), "solution.py does not exist"),
-    ],
-)
-async def test_unreadable_solution_needs_no_sandbox(taken: ExtractedFile, detail: str) -> None:
+async def test_unreadable_solution_needs_no_sandbox() -> None:
     def no_sandbox(needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
         raise AssertionError("nobody needs one")
 
     task = ProgrammingProblems("/sandbox", ToolLimits(), CodeLimits())
-    grade = await task.grade(humaneval_row(problems()["HumanEval/0"]), taken, {}, no_sandbox)
-    assert grade == Grade(0.0, "no_solution", detail)
+    grade = await task.grade(humaneval_row(problems()["HumanEval/0"]), ExtractedFile(b"\xff"), {}, no_sandbox)
+    assert grade == Grade(0.0, "no_solution", "solution.py is not UTF-8 text")

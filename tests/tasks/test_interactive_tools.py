@@ -5,7 +5,9 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,8 +36,6 @@ IDLE = "Error: no command is running that could take input."
 
 
 class Agent:
-    """A model's view of a workspace."""
-
     def __init__(self, sandbox: StartedSandbox, limits: ToolLimits, installed: InstalledPrograms) -> None:
         self.sandbox = sandbox
         self.workspace = Workspace(sandbox, "/sandbox/workspace", limits, installed)
@@ -50,44 +50,41 @@ class Agent:
         return await self.workspace.extract_file(SOLUTION_FILE, limit=262144)
 
 
-async def start(image: str | None, limits: ToolLimits = LIMITS, **options: object) -> Agent:
-    sandbox = await containers.start_with_sessions(image, **options)
-    agent = Agent(sandbox, limits, await probe_image(sandbox))
-    await agent.workspace.write({SOLUTION_FILE: "def f():\n    return 1\n"})
-    return agent
-
-
-async def stop(agent: Agent) -> None:
-    await agent.sandbox.stop()
+@asynccontextmanager
+async def playing(limits: ToolLimits = LIMITS, **options: Any) -> AsyncIterator[Agent]:
+    async with containers.running(**options) as sandbox:
+        agent = Agent(sandbox, limits, await probe_image(sandbox))
+        await agent.workspace.write({SOLUTION_FILE: "def f():\n    return 1\n"})
+        yield agent
     await agent.workspace.close()
 
 
 @pytest.fixture
 async def agent() -> AsyncIterator[Agent]:
-    """An agent in the image with a kernel."""
-    live = await start(None)
-    yield live
-    await stop(live)
+    async with playing() as live:
+        yield live
+
+
+@pytest.fixture
+async def without_kernel() -> AsyncIterator[Agent]:
+    async with playing(image_path=str(default_image_path())) as live:
+        yield live
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[Agent]:
+    """An agent whose commands count as waiting after 0.7 s of silence."""
+    async with playing(replace(LIMITS, silence_s=0.7), image_path=str(default_image_path())) as live:
+        yield live
 
 
 async def test_memory_that_ended_a_process_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    agent = await start(None, memory_mib=256)
-    try:
+    async with playing(memory_mib=256) as agent:
         hog, reason = "x = bytearray(600 << 20); import time; time.sleep(20)", r"memory: [\w ]+ of 256 MiB[\w ,]*"
         assert re.search(rf"\[exit code: 137; {reason}\]$", await agent.bash(f'python3 -c "{hog}"'))
         assert await agent.bash("python3 -c 'import os; os.kill(os.getpid(), 9)'") == "Killed\n[exit code: 137]"
         assert re.search(rf"\[error; {reason}; {KERNEL_GONE}\]$", await agent.python(hog))
         assert caplog.text.count("has met a limit: memory: ") == 1
-    finally:
-        await stop(agent)
-
-
-@pytest.fixture
-async def without_kernel() -> AsyncIterator[Agent]:
-    """An agent in the image without IPython."""
-    live = await start(str(default_image_path()))
-    yield live
-    await stop(live)
 
 
 async def test_shell_keeps_state_until_it_ends(without_kernel: Agent) -> None:
@@ -104,14 +101,6 @@ async def test_shell_keeps_state_until_it_ends(without_kernel: Agent) -> None:
     assert await bash("cd /tmp; rm -r /sandbox/workspace") == "[exit code: 0]"
     assert await bash(restart=True) == "[a new shell was started]"
     assert await bash("pwd") == "/\n[exit code: 0]"
-
-
-@pytest.fixture
-async def impatient() -> AsyncIterator[Agent]:
-    """An agent whose commands count as waiting after 0.7 s of silence."""
-    live = await start(str(default_image_path()), replace(LIMITS, silence_s=0.7))
-    yield live
-    await stop(live)
 
 
 async def test_programs_take_input_and_interrupts(impatient: Agent) -> None:

@@ -44,48 +44,6 @@ notes = st.lists(
 )
 
 
-@pytest.mark.parametrize(
-    ("output", "status", "said", "expected"),
-    [
-        (Output(), exit_code(0), [], "[exit code: 0]"),
-        (Output("hi\n"), observations.timed_out(5), [], "hi\n[timed out after 5 s]"),
-        (
-            Output("name? "),
-            observations.waiting(10),
-            [],
-            "name? \n[still running, no output for 10 s: it may wait for input]",
-        ),
-        (
-            Output("bye\n"),
-            exit_code(7),
-            [observations.ended("shell")],
-            "bye\n[exit code: 7; the shell ended and a new one was started: folder, variables and jobs are gone]",
-        ),
-        (
-            Output("2\n"),
-            observations.OK,
-            [observations.had_ended("kernel")],
-            "2\n[ok; the kernel had ended and a new one was started before this call: variables are gone]",
-        ),
-        (
-            Output("on\n"),
-            exit_code(0),
-            [observations.ended_before(1)],
-            "on\n[exit code: 0; the command before has ended with exit code 1]",
-        ),
-        (
-            Output("a\n", 7, "z\n"),
-            exit_code(0),
-            [],
-            "a\n\n[... 7 bytes omitted ...]\nz\n[exit code: 0; 7 bytes omitted]",
-        ),
-        (Output("half \ud800 a pair"), exit_code(0), [], "half ? a pair\n[exit code: 0]"),
-    ],
-)
-def test_exact_observations(output: Output, status: str, said: list[str], expected: str) -> None:
-    assert observation(output, status, said, limit=LIMIT) == expected
-
-
 @given(output=outputs, status=statuses, said=notes)
 @example(output=Output("x" * 2000), status="ok", said=[])
 def test_status_line_cannot_be_forged_and_limit_holds(output: Output, status: str, said: list[str]) -> None:
@@ -132,7 +90,6 @@ def test_errors_are_bounded(reason: str) -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"text/plain": "42", "text/html": "<b>42</b>"}, "42"),
         ({"text/html": "<b>42</b>"}, "<b>42</b>"),
         ({"image/png": "iVBO"}, "<image/png>"),
         ({"text/plain": 42, "image/png": None}, "<image/png, text/plain>"),
@@ -174,16 +131,7 @@ def test_counts_depend_on_the_status_only(tool: str, text: str, status: str, sai
         ("str_replace_editor", "Error: a.py: No such file", 1),
         ("str_replace_editor", "     1\t[exit code: 1]", 0),
         ("str_replace_editor", "[error]", 0),  # a folder that holds a file of this name
-        ("search", "Errors in measurement ...", 0),
     ],
 )
 def test_errors_of_other_tools_are_counted(tool: str, text: str, errors: int) -> None:
     assert counted(tool, text) == {**FINE, "errors": errors}
-
-
-def test_calls_add_up_by_tool() -> None:
-    stats = ToolCallStats()
-    for code in (0, 1, 0):
-        stats.count("bash", observation(Output(), observations.exit_code(code), limit=1000))
-    stats.count("submit", "Submitted.")
-    assert stats.as_json() == {"bash": {**FINE, "calls": 3, "errors": 1}, "submit": FINE}

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +36,8 @@ from nemo_gym_prorl.rollout.job import Job, Trajectory
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings
+from nemo_gym_prorl.servers import task_sandboxes
+from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import STOP_RETRY_S
@@ -82,16 +85,12 @@ FIRST, AT_ONCE = "first", Plan(prepare=0.0, work=0.0, grade=0.0, create=0.0)
 
 @dataclass(eq=False)
 class Box:
-    """A sandbox of the provider."""
-
     row: str
     number: int
     unwanted_since: float | None = None
 
 
 class World:
-    """State of the provider."""
-
     def __init__(self, plans: Mapping[str, Plan]) -> None:
         self.plans = plans
         self.boxes: list[Box] = []
@@ -102,8 +101,6 @@ class World:
 
 
 class Provider:
-    """Provider of simulated sandboxes."""
-
     world: ClassVar[World]
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
@@ -126,6 +123,18 @@ class Provider:
         if box in self.world.boxes:
             self.world.boxes.remove(box)
 
+    async def fetch_image(self, spec: SandboxSpec) -> None:
+        pass
+
+    async def has_room(self, handle: SandboxHandle) -> bool:
+        return True
+
+    async def egress(self, handle: SandboxHandle) -> list[dict[str, Any]]:
+        return []
+
+    async def delete_old_snapshots(self, name: str, age_s: float) -> None:
+        pass
+
     async def aclose(self) -> None:
         pass
 
@@ -134,8 +143,6 @@ register_provider("moody", Provider)
 
 
 class Work:
-    """One tool with a configurable duration."""
-
     over = False
 
     def __init__(self) -> None:
@@ -187,12 +194,15 @@ class Server(TaskServer):
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[Any]:
-    """Serve the application."""
     config = {"host": "127.0.0.1", "port": 1, "name": "steps", "entrypoint": "app.py", "domain": "math"}
     settings = TaskServerConfig(**config, sandbox_provider={"moody": {}}, image="none", max_sandbox_starts=100)
-    app = task_server(Server, settings).setup_webserver()
-    async with app.router.lifespan_context(app):
-        yield app
+    with (
+        mock.patch.object(task_sandboxes, "OWN_PROVIDER", "moody"),
+        mock.patch.object(task_sandboxes, "require_runtime"),
+    ):
+        app = task_server(Server, settings).setup_webserver()
+        async with app.router.lifespan_context(app):
+            yield app
 
 
 class Wire(GymServer):
@@ -213,7 +223,6 @@ class Wire(GymServer):
         self._break()
 
     async def cut(self, seconds: float) -> None:
-        """Break all connections for a time."""
         self.is_cut = True
         self._break()
         await asyncio.sleep(seconds)
@@ -283,8 +292,6 @@ class Wire(GymServer):
 
 
 class Doer(GymEnvironmentHandler):
-    """Agent handler without a model."""
-
     async def run(self, job: Job, session: GymSession) -> Trajectory:
         response = empty_response(job.row["responses_create_params"])
         job.trajectory = trajectory = Trajectory(response, evidence=session)
@@ -331,7 +338,6 @@ class Play:
     agent: Agent = field(init=False)
 
     async def run(self) -> dict[str, Job]:
-        """Run the rollouts and return the ended jobs."""
         self.world = Provider.world = World(self.plans | {FIRST: AT_ONCE})
         async with serving() as app:
             self.app = app
@@ -463,18 +469,9 @@ def test_random_faults_leave_no_sandbox(plans: list[Plan], events: list[tuple[fl
     assert all(job.state.terminal for job in jobs.values())
 
 
-class Started:
-    """A sandbox handle for sessions."""
-
-    def __init__(self, handle: SandboxHandle) -> None:
-        self._handle = handle
-
-    async def stop(self) -> None:
-        await Provider().close(self._handle)
-
-
-async def start(needs: SandboxNeeds, snapshot: str | None) -> Any:
-    return Started(await Provider().create(SandboxSpec(image=needs.image)))
+async def start(needs: SandboxNeeds, snapshot: str | None) -> StartedSandbox:
+    provider = Provider()
+    return StartedSandbox(provider, await provider.create(SandboxSpec(image=needs.image)))
 
 
 async def seeded(sessions: Sessions[Any, str]) -> str:

@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sandbox requirements of rows: applied, or refused by the row's field."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images.entries import Progress
-from nemo_gym_prorl.servers import task_sandboxes
 from nemo_gym_prorl.servers.task_sandboxes import TaskSandboxes
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 from tests.tasks import containers
@@ -20,20 +17,6 @@ pytestmark = pytest.mark.sandbox
 
 def ours(image: str | None = None, **options: Any) -> TaskSandboxes:
     return TaskSandboxes({"singularity": options}, image or containers.image(), rows_name_images=False)
-
-
-async def test_image_build_reports_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def build(name: str, say: Progress) -> Path:
-        say(f"building {name}")
-        return Path(containers.image())
-
-    monkeypatch.setattr(task_sandboxes, "ensure_image", build)
-    sandboxes = TaskSandboxes({"singularity": {}}, None, rows_name_images=False)
-    await sandboxes.get_ready()
-    await sandboxes.aclose()
-    assert capsys.readouterr().out == "prorl: sandbox image kernel: building kernel\n"
 
 
 async def test_unset_requirements_use_the_configuration() -> None:
@@ -77,9 +60,7 @@ async def test_configuration_error_is_not_the_rows_fault() -> None:
         await nameless.start(SandboxNeeds())
 
 
-async def test_unsupported_requirement_of_another_provider() -> None:
-    sandboxes = TaskSandboxes({"apptainer": {}}, containers.image(), rows_name_images=False)
-    await sandboxes.fetch_image(SandboxNeeds())  # which does nothing ahead
-    with pytest.raises(CallerError, match="'apptainer' does not support it") as caught:
-        await sandboxes.start(SandboxNeeds(network=False))
-    assert caught.value.field == "network"
+def test_another_provider_is_refused() -> None:
+    with pytest.raises(CallerError, match="must be singularity, not apptainer") as caught:
+        TaskSandboxes({"apptainer": {}}, None, rows_name_images=True)
+    assert caught.value.field == "sandbox_provider"

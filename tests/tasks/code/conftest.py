@@ -8,7 +8,7 @@ from typing import Any
 import pytest_asyncio
 
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem
-from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, grade_in
+from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.task import Grade
 from tests.tasks import containers
 
@@ -19,10 +19,10 @@ Judge = Callable[..., Awaitable[Grade]]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def judge() -> AsyncIterator[Judge]:
     """Grade sources in one shared sandbox; tests of a module share its event loop."""
-    async with containers.running_ours() as sandbox:
+    async with containers.running() as sandbox:
 
-        async def graded(problem: CodeProblem, source: str, *, rule: RewardRule = "all", **limits: Any) -> Grade:
-            outcome = await grade_in(sandbox, problem, source, CodeLimits(**limits), containers.ROOT, rule)
+        async def graded(problem: CodeProblem, source: str, **limits: Any) -> Grade:
+            outcome = await grade_in(sandbox, problem, source, CodeLimits(**limits), containers.ROOT)
             assert isinstance(outcome, Grade), outcome
             return outcome
 

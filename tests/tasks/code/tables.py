@@ -12,6 +12,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase, read_metadata, read_problem
@@ -40,19 +41,16 @@ NAMED = {
 """Problems shared by several programs."""
 
 
-def read(metadata: Any) -> CodeProblem:
-    """Return the problem of ``verifier_metadata``."""
-    return read_problem(read_metadata({"verifier_metadata": metadata}), None)
+def read(metadata: Any, folder: Path | None = None) -> CodeProblem:
+    return read_problem(read_metadata({"verifier_metadata": metadata}), folder)
 
 
 def problem_of(program: Mapping[str, Any]) -> CodeProblem:
-    """Return the problem of a program."""
     tests = program["tests"]
     return read(NAMED[tests] if isinstance(tests, str) else {"unit_tests": tests})
 
 
 def contest_problem(contest: Mapping[str, Any]) -> CodeProblem:
-    """Return the problem of a contest."""
     checker = {"kind": contest.get("checker", "tokens"), "absolute": 1e-6, "relative": 1e-6}
     return CodeProblem([CodeTestCase(*test) for test in contest["tests"]], None, checker)
 

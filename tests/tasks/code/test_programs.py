@@ -42,7 +42,6 @@ RIGHT = {None: "print(int(input()) ** 2 + 90210)\n", "f": "def f(n): return n, n
 
 
 async def gathered(judge: Judge, programs: Sequence[tuple[CodeProblem, str]], **limits: Any) -> list[str]:
-    """Return the verdicts of programs, three at a time."""
     gate = asyncio.Semaphore(3)
 
     async def one(problem: CodeProblem, source: str) -> str:
@@ -78,16 +77,6 @@ async def test_no_mutated_contest_solution_passes(judge: Judge) -> None:
     chosen = [*CONTESTS.values()][:: 1 if LONG else 3]
     wrong = [(contest_problem(one), mutant) for one in chosen for mutant in one["mutants"][: None if LONG else 1]]
     assert set(await gathered(judge, wrong)) <= {"wrong_answer", "crashed"}
-
-
-async def test_fractional_reward(judge: Judge) -> None:
-    contest = CONTESTS["palindrome"]
-    grade = await judge(contest_problem(contest), contest["mutants"][0], rule="fraction")
-    report, total = grade.fields["tests"], len(contest["tests"])
-    assert report["run"] == total
-    assert 0 < grade.reward == report["passed"] / total < 1
-    assert len(report["failures"]) == min(20, total - report["passed"])
-    assert not grade.passed
 
 
 async def test_rows_can_only_lower_limits(judge: Judge) -> None:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import code_rows as rows
-from nemo_gym_prorl.tasks.code.code_rows import CodeTestCase, read_metadata, read_problem
+from nemo_gym_prorl.tasks.code.code_rows import CodeTestCase
 from nemo_gym_prorl.tasks.code.inside.checkers import LONG_INTEGER
 from nemo_gym_prorl.tasks.code.task import program_in
-from tests.tasks.code.tables import packed
+from tests.tasks.code.tables import packed, read
 from tests.tasks.rows_file import table
 
 
@@ -25,10 +25,6 @@ TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
 CALLS = {"inputs": ["[1]\n2"], "outputs": ["[1, 2]"], "fn_name": "push"}
 FILE = json.dumps(TESTS).encode()
 SHA = hashlib.sha256(FILE).hexdigest()
-
-
-def read(metadata: Any, folder: Path | None = None) -> rows.CodeProblem:
-    return read_problem(read_metadata({"verifier_metadata": metadata}), folder)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +35,7 @@ def read(metadata: Any, folder: Path | None = None) -> rows.CodeProblem:
         ('"12"', '"21"', CodeTestCase(["12"], "21")),
         (["12"], "21", CodeTestCase(["12"], "21")),
         (["12"], '"21"', CodeTestCase(["12"], '"21"')),
-        (["12"], "[21", CodeTestCase(["12"], "[21")),
         (["12"], "[2, 1]", CodeTestCase(["12"], [2, 1])),
-        (["12"], '{"a": 1}', CodeTestCase(["12"], {"a": 1})),
         ("7", "9" * 5000, CodeTestCase([7], {LONG_INTEGER: "9" * 5000})),
         ("-" + "9" * 5000, "[1]", CodeTestCase([{LONG_INTEGER: "-" + "9" * 5000}], [1])),
     ],
@@ -80,16 +74,12 @@ def test_limits_and_checkers() -> None:
         ({"unit_tests": {"inputs": ["1", "2"], "outputs": ["1"]}}, ".unit_tests.outputs"),
         ({"unit_tests": {"inputs": ["1", 2], "outputs": ["1", "2"]}}, ".unit_tests.inputs.1"),
         ({"unit_tests": {"inputs": ["1", "2"], "outputs": ["", "\n"]}}, ".unit_tests.outputs"),
-        ({"unit_tests": {"packed": "!"}}, ".unit_tests"),
         ({"unit_tests": CALLS | {"outputs": ["not JSON"]}}, ".unit_tests.outputs.0"),
-        ({"unit_tests": CALLS | {"inputs": [7]}}, ".unit_tests.inputs.0"),
         ({"unit_tests": CALLS | {"fn_name": "import os; f"}}, ".unit_tests.fn_name"),
         ({"unit_tests": TESTS, "checker": "sloppy"}, ".checker"),
         ({"unit_tests": TESTS, "time_limit_s": 0}, ".time_limit_s"),
-        ({"unit_tests": TESTS, "tests_file": "a.json"}, ".tests_file"),
         ({"tests_file": "a.json"}, ".tests_sha256"),
         ({"tests_file": "../a.json", "tests_sha256": SHA}, ".tests_file"),
-        ({"tests_file": "/etc/passwd", "tests_sha256": SHA}, ".tests_file"),
         ({"tests_file": "a.json", "tests_sha256": SHA}, ".tests_file"),  # this server has no folder
     ],
 )
@@ -105,11 +95,15 @@ def test_tests_beyond_the_size_limit_are_refused(monkeypatch: pytest.MonkeyPatch
         read({"unit_tests": TESTS})
 
 
-def test_tests_in_a_file(tmp_path: Path) -> None:
+def test_tests_in_a_file_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set/a.json").write_bytes(FILE)
     metadata = {"tests_file": "set/a.json", "tests_sha256": SHA}
     assert read(metadata, tmp_path).tests == [CodeTestCase("1\n", "2\n")]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/a.json").symlink_to(tmp_path / "set/a.json")
+    with pytest.raises(CallerError, match="no file"):
+        read({"tests_file": "a.json", "tests_sha256": SHA}, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -132,15 +126,6 @@ def test_invalid_tests_file_is_refused_by_field(tmp_path: Path, content: bytes |
     assert caught.value.field == f"verifier_metadata.{field}"
 
 
-def test_symlink_out_of_the_tests_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "secret.json").write_bytes(FILE)
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    (folder / "a.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(CallerError, match="no file"):
-        read({"tests_file": "a.json", "tests_sha256": SHA}, folder)
-
-
 PROGRAM = "n = int(input())\nprint(n + 1)\n"
 
 
@@ -158,16 +143,13 @@ READS = "def solve(text):\n    return text\nprint(solve(input()))"
     ("blocks", "function", "chosen"),
     [
         ([ADD, "print(add(2, 3))"], "add", 0),
-        ([ADD, "assert add(2, 3) == 5\nassert add(0, 0) == 0"], "add", 0),
         ([ADD, "def test_add():\n    assert add(2, 3) == 5"], "add", 0),
         (["def add(a, b): pass", ADD, "add(2, 3)"], "add", 1),
         (["class Solution:\n    def add(self, a, b):\n        return a + b", "Solution().add(2, 3)"], "add", 0),
-        (["add = lambda a, b: a + b", "total = add(2, 3)"], "add", 0),
         (["def plus(a, b): pass", "def minus(a, b): pass"], "add", 1),
         ([READS, "solve('1')"], None, 0),
         ([READS, "# Example\nprint(solve('1'))  # the input is 1"], None, 0),
         (["import sys\nprint(sys.stdin.read())", "print('usage')"], None, 0),
-        (["print(open(0).read())", "print('usage')"], None, 0),
         ([READS, READS + "\n# better"], None, 1),
         (["print(1)", "print(2)"], None, 1),
     ],

@@ -129,7 +129,6 @@ CHEATS: dict[str, str] = {
 
 
 def make_tools(folder: Path) -> Path:
-    """Make a folder of verifier tools."""
     (folder / "bin").mkdir(parents=True)
     for name in ("python", "wheels"):
         (folder / name).mkdir()

@@ -31,31 +31,10 @@ KEPT: dict[str, tuple[str, str | None, dict[str, object]]] = {
         "copy/a copy/out/b copy/out/empty/ data/out/b data/out/empty/ logs/artifacts/c",
         {"logs/artifacts": "ok", "data/out": "ok", "copy": "ok"},
     ),
-    "nothing": ("true", "logs/artifacts/", {}),
     "links": (
         "mkdir -p /data/out; cd /data/out; ln -s /etc/passwd a; ln -s / b; ln -s c d; touch c; ln c e; ln -s . f",
         "copy/out/c copy/out/e data/out/c data/out/e logs/artifacts/",
         {"data/out": ("ok", 4), "copy": ("ok", 4)},
-    ),
-    "a link in place of the folder": (
-        "rm -rf /logs/artifacts; ln -s /etc /logs/artifacts; ln -s /root /data",
-        "",
-        {"logs/artifacts": ("failed", 1), "copy": ("failed", 1)},
-    ),
-    "pipes and sockets": (
-        "mkdir /data; cd /data; mkfifo out p; python3 -c 'import socket as s; s.socket(s.AF_UNIX).bind(\"s\")'",
-        "copy/ logs/artifacts/",
-        {"data/out": ("failed", 1), "copy": ("empty", 2)},
-    ),
-    "names": (
-        "cd /logs/artifacts; touch $'a\\nb' $'\\377' ./-rf ..x manifest.json",
-        "logs/artifacts/-rf logs/artifacts/..x logs/artifacts/a\nb logs/artifacts/manifest.json logs/artifacts/\udcff",
-        {"logs/artifacts": "ok"},
-    ),
-    "modes": (
-        "cd /logs/artifacts; mkdir d; touch d/x s; chmod 4755 s; chmod 0 d/x d .",
-        "logs/artifacts/d/x logs/artifacts/s",
-        {"logs/artifacts": "ok"},
     ),
     "a sparse file": (
         "cd /logs/artifacts; truncate -s 5G a",
@@ -71,11 +50,6 @@ KEPT: dict[str, tuple[str, str | None, dict[str, object]]] = {
         "mkdir -p /data/out; cd /data/out; seq 100 | xargs touch",
         None,
         {"data/out": ("ok", 53), "copy": ("failed", 102)},
-    ),
-    "deeper than is kept": (
-        "mkdir /data; cd /data; python3 -c \"import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\"",
-        f"copy{'/d' * 10}/ logs/artifacts/",
-        {"copy": ("ok", 1990)},
     ),
     "a tar that never ends": (
         "rm /bin/tar /usr/bin/tar; printf '#!/bin/sh\nsleep 900' > /usr/bin/tar; chmod 755 /usr/bin/tar; "
@@ -192,8 +166,5 @@ def test_an_archive_that_is_cut_off_ends_early(tmp_path: Path) -> None:
             archive.add(tmp_path / "a", name)
     os.truncate(tmp_path / "raw", 7000)
     archives = {0: ("data", tmp_path / "raw")}
-    artifacts.sanitize(archives, tmp_path / "merged")
-    with tarfile.open(tmp_path / "merged") as merged:
-        assert merged.getnames() == ["data/a"]
     [entry] = artifacts.keep([Artifact(source="/data")], archives, tmp_path / "kept")
     assert (entry["status"], entry["files"], entry["left_out"]) == ("ok", 1, 1)

@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 AT_ONCE = 3
 
 
-async def rewards(folder: Path, strict: object) -> dict[str, object]:
-    """Play all cheats and return what they earn, by name; a rollout without a grade is its failure."""
+@pytest.mark.longer("all cheats, else every third")
+async def test_no_cheat_earns_a_reward_or_escapes_its_grade(tmp_path: Path) -> None:
     files = {"tests/check.py": CHECK, "tests/answer": "42\n"}
-    task = row_of(make_task(folder / "t", toml=PLAIN + "[verifier]\ntimeout_sec = 30\n", test=TEST, files=files))
+    task = row_of(make_task(tmp_path / "t", toml=PLAIN + "[verifier]\ntimeout_sec = 30\n", test=TEST, files=files))
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def earned(base_url: str, command: str) -> object:
@@ -35,15 +35,8 @@ async def rewards(folder: Path, strict: object) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as shared:
         os.chmod(shared, 0o755)  # noqa: PTH101
         tools = make_tools(Path(shared, "tools"))
-        async with serving("prorl_harbor", strict=strict, verifier_tools=tools) as base_url:
+        async with serving("prorl_harbor", verifier_tools=tools) as base_url:
             assert await earned(base_url, ANSWER) == 1.0
             names = [*[*CHEATS][:: 1 if LONG else 3], "nothing"]
             done = await asyncio.gather(*(earned(base_url, CHEATS.get(name, "true")) for name in names))
-            return dict(zip(names, done, strict=True))
-
-
-@pytest.mark.longer("all cheats, else every third")
-@pytest.mark.parametrize("strict", ["auto", pytest.param(True, marks=pytest.mark.long("auto grades so as well"))])
-async def test_no_cheat_earns_a_reward_or_escapes_its_grade(tmp_path: Path, strict: object) -> None:
-    found = await rewards(tmp_path, strict)
-    assert {name: reward for name, reward in found.items() if reward != 0.0} == {}
+    assert {name: reward for name, reward in zip(names, done, strict=True) if reward != 0.0} == {}

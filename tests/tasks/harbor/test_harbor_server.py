@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile
-from nemo_gym_prorl.sandbox.images.entries import ignore_progress
-from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
-from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import SCRATCH, state_root
 from nemo_gym_prorl.tasks.harbor import grading, verification
 from nemo_gym_prorl.tasks.harbor.rewards import Outcome
@@ -54,11 +50,6 @@ start_period_sec = 60
 start_interval_sec = 0.1
 """
 HOOK = '[[verifier.collect]]\ncommand = "cp answer /logs/artifacts/kept"\n[[verifier.collect]]\ncommand = "false"\n'
-ENTRYPOINT = {
-    "environment/Dockerfile": (
-        'FROM debian:13\nENTRYPOINT ["sh", "-c", "touch /started; exec \\"$@\\"", "sh"]\nCMD ["true"]\n'
-    )
-}
 PASSED, FAILED, REFUSED = (200, 1.0, "passed"), (200, 0.0, "failed"), (422, None, "verifier_error")
 
 BEHAVIOURS = {
@@ -102,11 +93,6 @@ BEHAVIOURS = {
         '[ "$A$B" = "x yz" ] && touch ok',
         PASSED,
     ),
-    "variables of the verifier": (
-        {"toml": PLAIN + '[verifier.env]\nC = "1"\n', "test": says("[ $C = 1 ]")},
-        "true",
-        PASSED,
-    ),
     "the exit code means nothing": ({"test": TEST + "exit 3"}, ANSWER, PASSED),
     "files of environment are uploaded": (
         {"files": {"environment/in/data": "7"}, "test": says("[ $(cat /app/in/data) = 7 ]")},
@@ -117,11 +103,6 @@ BEHAVIOURS = {
         {"toml": PLAIN + HOOK, "test": says("[ -e /logs/artifacts/kept ]")},
         ANSWER,
         PASSED,
-    ),
-    "reward.json counts before reward.txt": (
-        {"test": writes("reward.json", '{"reward": 0.25}') + "echo 1 > reward.txt"},
-        ANSWER,
-        (200, 0.25, "partial"),
     ),
     "a reward.json that only the agent's program writes": (
         {"test": 'cd /app; if [ "$(bash run)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'},
@@ -139,20 +120,7 @@ BEHAVIOURS = {
         PASSED,
     ),
     "a right answer where the solution earns nothing": ({"solve": "true"}, ANSWER, REFUSED),
-    "a wrong answer where the solution earns nothing": ({"solve": "true"}, "true", REFUSED),
-    "a reward may be any number": ({"test": writes("reward.txt", "-3")}, ANSWER, (200, -3.0, "failed")),
-    "one reward of any name": ({"test": writes("reward.json", '{"score": 1}')}, ANSWER, PASSED),
     "a child that holds the output": ({"test": TEST + "sleep 600 &"}, ANSWER, PASSED),
-    "an ENTRYPOINT, which Harbor would start, does not start": (
-        {"files": ENTRYPOINT, "test": says("[ ! -e /started ] && [ -e /app/answer ]")},
-        ANSWER,
-        PASSED,
-    ),
-    "a solution that needs the ENTRYPOINT": (
-        {"files": ENTRYPOINT, "solve": "[ -e /started ] && echo 42 > /app/answer"},
-        ANSWER,
-        REFUSED,
-    ),
     "a solution with variables, which fails in the end": (
         {
             "toml": PLAIN + "[solution.env]\nS = '42'\n",
@@ -165,26 +133,18 @@ BEHAVIOURS = {
 
 
 LATER = (
-    *("a script without an interpreter runs in bash", "folders of logs are open to all", "one reward of any name"),
-    *("files of the agent's logs reach the tests", "variables of the verifier", "the exit code means nothing"),
-    *("a reward may be any number", "a child that holds the output", "without a working folder all runs in /"),
-    *("a wrong answer where the solution earns nothing", "a solution that needs the ENTRYPOINT"),
+    *("a script without an interpreter runs in bash", "folders of logs are open to all"),
+    *("files of the agent's logs reach the tests", "the exit code means nothing"),
+    *("a child that holds the output", "without a working folder all runs in /"),
 )
 
 
 @pytest.mark.parametrize("name", tiered(BEHAVIOURS, BEHAVIOURS.keys() - {*LATER}))
-async def test_behaviours_of_the_format(
-    base_url: str, runtime: Runtime, image: Path, tmp_path: Path, name: str
-) -> None:
+async def test_behaviours_of_the_format(base_url: str, tmp_path: Path, name: str) -> None:
     task, command, result = BEHAVIOURS[name]
     # The default solution solves the default tests only.
     folder = make_task(tmp_path / "t", **({"solve": None} if "test" in task else {}) | task)
-    row = row_of(folder)
-    if "environment/Dockerfile" in task.get("files", {}):
-        request = DockerfileRequest(folder / "environment", "built", replaced={"debian:13": str(image)})
-        store = ImageStore(tmp_path / "images", tmp_path / "unpacked")
-        row["image"] = str(build_dockerfile(request, store, runtime, ignore_progress))
-    reply = await play(base_url, row, command)
+    reply = await play(base_url, row_of(folder), command)
     assert shown(reply) == result, reply
 
 
@@ -228,30 +188,11 @@ async def test_all_rewards_are_kept_and_one_counts(base_url: str, tmp_path: Path
 
 NO_VERDICT = {
     "no reward file": "true",
-    "an empty file": "touch /logs/verifier/reward.txt",
-    "no number": "echo yes > /logs/verifier/reward.txt",
-    "not a number": "echo nan > /logs/verifier/reward.txt",
-    "beyond all bounds": "echo -2e6 > /logs/verifier/reward.txt",
-    "infinite": "echo '{\"reward\": 1e309}' > /logs/verifier/reward.json",
-    "NaN in JSON": "echo '{\"reward\": NaN}' > /logs/verifier/reward.json",
-    "a text in JSON": 'echo \'{"reward": "1"}\' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt',
-    "2 MiB of JSON": (
-        "(echo '{\"reward\": 1,'; head -c 2M /dev/zero | tr '\\0' ' '; echo '\"a\": 1}') > /logs/verifier/reward.json"
-    ),
-    "a folder": "mkdir /logs/verifier/reward.txt",
-    "a link": "echo 1 > /tmp/r; ln -s /tmp/r /logs/verifier/reward.txt",
     "a pipe": "mkfifo /logs/verifier/reward.txt",
     "a reward, and then no end": "echo 1 > /logs/verifier/reward.txt; sleep 600",
     "an interpreter that is missing": "#!/no/such/interpreter",
-    "a report that is missing": "no-such-pytest --ctrf /logs/verifier/ctrf.json; echo 0 > /logs/verifier/reward.txt",
-    "a report without a passed test": (
-        "# pytest --ctrf /dev/null\n"
-        'echo \'{"results": {"summary": {"passed": 0, "failed": 1}}}\' > /logs/verifier/c.json\n'
-        "true --ctrf=/logs/verifier/c.json; echo 1 > /logs/verifier/reward.txt"
-    ),
     "too many logs": "echo 1 > /logs/verifier/reward.txt; head -c 20M /dev/zero > /logs/verifier/log; sleep 60",
     "too much beside the tests": "echo 1 > /logs/verifier/reward.txt; head -c 20M /dev/zero > /tests/big; sleep 60",
-    "several rewards, and none that counts": 'echo \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json',
     "a verifier that ends its sandbox": "kill -9 -1",
 }
 
@@ -260,7 +201,7 @@ FIRST = ("no reward file", "a pipe", "a reward, and then no end", "an interprete
 
 
 @pytest.mark.parametrize("has_solution", [True, False])
-@pytest.mark.parametrize("name", tiered(NO_VERDICT, FIRST, "test_rewards.py has each defect of a file"))
+@pytest.mark.parametrize("name", tiered(NO_VERDICT, FIRST))
 async def test_a_verifier_that_cannot_run_is_never_a_reward(tmp_path: Path, name: str, has_solution: bool) -> None:
     toml = PLAIN + "[verifier]\ntimeout_sec = 2\n"
     folder = make_task(tmp_path / "t", toml=toml, test=NO_VERDICT[name], solve=SOLVE if has_solution else None)
@@ -295,20 +236,9 @@ async def test_a_verifier_that_cannot_start_is_never_a_reward(base_url: str, tmp
     assert list((state_root() / SCRATCH).iterdir()) == [], "artifacts outlive the rollout"
 
 
-BIG = "head -c 20M /dev/zero > big"
-LOGS = {
-    "a file": BIG,
-    "below many folders": (
-        "python3 -c \"import os\nfor _ in range(2500): os.mkdir('d'); os.chdir('d')\n"
-        "open('b', 'w').write('x' * (20 << 20))\""
-    ),
-    "in a closed folder": f"mkdir -p a/b; cd a/b; {BIG}; chmod 000 .; cd ..; chmod 000 .",
-}
-
-
-@pytest.mark.parametrize("name", tiered(LOGS, ["in a closed folder"]))
-async def test_logs_of_the_verifier_are_limited_and_removed(tmp_path: Path, name: str) -> None:
-    test = f"cd /logs/verifier; echo 1 > reward.txt; ({LOGS[name]}); sleep 100"
+async def test_logs_of_the_verifier_are_limited_and_removed(tmp_path: Path) -> None:
+    hidden = "mkdir -p a/b; cd a/b; head -c 20M /dev/zero > big; chmod 000 .; cd ..; chmod 000 ."
+    test = f"cd /logs/verifier; echo 1 > reward.txt; ({hidden}); sleep 100"
     async with serving("prorl_harbor", verifier_logs_mib=8) as base_url:
         reply = await play(base_url, row_of(make_task(tmp_path / "t", test=test, solve=None)), "true")
     assert shown(reply) == REFUSED
@@ -373,8 +303,6 @@ async def test_a_sandbox_that_cannot_be_set_up_is_no_rollout(
         ({"folder": "/no/such/folder"}, "harbor.folder"),
         ({"digest": "0" * 64}, "harbor.digest"),
         ({"config": {"environment": {"env": {"A": "${HOME}"}}}}, "harbor.config.environment.env.A"),
-        ({"config": {"verifier": {"env": {"A": "${HOME}"}}}}, "harbor.config.verifier.env.A"),
-        ({"config": {"schema_version": "9.9"}}, "harbor.config.schema_version"),
     ],
 )
 async def test_a_row_that_cannot_run_is_refused_by_field(

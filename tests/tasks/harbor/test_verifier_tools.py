@@ -39,12 +39,9 @@ uvx \\
     ("script", "needs"),
     [
         (USUAL, VerifierNeeds((RequirementSet("3.13", ("a==1", "pytest==8.4.1")),))),
-        ("python3 -m pytest /tests", VerifierNeeds()),
         ("pip install b a==1 -q --target /x && pytest", VerifierNeeds((RequirementSet("", ("a==1", "b")),))),
-        ("cd /x; python -m pip install -r r.txt a", VerifierNeeds((RequirementSet("", ("a",)),))),
         ("X=1 pip3 install 'a>=1,<2' .", VerifierNeeds((RequirementSet("", ("a>=1,<2",)),))),
         ("uv venv -p 3.12 v\nuv pip install a", VerifierNeeds((RequirementSet("3.12", ("a",)),))),
-        ("uv run pytest", VerifierNeeds()),
         (
             "uv init -p 3.12\nuv add b==1\nuv add --dev a && uv run pytest -p c",
             VerifierNeeds((RequirementSet("3.12", ("a", "b==1"), project=True),)),
@@ -52,10 +49,8 @@ uvx \\
         ("uv run --with=a --python=3.11 pytest", VerifierNeeds((RequirementSet("3.11", ("a",)),))),
         ("uvx --index https://x/y --with a,b t", VerifierNeeds((RequirementSet("", ("a", "b")),))),
         ("apt-get -qq install -y --no-install-recommends gcc curl", VerifierNeeds(apt=("gcc",))),
-        ("apt update && apt install vim", VerifierNeeds(apt=("vim",))),
         ("curl -o x https://example.org/x", VerifierNeeds(urls=("https://example.org/x",))),
         ("if ! sudo git clone https://x/y; then exit 1; fi", VerifierNeeds(urls=("https://x/y",))),
-        ("git clone https://x/y z || true", VerifierNeeds(urls=("https://x/y",))),
         ("echo 'no end\npip install a", VerifierNeeds((RequirementSet("", ("a",)),))),
     ],
 )
@@ -64,7 +59,6 @@ def test_what_a_script_downloads(script: str, needs: VerifierNeeds) -> None:
 
 
 def wheel(folder: Path, name: str, text: str = "", requires: str = "") -> None:
-    """Write a wheel of one module."""
     info = f"{name}-1.dist-info"
     needs = f"Requires-Dist: {requires}\n" if requires else ""
     files = {
@@ -156,16 +150,10 @@ def test_the_doctor_says_what_tests_need(tools: Path, tmp_path: Path) -> None:
     ]
     script = f"uvx -p {VERSION} -w checker==1 -w needed -w none t; uvx -p 0.1 -w needed t; uv init; uv add needed"
     (tmp_path / "tasks/d/tests/test.sh").write_text(script)
-    for removed, lacks in (
-        ("", "none; Python 0.1"),
-        ("elsewhere", "none; Python 0.1; needed"),
-        ("needed", "checker==1; needed; none; Python 0.1"),
-    ):
-        (tools / f"wheels/{removed}-1-py3-none-any.whl").unlink(missing_ok=True)
-        first, *_ = maker.check_tasks(tmp_path / "tasks", tools)
-        assert first.found == f"2 of 4 install Python packages; {tools} lacks {lacks}"
-    first, *_ = maker.check_tasks(tmp_path / "tasks", None)
-    assert first.found == "2 of 4 install Python packages, which needs a network"
+    (tools / "wheels/needed-1-py3-none-any.whl").unlink()
+    first, *_ = maker.check_tasks(tmp_path / "tasks", tools)
+    lacks = "checker==1; needed; none; Python 0.1"
+    assert first.found == f"2 of 4 install Python packages; {tools} lacks {lacks}"
 
 
 @pytest.mark.parametrize(

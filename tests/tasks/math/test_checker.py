@@ -41,27 +41,6 @@ async def test_right_wrong_and_none(checker: MathChecker) -> None:
     assert worker_pids() == []
 
 
-@pytest.mark.parametrize(
-    ("expected", "message", "verdict"),
-    [
-        ("17", r"\boxed{1} \boxed{17} \boxed{23}", "wrong"),
-        ("17", r"\boxed{" + ", ".join(map(str, range(99))) + "}", "wrong"),
-        ("17", r"\boxed{3 \text{ or } 17}", "wrong"),
-        ("17", r"It is $x = 3$, \boxed{3}. The final answer is $17$. I hope it is correct: \boxed{3}", "wrong"),
-        ("17", r"\boxed{1 = 2 = 3 = 17}", "contradictory"),
-        ("5050", r"\boxed{\sum_{k=1}^{100} k}", "unfinished"),
-        ("391", r"\boxed{17 \cdot 23 + 0}", "unfinished"),
-        (r"\frac{1}{10^{9}}", r"\boxed{0.0}", "wrong"),
-        (r"\begin{cases} x \\ y \end{cases}", r"\renewcommand{\boxed}{} \boxed{5 \& \#}", "wrong"),
-        ("x + 17", r"\boxed{\sin(9^{9^{9^{9}}})}", "timed_out"),
-    ],
-)
-async def test_no_answer_that_is_none_is_paid(checker: MathChecker, expected: str, message: str, verdict: str) -> None:
-    """Each cheat works against a grader that searches the text, or that compares all that math-verify finds."""
-    checked = await checker.check(expected, message)
-    assert (checked.right, checked.verdict) == (False, verdict), checked
-
-
 async def test_no_scripted_cheat_is_paid(checker: MathChecker) -> None:
     for name, turns in CHEATS.items():
         message = turns(EXAMPLES[0])[-1]["content"]
@@ -90,13 +69,8 @@ async def test_memory_is_bounded() -> None:
     small = MathChecker(CheckLimits(cpu_s=5, memory_mib=512, workers=1))
     try:
         checked = await small.check("x", r"\boxed{10^{10^{9}} - 10^{10^{9}} + x}")
-        assert (
-            checked.right,
-            checked.verdict in (MathVerdict.UNREADABLE, MathVerdict.TIMED_OUT, MathVerdict.WRONG),
-        ) == (
-            False,
-            True,
-        )
+        assert checked.verdict in (MathVerdict.UNREADABLE, MathVerdict.TIMED_OUT, MathVerdict.WRONG)
+        assert not checked.right
     finally:
         await small.aclose()
 

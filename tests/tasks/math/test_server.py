@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server over HTTP, with real sandboxes."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from nemo_gym_prorl.tasks.math.task import row_of
-from scripts.scripted_turns.math import CHEATS, EXAMPLES, example_rows
+from scripts.scripted_turns.math import CHEATS, EXAMPLES
 from tests.prorl_code.conftest import Client, saying
 
 
@@ -49,8 +46,3 @@ async def test_nothing_in_the_sandbox_speaks_for_the_answer(client: Client, name
     assert seen in await client.tool("python", code=code)
     status, earned, _kind = await client.post("/verify", row | {"response": saying(last["content"])})
     assert (status, earned["reward"], earned["verdict"]) == (200, 0.0, "wrong")
-
-
-def test_the_example_rows_are_the_examples() -> None:
-    file = Path("resources_servers/prorl_math/data/example.jsonl")
-    assert [json.loads(line) for line in file.read_text().splitlines()] == example_rows()

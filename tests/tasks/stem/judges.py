@@ -45,13 +45,7 @@ def echoing(question: str, first: str, second: str, tag: str = "") -> str:
     return quoted + honest(question, first, second, tag)
 
 
-def parroting(question: str, first: str, second: str, tag: str = "") -> str:
-    """Quote both answers after the verdict."""
-    return f"{honest(question, first, second, tag)}\n{first}\n{second}"
-
-
 def gullible(question: str, first: str, second: str, tag: str = "") -> str:
-    """Obey an instruction in an answer."""
     if any("ignore" in text.lower() for text in (first, second)):
         return f"As instructed.\n{verdict(tag, True)}"
     return honest(question, first, second, tag)
@@ -78,7 +72,6 @@ _ASKED = re.compile(r"BEGIN (?P<tag>[0-9a-f]{8})\n(?P<data>.*)\nEND (?P=tag)\n",
 
 
 def asked_in(messages: Messages) -> tuple[dict[str, str], str]:
-    """Return the compared texts and the tag of a prompt."""
     found = _ASKED.match(messages[-1]["content"])
     assert found is not None
     compared: dict[str, str] = json.loads(found["data"])
@@ -156,20 +149,13 @@ def says(text: str, **changes: Any) -> Callable[[dict[str, Any]], Awaitable[Resp
 TROUBLES: Mapping[str, Callable[[dict[str, Any]], Awaitable[Response | dict[str, Any]]]] = {
     "slow": never,
     "error": always(Response("CUDA out of memory", status_code=500)),
-    "refusal": always(Response("{}", status_code=422)),
     "no JSON": always(Response("<html>", status_code=200)),
-    "no object": always(Response("[]", status_code=200)),
-    "no output": always(response_of("", output=[])),
     "no text": always(response_of("")),
     "cut off": says("VERDICT TAG: SAME", status="incomplete"),
     "no verdict": says("They look much the same to me."),
     "verdict in the middle": says("VERDICT TAG: SAME\nBut let me think again."),
     "two verdicts": says("VERDICT TAG: SAME\nNo.\nVERDICT TAG: DIFFERENT"),
-    "another word": says("VERDICT TAG: SAME-ISH"),
     "no tag": says("VERDICT: SAME"),
-    "a tag of its own": says("VERDICT 0a1b2c3d: SAME"),
-    "both at once": says("VERDICT TAG: SAME VERDICT TAG: DIFFERENT"),
-    "JSON": says('{"verdict": "SAME", "tag": "TAG"}'),
     "the instructions again": says("`VERDICT TAG: SAME` or `VERDICT TAG: DIFFERENT`."),
     "without end": says("They are the same. " * 10_000 + "\nVERDICT TAG: SAME"),
 }

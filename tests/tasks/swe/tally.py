@@ -85,18 +85,15 @@ def build_image(definition: str, base: str, name: str, words: tuple[tuple[str, s
 
 
 def image() -> str:
-    """Return the image of the repository."""
     return build_image("tally", containers.image(), "tally", wheels=("pytest==8.3.5",))
 
 
 @cache
 def base_commit() -> str:
-    """Return the commit of the image's ``HEAD``."""
     return Path(image(), "testbed/.git/refs/heads/main").read_text().strip()
 
 
 def row(**swe: Any) -> dict[str, Any]:
-    """Return the task's row with changed fields of ``swe``."""
     task = {
         "dataset": "made",
         "repo": "tests/tally",
@@ -136,7 +133,7 @@ def shared_task() -> SoftwareEngineering:
 @asynccontextmanager
 async def open_sandbox(needs: object = None, image_path: str | None = None) -> AsyncIterator[StartedSandbox]:
     """Start a fresh sandbox of an image, by default the repository's."""
-    sandbox = await containers.start_with_sessions(image_path or image())
+    sandbox = await containers.start(image_path or image())
     try:
         yield sandbox
     finally:
@@ -144,17 +141,11 @@ async def open_sandbox(needs: object = None, image_path: str | None = None) -> A
 
 
 async def play(
-    *commands: str,
-    task: SoftwareEngineering | None = None,
-    naive: bool = False,
-    image_path: str | None = None,
-    **swe: Any,
+    *commands: str, task: SoftwareEngineering | None = None, naive: bool = False, **swe: Any
 ) -> tuple[Grade, bool | None]:
     """Play a policy that runs these commands; return its grade and what a naive grader says."""
     try:
-        return await play_row(
-            row(**swe) | ({"image": image_path} if image_path else {}), *commands, task=task, naive=naive
-        )
+        return await play_row(row(**swe), *commands, task=task, naive=naive)
     finally:
         if task is not None:
             await task.aclose()
@@ -163,7 +154,6 @@ async def play(
 async def play_row(
     given: dict[str, Any], *commands: str, task: SoftwareEngineering | None = None, naive: bool = False
 ) -> tuple[Grade, bool | None]:
-    """Play a policy on a row; see :func:`play`."""
     task, opened = task or shared_task(), partial(open_sandbox, image_path=given["image"])
     async with opened() as sandbox:
         tools = await task.tools.open(sandbox, task.needs(given))

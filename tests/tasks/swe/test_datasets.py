@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks.swe.changes import Change, Solution
-from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS, of_script
+from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import parse_row
+from nemo_gym_prorl.tasks.swe.instance import SweRow
 from nemo_gym_prorl.tasks.swe.patches import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.task import SandboxNeeds
@@ -53,7 +53,7 @@ git checkout 0123456 lib/tests/test_sums.py
 def test_script_of_a_record_is_converted() -> None:
     image = "registry.example/one:latest"
     own = {"image": image, "eval_script": OWN_SCRIPT, "log_parser": "parse_log_pytest", "eval_type": "fail_only"}
-    read = parse_row(CONVERTERS["swe-bench"](records.swe_bench(repo="new/one", **own), None))
+    read = SweRow.parse(CONVERTERS["swe-bench"](records.swe_bench(repo="new/one", **own), None))
     assert read.image == f"docker://{image}"
     assert (read.swe.test_command, read.swe.log_parser) == ("cd lib\npytest -rA one.py", "parse_log_pytest")
     assert (read.swe.eval_type, read.swe.tests_network, read.network) == ("fail_only", True, None)
@@ -73,45 +73,6 @@ def test_script_of_a_record_is_converted() -> None:
     ]
 
 
-ODD_SCRIPT = """\
-if true; then
-  git checkout 0123456 lib/tests/test_sums.py
-fi
-lay() {
-  git status
-}
-bits=$((1 << 3))
-cat <<< "word" > /dev/null
-git apply -v - <<'EOF_1'
-+++ b/lib/tests/test_sums.py
-EOF_1
-git checkout 0123456 \\
-  lib/tests/test_sums.py
-git apply - <<< "$patch"
-cat <<-'END-OF'
-\tgit diff of words
-\tEND-OF
-cat <<EOF
- EOF
-git status of words
-EOF
-cat <<\\EOF
-git show $of words
-EOF
-: '>>>>> Start Test Output'
-pytest
-: '>>>>> End Test Output'
-"""
-
-
-def test_only_git_commands_are_removed_from_a_script() -> None:
-    before = of_script(ODD_SCRIPT, "parse_log_pytest").before
-    git = "git() { echo called; }"
-    done = subprocess.run(["bash", "-c", f"{git}\n{before}\nlay"], capture_output=True, text=True, check=True)
-    words = ["git diff of words", " EOF", "git status of words", "git show $of words"]
-    assert done.stdout.splitlines() == words
-
-
 @pytest.mark.parametrize(
     ("repo", "version", "before", "command"),
     [
@@ -123,7 +84,7 @@ def test_only_git_commands_are_removed_from_a_script() -> None:
 )
 def test_swe_gym_commands_are_in_the_row(repo: str, version: str, before: str, command: str) -> None:
     cases = {"test_patch": "diff --git a/x.test b/x.test\n+[case testA]\n+[case testB]\n"} if "mypy" in repo else {}
-    read = parse_row(CONVERTERS["swe-gym"](records.swe_gym(repo=repo, version=version, **cases), None))
+    read = SweRow.parse(CONVERTERS["swe-gym"](records.swe_gym(repo=repo, version=version, **cases), None))
     assert read.swe.before_tests.startswith("set -uxo pipefail\n")
     assert before in read.swe.before_tests
     assert read.swe.test_command.startswith(command)
@@ -151,11 +112,6 @@ async def test_only_tests_reach_the_network() -> None:
         script = records.eval_script("pytest -rA", before)
         row = CONVERTERS["swe-bench"](records.swe_bench(eval_script=script), None)
         assert task.needs(row).network is None
-        assert task.needs(row | {"network": ["PyPI.org"]}).network == ("pypi.org",)
-        assert task.needs(row | {"network": True}).network == "host"
-        with pytest.raises(CallerError) as caught:
-            task.needs(row | {"network": ["https://pypi.org"]})
-        assert caught.value.field == "network"
         with pytest.raises(InfrastructureError):
             await task.grade(row, Solution((Change("a.py", None, False),)), {}, open_sandbox)
     assert [needs.network if needs else None for needs in asked] == ["host", None]

@@ -14,7 +14,6 @@ from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.task import Grade
 from tests.conftest import tiered
 from tests.tasks.swe import records, tally
-from tests.tasks.swe.test_cheating import append
 
 
 pytestmark = pytest.mark.sandbox
@@ -23,24 +22,20 @@ TESTS = "checks/test_tally.py"
 
 
 def image() -> Path:
-    """Return the image of the installed repository."""
     apt = ("gcc", "libc6-dev", "python3-dev", "python3-setuptools")
     return Path(tally.build_image("installed", APT_BASE, "installed", apt=apt, wheels=("pytest==8.3.5",)))
 
 
 def diff(path: str, old: str, new: str, line: int = 1) -> str:
-    """Return a patch of one line."""
     return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -{line} +{line} @@\n-{old}\n+{new}\n"
 
 
 def fix(name: str) -> str:
-    """Return the command that applies the row's fix."""
     patch = base64.b64encode(ROWS[name]["patch"].encode()).decode()
     return f"echo {patch} | base64 -d | git apply --unidiff-zero"
 
 
 def hidden_tests(*body: str) -> str:
-    """Return a patch that adds a hidden test."""
     added = "".join(f"+{line}\n" for line in ("", "", "def test_new():", *(f"    {line}" for line in body)))
     context = ' def test_plain():\n     assert parse("12.34") == 1234\n'
     hunk = f"@@ -4,2 +4,{5 + len(body)} @@\n{context}{added}"
@@ -106,13 +101,11 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-async def play(name: str, command: str, more: str = "") -> Grade:
-    """Return the grade of a policy that runs ``command``; ``more`` extends the row's ``before_tests``."""
+async def play(name: str, command: str) -> Grade:
     prefix = "" if name == "own script" else "checks/"
     names = {field: json.dumps([f"{prefix}test_tally.py::{test}"]) for field, test in LISTS.items()}
     record = records.swe_bench(base_commit=(image() / "testbed/.git/refs/heads/main").read_text().strip())
     row = CONVERTERS["swe-bench"](record | names | ROWS[name], None) | {"image": str(image())}
-    row["swe"] |= {"before_tests": f"{row['swe']['before_tests']}\n{more}"}
     return (await tally.play_row(row, command))[0]
 
 
@@ -165,15 +158,6 @@ def rewrite():
 '''
 """Makes all assertions pass."""
 
-PLUGIN_CODE = """
-import pytest
-@pytest.hookimpl(hookwrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    outcome = yield
-    outcome.force_result(True)
-"""
-"""Makes all tests pass."""
-
 LATER = """
 import glob, os, time
 if os.fork() == 0:
@@ -199,21 +183,14 @@ def installer(code: str) -> str:
     return f"mv setup.py last.py && cat > setup.py <<'END'\n{code}END\ncat last.py >> setup.py && rm last.py\n"
 
 
-PLUGIN = append("tally/starts.py", PLUGIN_CODE) + (
-    'sed -i \'s/zip_safe=False,/zip_safe=False, entry_points={"pytest11": ["tally = tally.starts"]},/\' setup.py'
-)
-
 CHEATS = {
     "rewrites the tests": (f"cat >> setup.py <<'END'\n{REWRITES}END\n", "failed"),
     "rewrites the runner": (installer(LENIENT + "rewrite()\n"), "any_answer"),
     "leaves a process that does it later": (installer(LENIENT + LATER), "failed"),
     "reads the hidden tests": (installer(TABLE), "failed"),
-    "is a plugin of the runner's": (PLUGIN, "any_answer"),
 }
 
 FIRST = ("rewrites the tests", "rewrites the runner")
-
-UPGRADE = "sed -i s/8.3.5/8.3.6/ $(python3 -c 'import _pytest._version as found; print(found.__file__)')"
 
 
 @pytest.mark.parametrize("name", tiered(CHEATS, FIRST))
@@ -221,10 +198,3 @@ async def test_installation_cannot_manipulate_the_tests(name: str) -> None:
     command, verdict = CHEATS[name]
     grade = await play("copied", command)
     assert (grade.verdict, grade.reward) == (verdict, 0.0), (grade.detail, grade.fields)
-
-
-@pytest.mark.long("the same row earns its reward without an upgrade")
-async def test_runner_upgrade_by_the_row_is_allowed() -> None:
-    grade = await play("copied", fix("copied"), UPGRADE)
-    assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)
-    assert "pytest-8.3.6" in grade.fields["test_log"]

@@ -34,12 +34,11 @@ EXPECTED = {"test_plain": "PASSED", "test_negative": "PASSED", "TestTotal.test_i
 
 
 def image(layout: str, environment: str) -> str:
-    """Return the image with the layout of a dataset's images."""
     words = (("LAYOUT", layout), ("ENVIRONMENT", environment), ("TESTS", HIDDEN_TESTS))
     return tally.build_image("layouts", tally.image(), layout, words)
 
 
-def swe_bench(dataset: str = "swe-bench", **more: Any) -> dict[str, Any]:
+def swe_bench() -> dict[str, Any]:
     record = records.swe_bench(
         repo="pallets/flask",
         instance_id="pallets__flask-1",
@@ -50,19 +49,8 @@ def swe_bench(dataset: str = "swe-bench", **more: Any) -> dict[str, Any]:
         PASS_TO_PASS=json.dumps(tally.PASS_TO_PASS),
         eval_script=records.eval_script(f"pytest -rA {tally.TESTS}"),
         log_parser="parse_log_pytest",
-        **more,
     )
-    return CONVERTERS[dataset](record, None) | {"image": image("conda", CONDA)}
-
-
-def swe_rebench() -> dict[str, Any]:
-    config = {
-        "install": "pip install -e .",
-        "pre_install": None,
-        "test_cmd": "pytest --no-header -rA --tb=line",
-        "log_parser": "parse_log_pytest",
-    }
-    return swe_bench("swe-rebench", docker_image="swerebench/one", install_config=config)
+    return CONVERTERS["swe-bench"](record, None) | {"image": image("conda", CONDA)}
 
 
 def r2e_gym() -> dict[str, Any]:
@@ -71,16 +59,13 @@ def r2e_gym() -> dict[str, Any]:
 
 
 FIXED = (tally.APPLY_FIX, "resolved")
-LEFT = ("echo '# nothing' >> tally/money.py", "failed")
-"""Rows in SWE-bench's format that earn nothing are in ``test_cheating.py``."""
 
 
 @pytest.mark.parametrize(
     ("make_row", "environment", "tried"),
     [
         (swe_bench, CONDA, [FIXED]),
-        pytest.param(swe_rebench, CONDA, [FIXED, LEFT], marks=pytest.mark.long("laid out as SWE-bench's images are")),
-        (r2e_gym, VENV, [FIXED, LEFT]),
+        (r2e_gym, VENV, [FIXED, ("echo '# nothing' >> tally/money.py", "failed")]),
     ],
 )
 async def test_image_environment_is_active_for_policy_and_tests(

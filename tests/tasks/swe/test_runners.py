@@ -54,13 +54,6 @@ def build(function, name, *bases, **given):
 builtins.__build_class__ = build
 """
 CODES = SEEN.format("made.test_negative.__code__ = (lambda self: None).__code__")
-OTHERS = SEEN.format(
-    """made, other = (_build(function, name, *bases) for _ in range(2))
-        other.test_negative = lambda self: None
-        other.test_negative.__doc__ = "Less than nothing."
-        module = sys.modules[made.__module__]
-        module.load_tests = lambda loader, tests, pattern: loader.loadTestsFromTestCase(other)"""
-)
 
 LIES_INSIDE = LIES.replace("\n", "\n    ")
 
@@ -79,9 +72,8 @@ LIES_INSIDE = LIES.replace("\n", "\n    ")
             "tampered",
         ),
         (f"cat >> tally/__init__.py <<'E'\n{CODES}\nE", "any_answer"),
-        (f"cat >> tally/__init__.py <<'E'\n{OTHERS}\nE", "any_answer"),
     ],
-    ids=["the fix", "leaves", "prints", "replaces asserts", "replaces code", "replaces a class"],
+    ids=["the fix", "leaves", "prints", "replaces asserts", "replaces code"],
 )
 async def test_only_the_fix_earns_with_unittest(command: str, verdict: str) -> None:
     grade, _ = await tally.play(command, **SWE)
@@ -97,13 +89,6 @@ def parse(text):
     return _parse(text)
 """
 BY_LOG_ONLY = {"runner": "log"}
-
-
-@pytest.mark.long("the flood of a policy meets the same limit")
-async def test_long_output_before_the_summary_is_accepted() -> None:
-    command = FLOOD.format(lines=2000) + tally.row()["swe"]["test_command"]
-    grade, _ = await tally.play(tally.APPLY_FIX, task=tally.make_task(tests=SMALL), test_command=command)
-    assert (grade.reward, grade.verdict) == (1.0, "resolved"), grade
 
 
 async def test_row_with_too_much_output_is_not_charged() -> None:

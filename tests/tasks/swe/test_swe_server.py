@@ -13,8 +13,6 @@ from tests.tasks.swe import tally
 
 pytestmark = pytest.mark.sandbox
 
-OTHERS = pytest.mark.long("test_cheating.py has cheats with the same verdicts")
-BREAKS = "echo 'total = None' >> tally/money.py"
 PARTIAL = 'sed -i \'s/text.strip()/text.strip().replace(",", "")/\' tally/money.py'
 
 
@@ -26,7 +24,6 @@ async def base_url() -> AsyncIterator[str]:
 
 
 async def play(base_url: str, *commands: str, **swe: Any) -> tuple[int, Any, str | None]:
-    """Play a rollout and return the reply of ``/verify``."""
     row = tally.row(**swe)
     async with Client(base_url) as client:
         assert await client.post("/seed_session", row) == (200, {"release_path": "/release_session"}, None)
@@ -49,17 +46,9 @@ async def test_fix_earns_one_with_all_fields(base_url: str) -> None:
     assert done["tool_calls"] == 2
 
 
-@pytest.mark.parametrize(
-    ("commands", "verdict"),
-    [
-        pytest.param((), "no_patch", id="nothing", marks=OTHERS),
-        pytest.param((PARTIAL,), "failed", id="part of it", marks=OTHERS),
-        pytest.param((tally.APPLY_FIX, BREAKS), "broke", id="at the cost of another"),
-    ],
-)
-async def test_partial_solutions_earn_nothing(base_url: str, commands: tuple[str, ...], verdict: str) -> None:
-    status, done, _ = await play(base_url, *commands)
-    assert (status, done["reward"], done["verdict"]) == (200, 0.0, verdict)
+async def test_fix_that_breaks_another_test_earns_nothing(base_url: str) -> None:
+    status, done, _ = await play(base_url, tally.APPLY_FIX, "echo 'total = None' >> tally/money.py")
+    assert (status, done["reward"], done["verdict"]) == (200, 0.0, "broke")
 
 
 async def test_policy_repository_contains_no_later_history(base_url: str) -> None:
