@@ -24,6 +24,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from hashlib import sha256
 from types import MappingProxyType
@@ -38,7 +39,6 @@ from nemo_gym_prorl.agent.gym_http import (
     require_json,
     require_ok,
 )
-from nemo_gym_prorl.agent.on_timeout import OnTimeout, after_timeout
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_row, has_items
 from nemo_gym_prorl.agent.session_checkpoints import CheckpointRecorder, GymCheckpoint
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits, ToolErrorState, ToolLoop
@@ -64,6 +64,40 @@ _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
 _LEASES = "ends sessions whose lease lapses"
 _PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
+
+
+class OnTimeout(StrEnum):
+    """Policy for rollouts that exceed the RUN time budget.
+
+    A rollout without a complete turn, or whose tokens cannot be fetched, fails under every policy: there is nothing to
+    train on.
+    """
+
+    MASK = "mask"
+    """Fail the rollout as ``agent_timeout``: a masked row that keeps its turns."""
+    SCORE = "score"
+    """Score the rollout in its current state."""
+    ZERO = "zero"
+    """Reward the rollout with 0, without EVAL."""
+
+
+def _after_timeout(policy: OnTimeout, job: Job, *, has_tokens: bool) -> Trajectory | Verdict | None:
+    """Apply the policy to a rollout that exceeded its RUN budget, and set its ``finish_reason`` unless it fails.
+
+    Args:
+        policy: the environment's policy.
+        job: the rollout.
+        has_tokens: whether the tokens of the rollout's turns have been fetched.
+
+    Returns:
+        A trajectory for EVAL to score, a verdict that needs no EVAL, or ``None`` if the rollout fails.
+    """
+    if policy is OnTimeout.MASK or job.trajectory is None or not (has_tokens and job.progress.turns):
+        return None
+    job.progress.finish_reason = "timeout"
+    if policy is OnTimeout.ZERO:
+        return Verdict(0.0, {**job.row, "response": job.trajectory.response, "reward": 0.0})
+    return job.trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +262,11 @@ class GymEnvironmentHandler:
         return trajectory
 
     def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
-        """Apply the environment's policy (:func:`after_timeout`).
+        """Apply the environment's policy (:class:`OnTimeout`).
 
         In a group that is scored together, a timed-out rollout takes part in EVAL even if its own result is fixed.
         """
-        result = after_timeout(self.context.on_timeout, job, has_tokens=session.has_tokens)
+        result = _after_timeout(self.context.on_timeout, job, has_tokens=session.has_tokens)
         if self.context.scores_groups_of > 1 and job.trajectory is not None and not isinstance(result, Trajectory):
             session.unscored = result or BudgetExceeded(Stage.RUN, job.budgets.run)
             result = job.trajectory

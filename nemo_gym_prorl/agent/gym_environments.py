@@ -28,10 +28,9 @@ import orjson
 from nemo_gym.config_types import ResourcesServerRef
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession
+from nemo_gym_prorl.agent.gym_environment import GymContext, GymEnvironmentHandler, GymSession, OnTimeout
 from nemo_gym_prorl.agent.gym_http import Address, CookieJar, GymServer, addresses
 from nemo_gym_prorl.agent.harness_handler import HarnessHandler
-from nemo_gym_prorl.agent.on_timeout import OnTimeout
 from nemo_gym_prorl.agent.run_rows import empty_response, failure_problem, failure_status
 from nemo_gym_prorl.agent.tool_loop import EnvironmentTools, LoopLimits
 from nemo_gym_prorl.failures import CallerError, Failure, InfrastructureError, Origin, Stage, suggest
