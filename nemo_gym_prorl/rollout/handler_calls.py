@@ -20,15 +20,19 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from nemo_gym_prorl.async_tasks import start_eager_task
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
     Failure,
     FailureKind,
     InfrastructureError,
+    Origin,
     RolloutError,
     Stage,
     classify,
+    is_text,
     unexpected_kind,
 )
 from nemo_gym_prorl.rollout.gym_rows import TRAINING_TRACES, is_masked, masked, take_tokens
@@ -250,18 +254,18 @@ class HandlerCalls:
 
     def _trajectory(self, job: Job, value: Any) -> Trajectory:
         if not isinstance(value, Trajectory) or not isinstance(value.response, dict):
-            raise _defect(job, Stage.RUN, f"returned {value!r:.200}, not a Trajectory with a response")
+            raise _defect(job, Stage.RUN, f"returned {_short(value)}, not a Trajectory with a response")
         value.take_tokens()
         return value
 
     def _scored(self, job: Job, value: Any) -> Outcome:
         if not isinstance(value, Verdict):
-            raise _defect(job, Stage.EVAL, f"returned {value!r:.200}, not a Verdict")
+            raise _defect(job, Stage.EVAL, f"returned {_short(value)}, not a Verdict")
         reward = value.reward
         if reward is not None and not _is_number(reward):
-            raise _defect(job, Stage.EVAL, f"returned a Verdict with reward {reward!r:.200}, no finite number")
+            raise _defect(job, Stage.EVAL, f"returned a Verdict with reward {_short(reward)}, no finite number")
         if not isinstance(value.result, dict):
-            raise _defect(job, Stage.EVAL, f"returned a Verdict with result {value.result!r:.200}, not a dict")
+            raise _defect(job, Stage.EVAL, f"returned a Verdict with result {_short(value.result)}, not a dict")
         if job.trajectory is not None:
             job.trajectory.tokens = job.trajectory.tokens or take_tokens(value.result.get("response"))
         try:
@@ -278,10 +282,32 @@ class HandlerCalls:
 
 def _outcome_defect(outcome: Any) -> str | None:
     if not isinstance(outcome, Outcome):
-        return f"returned {outcome!r:.200}, not an Outcome"
-    if outcome.state not in FAILED_STATES or outcome.reward is not None or outcome.failure is None:
-        return f"returned an Outcome with state {outcome.state!r:.200}, which is none of a failed job"
+        return f"returned {_short(outcome)}, not an Outcome"
+    if not isinstance(outcome.state, JobState) or outcome.state not in FAILED_STATES:
+        return f"returned an Outcome with state {_short(outcome.state)}, which is none of a failed job"
+    if outcome.reward is not None:
+        return "returned an Outcome with a reward, which a failed job has not"
+    if not isinstance(outcome.failure, Failure) or not _well_formed(outcome.failure):
+        return f"returned an Outcome with failure {_short(outcome.failure)}, not a Failure"
+    try:
+        result = orjson.loads(outcome.body)
+    except (TypeError, ValueError):
+        result = None
+    if not isinstance(result, dict):
+        return f"returned an Outcome with result {_short(outcome.body)}, not an object in JSON"
     return None
+
+
+def _well_formed(failure: Failure) -> bool:
+    """Return whether a handler's failure has fields of the declared types, as listings and event streams need."""
+    trace, server = failure.traceback, failure.server
+    return (
+        isinstance(failure.kind, FailureKind)
+        and isinstance(failure.origin, Origin)
+        and (failure.stage is None or isinstance(failure.stage, Stage))
+        and isinstance(failure.timed_out, bool)
+        and all(isinstance(text, str) and is_text(text) for text in (failure.reason, trace or "", server or ""))
+    )
 
 
 def _defect(job: Job, stage: Stage, what: str) -> InfrastructureError:
@@ -294,6 +320,13 @@ def _no_exception(error: BaseException, job: Job, stage: Stage) -> RuntimeError:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 async def _with_timeout(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:

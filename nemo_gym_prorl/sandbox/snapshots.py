@@ -131,6 +131,7 @@ async def take(container: Container, folder: Path, name: str, *, quiescent: bool
         CallerError: the folder cannot be created, or no file can be created in the folder.
         AgentError: the sandbox has files that cannot be archived: too many bytes, or paths that cannot be opened.
         SandboxRefused: the sandbox cannot be paused or read, or the machine's disk is full.
+        SandboxLost: the sandbox ended.
     """
     stem = re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("-._")[:80] or "snapshot"
     snapshot = f"{stem}-{secrets.token_hex(6)}"
@@ -143,6 +144,7 @@ async def take(container: Container, folder: Path, name: str, *, quiescent: bool
             reply, _files = await container.ask(SnapshotRequest(container.name, header, quiescent), [target])
         except SandboxRefused as error:
             if error.number and error.number not in _NOT_AGENT_ERRNOS:
+                await container.check()  # the end of a sandbox makes its files unreadable, too
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
             raise
         await asyncio.to_thread(fresh.rename, folder / snapshot)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from fastapi import FastAPI
@@ -155,6 +155,16 @@ RETURNS_OF_ON_FAILURE: Mapping[str, Callable[[Failure], Any]] = {
     "succeeded": lambda failure: Outcome(JobState.SUCCEEDED, {}, reward=1.0),
     "no failure": lambda failure: Outcome(JobState.FAILED, {}),
     "surrogate": lambda failure: Outcome(JobState.FAILED, {"text": "\ud800"}, failure=failure),
+    "no JSON": lambda failure: Outcome(JobState.FAILED, b"\xff", failure=failure),
+    "no object": lambda failure: Outcome(JobState.FAILED, [1], failure=failure),  # type: ignore[arg-type]
+    "a word as its state": lambda failure: Outcome("failed", {}, failure=failure),  # type: ignore[arg-type]
+    "a word as its failure": lambda failure: Outcome(JobState.FAILED, {}, failure="it"),  # type: ignore[arg-type]
+    **{
+        f"odd {name}": lambda failure, name=name, odd=odd: Outcome(  # type: ignore[misc]
+            JobState.FAILED, {}, failure=replace(failure, **{name: odd})
+        )
+        for name, odd in [("reason", 5), ("reason", "\udcff"), ("origin", "me"), ("traceback", "\udfff")]
+    },
 }
 
 

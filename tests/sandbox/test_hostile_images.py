@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Images with hostile files: links to the host, links in place of kernel file systems, pipes."""
+"""Images with hostile files: links to the host, links in place of kernel file systems, pipes.
+
+Each is tried with the check of images, which names the problem, and without it, since creating a sandbox must not rely
+on the check.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.creation import MAX_CONCURRENT_STARTS
@@ -53,6 +58,11 @@ def make(tiny_root: Path, open_folder: Path) -> Make:
     return copy
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rootfs, "_check_sandbox_paths", lambda _root: None)
+
+
 def put(root: Path, name: str, link: str) -> None:
     """Replace a path of an image by a link."""
     path = root / name
@@ -83,6 +93,7 @@ def seen(folder: Path) -> dict[str, tuple[int, int, str]]:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("name", tiered(["etc", "etc/passwd", "var"], ["etc/passwd"]))
+@pytest.mark.usefixtures("unchecked")
 async def test_links_to_open_files_lead_to_nothing_of_the_host(
     make: Make, runtime: Runtime, open_folder: Path, start: Start, name: str
 ) -> None:
@@ -119,6 +130,7 @@ HIDES = [("sys", "/proc/sys/kernel"), ("sys", "/proc/sys"), ("dev", "/proc/sys/k
 
 @BOTH_WAYS
 @pytest.mark.parametrize("hides", tiered(HIDES, [HIDES[0], HIDES[-1]]), ids=" is ".join)
+@pytest.mark.usefixtures("unchecked")
 async def test_no_link_hides_what_is_set(
     make: Make, runtime: Runtime, open_folder: Path, start: Any, hides: tuple[str, str]
 ) -> None:
@@ -137,6 +149,8 @@ def link(target: str) -> Callable[[Path], None]:
 
 
 REFUSED: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "accounts that are a folder": ("etc/passwd", Path.mkdir),
+    "groups that are a pipe": ("etc/group", os.mkfifo),
     "a shell that is a pipe": ("usr/bin/sh", os.mkfifo),
     "hosts that are a folder": ("etc/hosts", Path.mkdir),
     "no folder of the kernel's": ("proc", Path.touch),
@@ -156,8 +170,9 @@ async def test_an_image_that_fits_no_sandbox_is_refused_by_name(make: Make, runt
     path.unlink(missing_ok=True)
     substitute(path)
     async with asyncio.timeout(HANG_S):
-        with pytest.raises((CallerError, InfrastructureError), match=rf"{root}.*/{name.removeprefix('usr/')}"):
-            await Container.start(ContainerSpec(image=root, start="direct"), runtime)
+        with pytest.raises(CallerError, match=rf"^image: {root} .*/{name.removeprefix('usr/')} ") as caught:
+            await Container.start(ContainerSpec(image=root), runtime)
+    assert caught.value.field == "image"
 
 
 def waiting_program() -> bytes:

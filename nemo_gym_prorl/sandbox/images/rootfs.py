@@ -23,7 +23,8 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.entries import machine
-from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation import mounts, user_ids
+from nemo_gym_prorl.sandbox.isolation.mounts import KERNEL_FILESYSTEMS
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
 from nemo_gym_prorl.sandbox.limits.usage import OPEN_FOLDER_FLAGS
@@ -177,6 +178,9 @@ def resolve_inside(root: Path, path: str) -> Path:
 _ELF_MACHINES = {3: "i686", 21: "ppc64le", 22: "s390x", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 """Processor architecture by the machine number in the header of an ELF program."""
 
+SANDBOX_FOLDERS = ("/etc", "/tmp", "/root", "/var", "/var/tmp")
+"""Folders that every sandbox has besides the kernel's; in an image none of them may lead into a kernel file system."""
+
 
 def check_usable(image: Path) -> None:
     """Refuse a root folder without a usable ``/bin/sh``, or a file that is not a SIF.
@@ -203,7 +207,8 @@ def check_image(image: Path) -> None:
     """Refuse an image from which no sandbox can start.
 
     Raises:
-        CallerError: the path is not a root folder, or :func:`check_usable` refuses the folder.
+        CallerError: the path is not a root folder, :func:`check_usable` refuses the folder, or the folder has files of
+            another type at the paths that every sandbox mounts or writes.
     """
     try:
         if not image.exists():
@@ -214,6 +219,7 @@ def check_image(image: Path) -> None:
                 f"{image} is a SIF: unpack it with 'apptainer build --sandbox FOLDER {image}' and name FOLDER",
                 field="image",
             )
+        _check_sandbox_paths(image)
     except PermissionError as error:
         raise CallerError(
             f"{image} is not readable: run 'chmod a+rX' on it and the folders above as their owner", field="image"
@@ -246,3 +252,53 @@ def _check_root(root: Path) -> None:
     found = _ELF_MACHINES.get(int.from_bytes(head[18:20], "little" if head[5] == 1 else "big"), "")
     if found and found != machine():
         raise CallerError(f"{root} is for {found}, but this machine is {machine()}", field="image")
+
+
+def _check_sandbox_paths(root: Path) -> None:
+    """Refuse an image with files of the wrong type, or with misleading symlinks, at the paths that a sandbox needs.
+    Only for early errors: the launcher does not rely on this check."""
+    for path in KERNEL_FILESYSTEMS:
+        if _file_type(root, f"{root}{path}", path) not in (0, stat.S_IFDIR):
+            raise _unfit(root, path, "is no folder: make it an empty one")
+    for path in SANDBOX_FOLDERS:
+        if _file_type(root, _resolve_checked(root, path), path) not in (0, stat.S_IFDIR):
+            raise _unfit(root, path, "is no folder: make it one")
+    for path in ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf"):
+        folder, name = os.path.split(path)
+        if _file_type(root, f"{_resolve_checked(root, folder)}/{name}", path) == stat.S_IFDIR:
+            raise _unfit(root, path, "is a folder where each sandbox has a file: remove it")
+    for path in mounts.ACCOUNT_FILES:
+        if _file_type(root, _resolve_checked(root, path), path) not in (0, stat.S_IFREG):
+            raise _unfit(root, path, "is no regular file: make it one, or remove it")
+
+
+def _resolve_checked(root: Path, path: str) -> str:
+    """Return the host path of ``path`` with symlinks resolved; refuse a path in a kernel file system."""
+    parts = path.split("/")
+    if not any(Path(str(root) + "/".join(parts[:count])).is_symlink() for count in range(2, len(parts) + 1)):
+        return f"{root}{path}"
+    try:
+        found = resolve_inside(root, path)
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise _unfit(root, path, f"leads nowhere ({error.strerror}): remove the link") from error
+    inside = f"/{found.relative_to(root)}"
+    if any(inside == own or inside.startswith(f"{own}/") for own in KERNEL_FILESYSTEMS):
+        raise _unfit(root, path, f"is a link to {inside}, where each sandbox has its own files: remove the link")
+    return str(found)
+
+
+def _file_type(root: Path, found: str, path: str) -> int:
+    try:
+        return stat.S_IFMT(os.lstat(found).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise _unfit(root, path, f"can't be read ({error.strerror})") from error
+
+
+def _unfit(root: Path, path: str, reason: str) -> CallerError:
+    return CallerError(f"{root} can't be used as a sandbox's root: its {path} {reason}", field="image")

@@ -27,6 +27,9 @@ from nemo_gym_prorl.sandbox.isolation.privilege import in_user_namespace
 from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
 
 
+KERNEL_FILESYSTEMS = ("/proc", "/sys", "/dev")
+"""Mount points of kernel file systems in every sandbox."""
+
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
 """Mount options of a tmpfs without a configured size; the kernel's default is half of the machine's memory."""
 
@@ -124,13 +127,15 @@ RUNTIME_MOUNTED_FILES = (
 )
 """Files of the host that container runtimes mount over the image's files."""
 
+ACCOUNT_FILES = ("/etc/passwd", "/etc/group")
+"""Files to which a line for the sandbox's user or group is added if they have no line with the id."""
+
 RUNTIME_COPIED_FILES = ("/etc/localtime",)
 """Files of the host that container runtimes copy into a sandbox if the image lacks them."""
 
 
 def account_lines(uid: int, gid: int) -> Iterator[tuple[str, str, int]]:
-    """Yield path, line and id for each file of accounts that gets a line for the sandbox's user or group if it has no
-    line with the id."""
+    """Yield, for each of :data:`ACCOUNT_FILES`, path, line for the sandbox's user or group, and the id in the line."""
     name, home = ("root", "/root") if uid == 0 else (HOST_NAME, "/tmp")
     yield "/etc/passwd", f"{name}:x:{uid}:{gid}::{home}:/bin/sh\n", uid
     yield "/etc/group", f"{name}:x:{gid}:\n", gid

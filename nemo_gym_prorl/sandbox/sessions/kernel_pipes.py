@@ -16,6 +16,7 @@ import itertools
 import os
 import secrets
 import struct
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -152,13 +153,19 @@ def _number(text: bytes) -> int:
 
 
 class RichResults:
-    """Rich results and traceback of a cell; ``omitted`` counts bytes beyond the limits, here or in the driver."""
+    """Newest rich results and traceback of a cell, so that a loop that updates a display keeps its last state.
+    ``omitted`` counts bytes beyond the limits, here or in the driver."""
 
     def __init__(self) -> None:
         self.error = b""
         self.omitted = 0
-        self.data: list[dict[str, str]] = []
+        self._kept: deque[tuple[int, int, dict[str, str]]] = deque()
+        """Size in bytes, share of the limit and content of each result, oldest first."""
         self._left = DATA_LIMIT
+
+    @property
+    def data(self) -> list[dict[str, str]]:
+        return [result for _, _, result in self._kept]
 
     def take(self, kind: str, parts: list[bytes]) -> None:
         """Apply an event other than ``end``.
@@ -179,12 +186,16 @@ class RichResults:
     def _show(self, pairs: list[bytes]) -> None:
         size = sum(map(len, pairs))
         cost = size + RESULT_COST * (1 + len(pairs) // 2)
-        if cost > self._left:
+        if cost > DATA_LIMIT:
             self.omitted += size
             return
         self._left -= cost
         texts = [part.decode("utf-8", "replace") for part in pairs]
-        self.data.append(dict(zip(texts[::2], texts[1::2], strict=True)))
+        self._kept.append((size, cost, dict(zip(texts[::2], texts[1::2], strict=True))))
+        while self._left < 0:
+            gone, freed, _ = self._kept.popleft()
+            self.omitted += gone
+            self._left += freed
 
 
 def _pipes(count: int) -> list[tuple[int, int]]:
