@@ -274,6 +274,11 @@ async def test_text_results_and_tracebacks_are_bounded(kernel: Kernel) -> None:
     large = await kernel.run(f"from IPython.display import HTML, display; display(HTML('x' * {DATA_LIMIT})); 1")
     assert large.data == [{"text/plain": "1"}]
     assert large.omitted > DATA_LIMIT
+    loop = "for i in range(9000): display(f'{i:05}' + 'x' * 1000)"  # a display that is updated
+    updated = await kernel.run(f"{loop}\n'result'", timeout_s=60)
+    assert updated.data[-1] == {"text/plain": "'result'"}
+    assert "08999" in updated.data[-2]["text/plain"]
+    assert updated.omitted > 0
     failed = await kernel.run("raise ValueError('x' * 1_000_000)", output_limit=1000)
     assert len(failed.error or "") < 1100
     assert failed.omitted > 900_000

@@ -8,7 +8,9 @@ import asyncio
 import base64
 import io
 import json
+import os
 import shutil
+import signal
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -30,6 +32,8 @@ from nemo_gym_prorl.sandbox.isolation.user_ids import multi_user_error
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.shell import Shell
+from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.state_dir import PID_NAMESPACE_FILE
 from tests.conftest import tiered
 from tests.sandbox.running import created
 from tests.sandbox.without import Off, Without
@@ -382,6 +386,19 @@ async def test_a_pause_stops_every_program(image: Path, runtime: Runtime, tmp_pa
         await taking
         times = (await container.run("sleep 0.5; touch /tmp/end; sort -n /tmp/times", timeout_s=60)).stdout.split()
     assert max(float(later) - float(sooner) for sooner, later in pairwise(times)) > 0.8
+
+
+async def test_a_snapshot_of_a_sandbox_that_is_killed_meanwhile_is_no_fault_of_the_agent(
+    image: Path, runtime: Runtime, tmp_path: Path, without: Without
+) -> None:
+    without(Off(SLOW_PACK.replace("pack(*arguments)", "open('/proc/1/none/file')")))  # as files that have gone
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        taking = asyncio.create_task(snapshots.take(container, tmp_path / "kept", "x"))
+        await asyncio.sleep(0.5)
+        number = (container.folder / PID_NAMESPACE_FILE).read_text().split()[0]
+        os.kill(int(number), signal.SIGKILL)
+        with pytest.raises(SandboxLost):
+            await taking
 
 
 async def test_a_shells_command_goes_on_after_a_snapshot(provider: SingularityProvider) -> None:
