@@ -110,7 +110,11 @@ async def main() -> None:
     quick = parser(__doc__).parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()
-    rows = await programs(SingularityProvider(**LIMITS), quick=quick)
+    provider = SingularityProvider(**LIMITS)
+    try:
+        rows = await programs(provider, quick=quick)
+    finally:
+        await provider.aclose()
     publish("tasks", rows, quick=quick)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""What our servers share: keys, where they may listen, routes in front of an application, their end, open files."""
+"""Parts that all servers share: keys, addresses to listen on, direct routes, shutdown, limits of open files."""
 
 import asyncio
 import errno

@@ -51,7 +51,7 @@ def test_links_are_not_followed_and_closed_folders_are_opened(tmp_path: Path) ->
     remove_tree(folder)
     assert not folder.exists()
     remove_tree(folder)
-    # As a folder that becomes a link just before it is opened.
+    # The eraser gets a link, as if the folder had been replaced just before it was opened.
     folder.symlink_to(outside)
     with pytest.raises(NotADirectoryError):
         remove_tree(folder)

@@ -218,7 +218,7 @@ async def test_entries_of_a_snapshot_have_no_rights_outside(image: Path, kept: P
         )
         assert looked.stdout == "6755\n0\nNoNewPrivs:\t1\n/tmp/prorl-absolute\n"
         assert not Path("/tmp/prorl-absolute").exists()  # noqa: ASYNC240
-    await refused(provider, "link", "")
+    await refused(provider, "link", "/dev of the image, which must be a folder and no link")
 
 
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
@@ -386,6 +386,26 @@ async def test_a_pause_stops_every_program(image: Path, runtime: Runtime, tmp_pa
         await taking
         times = (await container.run("sleep 0.5; touch /tmp/end; sort -n /tmp/times", timeout_s=60)).stdout.split()
     assert max(float(later) - float(sooner) for sooner, later in pairwise(times)) > 0.8
+
+
+HALF_A_PAUSE = """
+from nemo_gym_prorl.sandbox.supervisor import programs
+def fails(*_arguments, **_named):
+    raise OSError(12, "no memory")
+programs._verify_stopped = fails
+"""
+
+
+async def test_a_pause_that_fails_leaves_no_program_stopped(
+    image: Path, runtime: Runtime, tmp_path: Path, without: Without
+) -> None:
+    without(Off(HALF_A_PAUSE))
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        await container.run("(while :; do date +%s%N > /tmp/beat; sleep 0.02; done) >/dev/null 2>&1 &")
+        with pytest.raises(InfrastructureError, match="no memory"):
+            await snapshots.take(container, tmp_path / "kept", "x")
+        beats = (await container.run("cat /tmp/beat; sleep 0.3; cat /tmp/beat")).stdout.split()
+        assert beats[0] != beats[1]
 
 
 async def test_a_snapshot_of_a_sandbox_that_is_killed_meanwhile_is_no_fault_of_the_agent(

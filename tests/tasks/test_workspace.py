@@ -51,6 +51,7 @@ async def test_python_without_ipython_keeps_nothing(workspace: Workspace) -> Non
     slow = "import time\nprint('before', flush=True)\ntime.sleep(60)"
     assert await python(slow, timeout_s=1) == f"before\n[timed out after 1 s; {KEPT}]"
     assert (await python("import os\nos.kill(os.getpid(), 9)")).endswith(f"[error; {KEPT}]")
+    assert await python("1\0") == "Error: the code must not hold a NUL character."
     assert await workspace.call("python", {"restart": True}) == f"[a new kernel was started; {KEPT}]"
 
 

@@ -146,14 +146,14 @@ def weak_limits(found: Sequence[Limit]) -> str:
 
 @cache
 def warn_slow_start_once(trouble: str) -> None:
-    """Log why direct starts are not possible, once in each process; a no-op if ``trouble`` is empty."""
+    """Log why direct starts are not possible, each reason once in a process; a no-op if ``trouble`` is empty."""
     if trouble:
         LOGGER.warning("sandboxes start through the container runtime, which is slower: %s", trouble)
 
 
 @cache
 def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> None:
-    """Log the limits that the kernel does not enforce, once in each process.
+    """Log the limits that the kernel does not enforce, once in a process for the same arguments.
 
     Args:
         controllers: control group controllers that limit the sandboxes.

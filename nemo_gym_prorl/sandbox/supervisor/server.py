@@ -199,10 +199,10 @@ class Supervisor:
             # Set before SIGSTOP is sent: a program that started in between would keep running.
             sandbox.paused = True
             try:
-                await programs.pause(self._children, self._launcher, namespace, namespaces)
                 try:
+                    await programs.pause(self._children, self._launcher, namespace, namespaces)
                     return await self._children.run(partial(archive, paused=True), files)
-                finally:
+                finally:  # a pause that fails has stopped some programs
                     await self._children.run(partial(programs.resume, namespace))
             finally:
                 sandbox.paused = False

@@ -422,6 +422,8 @@ class StatelessPython:
     async def call(self, arguments: PythonArguments, timeout_s: float) -> str:
         if arguments.code is None:
             return self._observation("", restarted("kernel"))
+        if "\0" in arguments.code:
+            return error_text("the code must not hold a NUL character.", limit=self._limit)
         end = secrets.token_hex(8)
         script = f"exec python3 - 2>&1 <<'{end}'\n{arguments.code}\n{end}\n"
         done = await self._run_script(script, timeout_s=timeout_s)
