@@ -178,6 +178,25 @@ async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shel
     assert (await shell.run("echo usable")).output.endswith("usable\n")
 
 
+GROWING = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+while True:
+    try:
+        os.fork()
+    except OSError:
+        time.sleep(0.005)
+"""
+
+
+async def test_at_the_hard_limit_a_fork_bomb_is_killed_as_a_whole(image: Path, runtime: Runtime, way: Start) -> None:
+    spec = ContainerSpec(image=image, start=way, processes=64)
+    async with await Container.start(spec, runtime) as full, await Shell.start(full) as shell:
+        stopped = await shell.run(f"python3 -c '{GROWING}'", timeout_s=1, silence_s=None)
+        assert (stopped.timed_out, stopped.exited) == (True, False)
+        assert (await shell.run("echo usable; ls / | wc -l")).output.startswith("usable\n")
+
+
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("exec true", 0), ("set -e; false", 1)])
 async def test_an_end_of_the_shell_is_reported(shell: Shell, command: str, code: int) -> None:
     ended = await shell.run(command)

@@ -16,7 +16,6 @@ BY_THE_RUNTIME_TOO = {
         "without_root",
         "the_time_to_live",
     ),
-    "foreground": ("nothing_of_a_command_whose_time_is_up_is_left[runtime-an orphan-this]",),
     "kernel": ("a_kernel_has_the_rights_of_any_program",),
     "limits_told": (
         "a_full_process_table_is_the_agents_doing",

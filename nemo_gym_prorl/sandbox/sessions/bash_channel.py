@@ -38,6 +38,7 @@ import re
 import secrets
 import select
 import shlex
+import signal
 import socket
 import struct
 import sys
@@ -46,7 +47,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_gym_prorl.sandbox.sessions.commands import HeadTail
-from nemo_gym_prorl.sandbox.signals import Session
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken
 
 
@@ -305,7 +305,6 @@ class ContainerTerminal:
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
         self.fd = fd
-        self._session = Session.of(pid)
         os.set_blocking(fd, False)
         self.number = int.from_bytes(fcntl.ioctl(fd, _TIOCGPTN, bytes(4)), sys.byteorder)
         """Number of the terminal: its path in the sandbox is ``/dev/pts/NUMBER``."""
@@ -339,10 +338,11 @@ class ContainerTerminal:
         return None
 
     def kill_foreground(self) -> None:
-        """Kill the foreground process group, unless it is bash's. Blocks: it may scan all processes of the machine."""
+        """Kill the foreground process group, unless it is bash's. A group whose leader has ended is not killed, since
+        its id may have been reused."""
         with contextlib.suppress(OSError):
-            if (group := self.foreground()) is not None:
-                self._session.kill(group)
+            if (group := self.foreground()) is not None and os.getsid(group) == self.pid:
+                os.killpg(group, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the controlling end, which sends SIGHUP to the terminal's session. Idempotent."""

@@ -322,7 +322,7 @@ class Shell:
             if self.terminal.foreground() not in (None, pressed):
                 pressed, kill_at = self._press(), self._loop.time() + INTERRUPT_GRACE_S
             elif self._loop.time() >= kill_at:
-                await asyncio.to_thread(self.terminal.kill_foreground)
+                self.terminal.kill_foreground()
                 kill_at += INTERRUPT_GRACE_S
 
     def _press(self) -> int | None:
