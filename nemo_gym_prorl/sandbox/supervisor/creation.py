@@ -3,8 +3,8 @@
 """Start a sandbox: directly from its prepared image, or by the container runtime.
 
 With both methods the first process reports on the sandbox's channel, the supervisor records the PID namespace, and
-the control group's limits are set. ``start: auto`` is decided once per supervisor: directly if a direct start
-succeeds, else by the runtime.
+the control group's limits are set. ``start: auto`` is decided once, before the supervisor's first such sandbox:
+directly if a sandbox of an empty root folder starts directly, else by the runtime.
 
 At most :data:`MAX_CONCURRENT_STARTS` sandboxes start at a time. As many again may start if no other sandbox of the
 same image is starting. So an image whose sandboxes start slowly, or never, does not delay other images.
@@ -49,7 +49,7 @@ from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
 from nemo_gym_prorl.sandbox.supervisor.egress_process import Egress
-from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, error_text, failure
+from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, failure
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Sandbox
 
 
@@ -94,7 +94,7 @@ class StartLimiter:
 
 
 class Creation:
-    """Creates one supervisor's sandboxes; remembers whether direct starts work on this machine.
+    """Creates one supervisor's sandboxes.
 
     Args:
         groups: folder of the control group below which sandboxes get theirs; ``None`` without control groups.
@@ -108,8 +108,9 @@ class Creation:
         self._egress = egress
         self._launcher = launcher
         self._prepared = PreparedImages(folder, children, launcher)
-        self._direct_works = False
-        self._fallback_reason = ""
+        self._folder = folder
+        self._probing = asyncio.Lock()
+        self._fallback_reason: str | None = None
 
     async def create(self, sandbox: Sandbox) -> None:
         """Start a sandbox. After a failure or cancellation, the caller kills its processes and removes its folder.
@@ -126,13 +127,13 @@ class Creation:
                 (sandbox.folder / state_dir.GROUP_FILE).write_text(str(path))
                 sandbox.group = cgroups.Group.make(path)
             await self._make_layer(sandbox)
-        if request.start == "runtime" or (request.start == "auto" and self._fallback_reason):
-            sandbox.fallback_reason = self._fallback_reason if request.start == "auto" else ""
+        if request.start == "auto":
+            with sandbox.step("probe"):
+                sandbox.fallback_reason = await self._why_not_directly(request)
+        if request.start == "runtime" or sandbox.fallback_reason:
             await self._start_by_runtime(sandbox)
-        elif request.start == "direct" or self._direct_works:
-            await self._start_directly(sandbox)
         else:
-            await self._choose_method(sandbox)
+            await self._start_directly(sandbox)
         with sandbox.step("limits"), _setup_errors():
             if sandbox.group:
                 memory = request.memory_mib << 20
@@ -141,21 +142,34 @@ class Creation:
             with sandbox.step("egress"), _setup_errors():
                 await self._egress.open(sandbox, PROXY_PORT, {"network": request.network})
 
-    async def _choose_method(self, sandbox: Sandbox) -> None:
-        """Start a sandbox directly, else by the runtime, and remember which method works for ``start: auto``."""
+    async def _why_not_directly(self, request: CreateRequest) -> str:
+        """Return why ``start: auto`` uses the runtime; empty if sandboxes start directly on this machine.
+
+        Raises:
+            Refused: a helper was killed, or the machine lacked a resource. Then the next sandbox is a probe again.
+        """
+        async with self._probing:
+            if self._fallback_reason is None:
+                self._fallback_reason = await self._probe(request)
+        return self._fallback_reason
+
+    async def _probe(self, request: CreateRequest) -> str:
+        """Start a sandbox of an empty root folder directly; return why it does not start, or an empty text."""
+        folder = self._folder / f"m-{secrets.token_hex(6)}"
+        image = folder / "empty"
+        empty = replace(
+            request, image=str(image), image_identity=str(image), scripted=False, users=False, network=NONE, binds=[]
+        )
         try:
-            await self._start_directly(sandbox)
-            self._direct_works = True
+            async with throwaway_sandbox(folder, empty, self._launcher) as sandbox:
+                image.mkdir()
+                await self._start_directly(sandbox)
         except (Refused, OSError) as error:
-            if _is_transient(failure(error)):
+            trouble = failure(error)
+            if trouble.get("killed") or trouble.get("errno") in SHORTAGES:
                 raise
-            trouble = error.reply if isinstance(error, Refused) else {"error": error_text(error)}
-            sandbox.fallback_reason = str(trouble.get("log") or trouble["error"])
-            with sandbox.step("undoing"):
-                await self._undo_direct_start(sandbox)
-            await self._start_by_runtime(sandbox)
-            # Not set if the runtime fails, too: the image may be the cause, and the next sandbox tries both methods.
-            self._fallback_reason = sandbox.fallback_reason
+            return str(trouble.get("log") or trouble["error"])
+        return ""
 
     async def _start_directly(self, sandbox: Sandbox) -> None:
         sandbox.start_method, request = "direct", sandbox.request
@@ -211,20 +225,6 @@ class Creation:
                     return sandbox.starter
         raise AssertionError
 
-    async def _undo_direct_start(self, sandbox: Sandbox) -> None:
-        """Undo a failed direct start, so that the runtime can start the sandbox. Kills the first process, erases the
-        folders in the sandbox's folder, and creates the writable layer again."""
-        if sandbox.starter:
-            sandbox.starter.kill()
-            await sandbox.starter.wait()
-        sandbox.starter = None
-        sandbox.namespaces = sandbox.pid_namespace = None
-        (sandbox.folder / state_dir.PID_NAMESPACE_FILE).unlink(missing_ok=True)
-        for entry in sandbox.folder.iterdir():
-            if entry.is_dir():
-                await self._launcher.run(requests.erase(entry, None))
-        await self._make_layer(sandbox)
-
     async def _make_layer(self, sandbox: Sandbox) -> None:
         """Create the writable layer, empty or restored from a snapshot. The start's time limit excludes restoring."""
         make_overlay(sandbox)
@@ -279,11 +279,6 @@ class Creation:
         sandbox.namespaces = SandboxNamespaces(
             process, sandbox.request.uid, sandbox.request.limits, spaces, is_pivoted=rooted, capabilities=added
         )
-
-
-def _is_transient(trouble: Message) -> bool:
-    """Return whether a direct start may succeed later: a helper was killed, or the machine lacked a resource."""
-    return bool(trouble.get("killed")) or trouble.get("errno") in SHORTAGES
 
 
 @contextlib.contextmanager
@@ -369,37 +364,46 @@ class PreparedImages:
         which evaluates the scripts. ``/proc/PID/environ`` of the first process, a waiting shell, has the variables."""
         folder = self._folder / f"m-{secrets.token_hex(6)}"
         isolated = replace(request, uid=0, network=NONE, binds=[])
-        probe = Sandbox(folder.name, folder, isolated, [], [])
-        try:
-            async with asyncio.timeout(request.start_timeout_s):
-                make_folder(folder, request)
-                make_overlay(probe)
-                namespace = await start_by_runtime(self._children, probe)
-                environment = f"/proc/{namespace.init}/environ"
-                # In a forked child, since the process can make the text very large.
-                return (await self._children.run(lambda: (read_environment(environment), [])))[0]
-        except TimeoutError:
-            raise Refused(
-                {"error": f"the runtime did not start the image within {request.start_timeout_s:g} s"}
-            ) from None
-        finally:
-            with log_exceptions():
-                await run_uncancellable(self._end_probe(probe))
+        async with throwaway_sandbox(folder, isolated, self._launcher) as sandbox:
+            namespace = await start_by_runtime(self._children, sandbox)
+            environment = f"/proc/{namespace.init}/environ"
+            # In a forked child, since the process can make the text very large.
+            return (await self._children.run(lambda: (read_environment(environment), [])))[0]
 
-    async def _end_probe(self, probe: Sandbox) -> None:
-        """End the sandbox that evaluated an image's scripts: kill its untrusted processes and erase its folder."""
-        if probe.channel:
-            drop(probe.channel)
-        find_pid_namespace(probe)
-        async with asyncio.timeout(STUCK_S):
-            while probe.pid_namespace and probe.pid_namespace.alive:  # no event reports the end of a non-child
-                probe.pid_namespace.kill()
-                await asyncio.sleep(state_dir.POLL_S)
-        if probe.starter:
-            probe.starter.kill()
-            await probe.starter.wait()
-        probe.take_log()
-        await self._launcher.run(requests.erase(probe.folder, None))
+
+@contextlib.asynccontextmanager
+async def throwaway_sandbox(folder: Path, request: CreateRequest, launcher: Launcher) -> AsyncIterator[Sandbox]:
+    """Yield a sandbox that the block starts, and that ends with the block: its untrusted processes are killed.
+
+    Raises:
+        Refused: the block takes longer than ``start_timeout_s``.
+    """
+    sandbox = Sandbox(folder.name, folder, request, [], [])
+    try:
+        async with asyncio.timeout(request.start_timeout_s):
+            make_folder(folder, request)
+            make_overlay(sandbox)
+            yield sandbox
+    except TimeoutError:
+        raise Refused({"error": f"{request.image} was not started within {request.start_timeout_s:g} s"}) from None
+    finally:
+        with log_exceptions():
+            await run_uncancellable(_end_throwaway(sandbox, launcher))
+
+
+async def _end_throwaway(sandbox: Sandbox, launcher: Launcher) -> None:
+    if sandbox.channel:
+        drop(sandbox.channel)
+    find_pid_namespace(sandbox)
+    async with asyncio.timeout(STUCK_S):
+        while sandbox.pid_namespace and sandbox.pid_namespace.alive:  # no event reports the end of a non-child
+            sandbox.pid_namespace.kill()
+            await asyncio.sleep(state_dir.POLL_S)
+    if sandbox.starter:
+        sandbox.starter.kill()
+        await sandbox.starter.wait()
+    sandbox.take_log()
+    await launcher.run(requests.erase(sandbox.folder, None))
 
 
 def make_folder(path: Path, request: CreateRequest) -> None:
