@@ -81,7 +81,7 @@ async def test_processes_of_all_users_together_are_bounded(image: Path, runtime:
         await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")
         await asyncio.sleep(1)
         space = int((container.folder / state_dir.PID_NAMESPACE_FILE).read_text().split()[2])
-        assert 20 < usage.threads_in(space) <= 50
+        assert 20 < len(usage.processes_by_namespace([space])[space]) <= 50
         for user in (None, 33):
             with pytest.raises(SandboxExhausted, match="processes"):
                 await container.run("true", user=user)

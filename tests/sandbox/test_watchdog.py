@@ -5,21 +5,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox.limits import usage as walk_module
-from nemo_gym_prorl.sandbox.limits.usage import MIN_ENTRY_BYTES, DiskUsage, Process, scan
-from nemo_gym_prorl.sandbox.limits.watchdog import (
-    MAX_MEASUREMENTS_OVER_LIMIT,
-    MAX_SCAN_S,
-    SCAN_PAUSE_S,
-    Watched,
-    WatchList,
-)
+from nemo_gym_prorl.sandbox.limits import usage
+from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, MAX_SCAN_S, MIN_ENTRY_BYTES, DiskUsage, Process, scan
+from nemo_gym_prorl.sandbox.limits.watchdog import MAX_MEASUREMENTS_OVER_LIMIT, SCAN_PAUSE_S, Watched, WatchList
 
 
 MIB = 1 << 20
@@ -103,9 +98,9 @@ def test_a_sandbox_over_its_memory_look_after_look_ends() -> None:
 
 def test_a_layer_in_memory_counts_as_memory() -> None:
     one = box(memory=100, in_memory=True)
-    one.record_scan(DiskUsage(45 * MIB))
+    one.disk = 45 * MIB
     assert one.memory_victims(sizes(30, 40)) == ([2], "memory: 115 MiB in use of 100 MiB")
-    one.record_scan(DiskUsage(101 * MIB))
+    one.disk = 101 * MIB
     assert one.may_exceed_memory([process(1)])
     assert one.memory_victims(sizes(30)) == ([], "memory: 131 MiB in use of 100 MiB"), "no process's end would help"
 
@@ -119,7 +114,7 @@ def test_active_sandboxes_are_scanned_least_recently_scanned_first() -> None:
     watched.all["n"] = box("n", memory=0, disk=0)
     assert watched.next_to_scan(100.0) is watched.all["b"]
     assert watched.next_to_scan(10.0 - 1 + SCAN_PAUSE_S / 2) is None
-    watched.all["b"].scanning = True
+    watched.all["b"].scanned = 90.0
     assert watched.next_to_scan(100.0) is watched.all["a"]
 
 
@@ -137,13 +132,6 @@ def test_a_scan_ends_the_sandbox_at_its_limits(found: DiskUsage, reason: str) ->
     assert box(disk=0).disk_violation(found) == ""
 
 
-def scanned(folder: Path) -> DiskUsage:
-    found = DiskUsage()
-    for _ in scan([str(folder)], [], found):
-        pass
-    return found
-
-
 def test_a_scan_misses_nothing(tmp_path: Path) -> None:
     """Wide and deep folders, and an empty file, which counts as a block."""
     most = 0
@@ -153,7 +141,7 @@ def test_a_scan_misses_nothing(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             folder.joinpath("file").write_bytes(b"x" * most)
             most += 1
-    found = scanned(tmp_path)
+    found = scan(str(tmp_path), [], sys.maxsize)
     files = folders = 0
     for _path, inner, outer in os.walk(tmp_path):
         folders += len(inner)
@@ -162,10 +150,16 @@ def test_a_scan_misses_nothing(tmp_path: Path) -> None:
     assert found.largest == most - 1
 
 
-def test_more_folders_than_a_scan_keeps_end_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk_module, "MAX_FOLDERS", 50)
-    for number in range(51):
-        tmp_path.joinpath(str(number)).mkdir()
-    found = scanned(tmp_path)
-    assert found.crowded
-    assert "folders" in box().disk_violation(found)
+@pytest.mark.parametrize(
+    ("bound", "value"),
+    [("MAX_FOLDERS", 50), ("MAX_SCAN_S", 0.0), ("MIN_ENTRY_BYTES", MIB)],
+    ids=["folders", "time", "bytes"],
+)
+def test_a_scan_stops_at_its_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: float) -> None:
+    monkeypatch.setattr(usage, bound, value)
+    for number in range(60):
+        tmp_path.joinpath(str(number), "below").mkdir(parents=True)
+    found = scan(str(tmp_path), [], 50 * MIB)
+    assert found.disk < 120 * usage.MIN_ENTRY_BYTES
+    assert found.crowded == (bound == "MAX_FOLDERS")
+    assert box().disk_violation(DiskUsage(crowded=True)) == f"disk: more than {MAX_FOLDERS} folders"

@@ -31,7 +31,7 @@ from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.launcher.requests import SandboxNamespaces
-from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
+from nemo_gym_prorl.sandbox.limits.usage import scan
 
 
 if TYPE_CHECKING:
@@ -101,10 +101,8 @@ def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, An
         _keep_only([_parts(path) for path in order.snapshot_paths])
     for bind in order.binds:
         _clear_bind_path(_parts(Bind.parse(bind).target))
-    found = DiskUsage()
-    for _ in scan(["."], [], found):
-        if limit and found.disk > limit:
-            raise _too_large(limit)
+    if limit and scan(".", [], limit).disk > limit:
+        raise _too_large(limit)
     return {}, []
 
 

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements for the watchdog: memory, CPU time and threads of processes, and a sandbox's disk use.
+"""Measurements for the watchdog: memory and CPU time of processes, and a sandbox's disk use.
 
-A disk scan runs in steps and stops at too many folders. The watchdog ends a sandbox whose scan takes too long
-(:mod:`.watchdog`). A sandbox may replace a scanned folder by a symlink to the host at any time. So folders are opened
-relative to the top folder (``openat2``), and symlinks are not followed.
+A disk scan stops at the disk limit, at too many folders and after too much time. A sandbox may replace a scanned
+folder by a symlink to the host at any time. So folders are opened relative to the top folder (``openat2``), and
+symlinks are not followed.
 
 An open memfd is an unlinked file, and so counts as disk use; mapped parts count as memory, too. Not counted: page
 tables, folders that the server's user may not read, folders deeper than the longest path, and unlinked files that are
@@ -46,14 +46,12 @@ class Process:
         started: start time in clock ticks since boot; pid and start time together are unique.
         ticks: CPU time used, in clock ticks.
         resident: resident memory in bytes, with shared pages counted in full.
-        threads: number of threads.
     """
 
     pid: int
     started: int
     ticks: int
     resident: int
-    threads: int = 1
 
 
 def read_stat(pid: int) -> list[str]:
@@ -78,7 +76,6 @@ def read_process(pid: int) -> Process | None:
         started=int(first[STARTED]),
         ticks=int(found[USER_TICKS]) + int(found[SYSTEM_TICKS]),
         resident=int(found[PAGES]) * PAGE_BYTES,
-        threads=int(found[THREADS]),
     )
 
 
@@ -105,8 +102,7 @@ def process_trees(pids: Iterable[int]) -> list[Process]:
         pid = todo.pop()
         if pid not in found and (process := read_process(pid)):
             found[pid] = process
-            # The main thread's id is the pid, so a process with one thread needs no scan of its task folder.
-            todo += _children(pid, pid) if process.threads == 1 else child_pids(pid)
+            todo += child_pids(pid)
     return [*found.values()]
 
 
@@ -127,17 +123,8 @@ def child_pids(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            found += _children(pid, thread)
+            found += [int(child) for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
     return found
-
-
-def _children(pid: int, thread: int | str) -> list[int]:
-    return [int(child) for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
-
-
-def threads_in(space: int) -> int:
-    """Return the number of threads in a PID namespace, by inode number; scans all processes of the machine."""
-    return sum(process.threads for pid in processes_by_namespace([space])[space] if (process := read_process(pid)))
 
 
 def proportional_memory(pid: int) -> int:
@@ -172,8 +159,8 @@ def available_memory() -> int:
     return int(found[1]) << 10 if found else 0
 
 
-ENTRIES_PER_STEP = 64
-"""Directory entries per step of a scan; between steps the watchdog checks its time budget, so steps must be short."""
+MAX_SCAN_S = 10.0
+"""CPU seconds of one scan, enough for about a million folders or three million files."""
 
 MIN_ENTRY_BYTES = 4096
 """Bytes that each directory entry counts at least, for its inode and name."""
@@ -190,13 +177,13 @@ _GONE = " (deleted)"
 
 @dataclass(slots=True)
 class DiskUsage:
-    """Result of a disk scan, complete or so far.
+    """Result of a disk scan.
 
     Attributes:
         disk: bytes on disk.
         largest: apparent size of the largest file, in bytes.
-        crowded: whether more than :data:`MAX_FOLDERS` folders were waiting, so that the scan stopped.
-        seconds: CPU time of the scan.
+        crowded: whether the scan stopped at more than :data:`MAX_FOLDERS` waiting folders.
+        seconds: CPU time of the scan, which stops above :data:`MAX_SCAN_S`.
     """
 
     disk: int = 0
@@ -205,24 +192,22 @@ class DiskUsage:
     seconds: float = 0.0
 
 
-def scan(folders: Iterable[str], processes: Iterable[int], found: DiskUsage) -> Iterator[None]:
-    """Add the contents of ``folders``, and the unlinked files that the pids ``processes`` have open, to ``found``.
-    Yields after every :data:`ENTRIES_PER_STEP` entries, so that the caller can pause or stop the scan."""
-    begin = time.thread_time()
-    for number, _ in enumerate(_entries(folders, processes, found)):
-        if number % ENTRIES_PER_STEP == 0:
-            found.seconds += time.thread_time() - begin
-            yield
-            begin = time.thread_time()
-    found.seconds += time.thread_time() - begin
+def scan(folder: str, processes: Iterable[int], limit: int) -> DiskUsage:
+    """Return the use by the contents of ``folder`` and by unlinked files that the pids ``processes`` have open. The
+    scan stops above ``limit`` bytes."""
+    found, begin = DiskUsage(), time.thread_time()
+    for _ in _entries(folder, processes, found):
+        found.seconds = time.thread_time() - begin
+        if found.disk > limit or found.seconds > MAX_SCAN_S:
+            break
+    return found
 
 
-def _entries(folders: Iterable[str], processes: Iterable[int], found: DiskUsage) -> Iterator[None]:
+def _entries(folder: str, processes: Iterable[int], found: DiskUsage) -> Iterator[None]:
     seen: set[tuple[int, int]] = set()
-    for pid in tuple(processes):
+    for pid in processes:
         yield from _count_unlinked(pid, seen, found)
-    for folder in folders:
-        yield from _count_folder(folder, found)
+    yield from _count_folder(folder, found)
 
 
 def _count_folder(top: str, found: DiskUsage) -> Iterator[None]:

@@ -12,9 +12,9 @@ mostly of active sandboxes: of two thousand sandboxes, most wait for a model.
   the sum of proportional sizes (PSS), which is slow to read, decides. The largest processes are killed until the
   others fit into the limit. A sandbox that exceeds its limit in many consecutive measurements is ended. Where the
   overlay's layer is kept in memory, its size in the last disk scan counts, too.
-- *Disk*: sandboxes that were active are scanned in turn, within a time budget per tick. A sandbox is ended as soon as
-  a scan exceeds its limit or takes too long.
-- *Processes, shared memory*: the kernel enforces these limits; the watchdog reports when one is used up.
+- *Disk*: sandboxes that were active are scanned one after the other, the least recently scanned first. A sandbox is
+  ended if its scan exceeds the limit or takes too long.
+- *Shared memory*: the kernel enforces the limit; the watchdog reports when it is used up.
 
 A sandbox may exceed a limit between two measurements: the watchdog stops runaway programs and does no accounting.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, DiskUsage, Process
+from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, MAX_SCAN_S, DiskUsage, Process
 
 
 TICK_S = 0.5  # seconds between two measurements of hot sandboxes: bounds how far memory use can overshoot
@@ -32,14 +32,11 @@ TICK_S = 0.5  # seconds between two measurements of hot sandboxes: bounds how fa
 COLD_BUDGET_S = 0.002
 """Seconds per tick for measuring cold sandboxes: 0.4 % of a core."""
 
-SCAN_BUDGET_S = 0.05
-"""Seconds per tick for disk scans: a tenth of a core."""
-
-MAX_SCAN_S = 10.0
-"""CPU seconds of one scan, enough for about a million folders or three million files."""
+SCAN_FRACTION = 0.1
+"""Fraction of time for disk scans: a tenth of a core."""
 
 SCAN_PAUSE_S = 2.0
-"""Minimum seconds between the starts of two scans of one sandbox."""
+"""Minimum seconds between the starts of two scans of one sandbox, and longest pause between any two scans."""
 
 PROC_SCAN_FRACTION = 0.002
 """Fraction of time for scans of all processes of the machine, where no control group lists a sandbox's processes. They
@@ -63,16 +60,12 @@ class Watched:
         folder: upper folder of the overlay, which disk scans measure.
         memory_limit: bytes; 0 if there is no limit, or the kernel enforces it.
         disk_limit: bytes; 0 for no limit.
-        process_limit: processes and threads; 0 if the kernel does not count them per user namespace.
         shared_memory_mib: size of ``/dev/shm``; 0 for no reports.
-        outside: host pid of the runtime's process, which counts against the process limit but is not in the PID
-            namespace; ``None`` without such a process.
         in_memory: whether ``folder`` is on a file system in memory.
         hot: whether the sandbox was active since the last measurement of its processes.
         unmeasured: whether the sandbox was active since the start of the last disk scan.
         scanned: monotonic time of the start of the last disk scan.
-        scanning: whether a disk scan is in progress.
-        disk: bytes that the last complete disk scan found.
+        disk: bytes that the last disk scan found.
         members: host pids of the known processes.
         killed: pids of processes that were killed for their memory and may not have ended yet.
         measurements_over: consecutive measurements above the memory limit.
@@ -86,14 +79,11 @@ class Watched:
     folder: str
     memory_limit: int
     disk_limit: int
-    process_limit: int = 0
     shared_memory_mib: int = 0
-    outside: int | None = None
     in_memory: bool = False
     hot: bool = True
     unmeasured: bool = True
     scanned: float = 0.0
-    scanning: bool = False
     disk: int = 0
     members: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
@@ -148,7 +138,7 @@ class Watched:
         return victims, reason
 
     def disk_violation(self, found: DiskUsage) -> str:
-        """Return why a complete or running disk scan must end the sandbox; empty if the sandbox may continue."""
+        """Return why a disk scan must end the sandbox; empty if the sandbox may continue."""
         if not self.disk_limit:
             return ""
         if found.crowded:
@@ -158,20 +148,6 @@ class Watched:
         if found.disk > self.disk_limit:
             return f"disk: wrote {found.disk >> 20} MiB of {self.disk_limit >> 20} MiB"
         return ""
-
-    def record_scan(self, found: DiskUsage) -> None:
-        self.disk, self.scanning = found.disk, False
-
-    def exhausted_limits(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
-        """Return resource and description of each limit that the kernel enforces and that is used up.
-        ``shared_memory_free`` is the number of free blocks or inodes of ``/dev/shm``."""
-        found = []
-        # With room for one process, a command could not start a child.
-        if self.process_limit and sum(one.threads for one in processes) >= self.process_limit - 1:
-            found.append(("processes", f"processes: all of {self.process_limit} in use"))
-        if self.shared_memory_mib and not shared_memory_free:
-            found.append(("shared memory", f"shared memory: all of {self.shared_memory_mib} MiB in use"))
-        return found
 
     def _used(self, processes: int) -> int:
         return processes + (self.disk if self.in_memory else 0)
@@ -197,11 +173,8 @@ class WatchList:
         """Return the sandbox whose disk scan is due longest at the monotonic time ``now``; ``None`` if none is due."""
         due = (
             box
-            for box in self.all.values()
-            if box.unmeasured
-            and not box.scanning
-            and (box.disk_limit or box.in_memory)
-            and now - box.scanned >= SCAN_PAUSE_S
+            for box in list(self.all.values())
+            if box.unmeasured and (box.disk_limit or box.in_memory) and now - box.scanned >= SCAN_PAUSE_S
         )
         return min(due, key=lambda box: box.scanned, default=None)
 

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import signal
 import socket
 import time
@@ -119,7 +118,7 @@ class Programs:
                 terminal = await self._start(program, request, files, sandbox.group)
         except BaseException as error:
             del self._all[name]
-            refusal = self._refusal(error, program, namespaces, sandbox.group)
+            refusal = self._refusal(error, program, sandbox.group)
             if isinstance(refusal, Refused) and "exhausted" in refusal.reply:
                 self._sandboxes.spawn_refused(sandbox.name, refusal.reply["exhausted"])
             if isinstance(refusal, Refused) and refusal.reply.get("killed"):
@@ -171,28 +170,19 @@ class Programs:
                     await _abort_start(program, channel, register)
                     raise
 
-    def _refusal(
-        self, error: BaseException, program: Program, namespaces: SandboxNamespaces, group: Group | None
-    ) -> BaseException:
+    def _refusal(self, error: BaseException, program: Program, group: Group | None) -> BaseException:
         if program.start_timeout and program.start_timeout.expired():
             return Refused(HELPER_KILLED)
         if isinstance(error, OSError):
             return no_process(error, group)
-        if isinstance(error, Refused) and error.reply.get("errno") == errno.EAGAIN and self._is_full(namespaces):
+        if isinstance(error, Refused) and error.reply.get("errno") == errno.EAGAIN and self._is_full():
             return Refused(EXHAUSTED)
         return error
 
-    def _is_full(self, namespaces: SandboxNamespaces) -> bool:
-        """Return whether a fork failed at the sandbox's process limit, and not at a limit of the user or machine.
-        From Linux 5.14 on, the sandbox's limit is the cause if the supervisor can fork. Earlier kernels have no limit
-        per sandbox in ``RLIMIT_NPROC``, so the threads in the sandbox are counted."""
-        if HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
-            return self._children.can_fork()
-        with contextlib.suppress(FileNotFoundError):
-            inode = namespaces.process.namespace_inode("pid")
-            # A start needs room for the program and for one child of the program.
-            return usage.threads_in(inode) >= namespaces.limits[resource.RLIMIT_NPROC] - 1
-        return False
+    def _is_full(self) -> bool:
+        """Return whether a fork failed at the sandbox's process limit, and not at a limit of the user or machine: the
+        supervisor can fork. Before Linux 5.14 a sandbox has no limit of its own."""
+        return HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE and self._children.can_fork()
 
 
 async def _abort_start(program: Program, channel: socket.socket, register: RegisterChild) -> None:

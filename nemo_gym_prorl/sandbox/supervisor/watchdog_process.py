@@ -14,19 +14,21 @@ import os
 import select
 import signal
 import socket
+import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
+from nemo_gym_prorl.async_tasks import PROCESS_LOOPS
 from nemo_gym_prorl.sandbox import signals
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts, file_size_violation
-from nemo_gym_prorl.sandbox.limits.usage import DiskUsage, scan
+from nemo_gym_prorl.sandbox.limits.rlimits import file_size_violation
 from nemo_gym_prorl.sandbox.limits.watchdog import (
     COLD_BUDGET_S,
     PROC_SCAN_FRACTION,
-    SCAN_BUDGET_S,
+    SCAN_FRACTION,
+    SCAN_PAUSE_S,
     TICK_S,
     Watched,
     WatchList,
@@ -46,19 +48,16 @@ def watch_entry(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
     """Return the fields of :class:`..limits.watchdog.Watched` for a sandbox; ``None`` without a PID namespace."""
     wanted, controllers = sandbox.request, sandbox.group.controllers if sandbox.group else frozenset()
     memory = 0 if "memory" in controllers else wanted.memory_mib << 20
-    by_runtime = sandbox.start_method == "runtime"
     if sandbox.pid_namespace is None:
         return None
     return {
         "name": sandbox.name,
         "space": sandbox.pid_namespace.number,
         "init": sandbox.pid_namespace.init,
-        "outside": sandbox.starter.pid if sandbox.starter and by_runtime and not sandbox.group else None,
         "group": str(sandbox.group.path) if sandbox.group else "",
         "folder": str(sandbox.folder / "overlay" / "upper"),
         "memory_limit": memory,
         "disk_limit": wanted.disk_mib << 20,
-        "process_limit": wanted.processes if HostFacts.of_host(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
         "shared_memory_mib": wanted.shared_memory_mib,
         "in_memory": in_memory,
     }
@@ -110,6 +109,7 @@ def serve(channel: socket.socket) -> None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     watch = UsageMonitor(channel)
+    threading.Thread(target=partial(PROCESS_LOOPS.run_thread, "disk-watch", watch.scan_disks), daemon=True).start()
     due = 0.0
     while True:
         wait_s = max(0.0, due - time.monotonic()) if watch.watched.all else None
@@ -134,7 +134,6 @@ class UsageMonitor:
         self._available = usage.available_memory()
         self._total = os.sysconf("SC_PHYS_PAGES") * usage.PAGE_BYTES
         self._next_census = 0.0
-        self._scans: deque[tuple[Watched, DiskUsage, Iterator[None]]] = deque()
 
     def handle(self, message: Message) -> None:
         if "watch" in message:
@@ -147,7 +146,7 @@ class UsageMonitor:
                 box.members.update(started)
 
     def tick(self) -> None:
-        """Measure the processes of hot sandboxes; then, within their time budgets, cold sandboxes and disk use."""
+        """Measure the processes of hot sandboxes; then, within their time budget, of cold sandboxes."""
         before, self._available = self._available, usage.available_memory()
         self._census()
         for box in self.watched.hot():
@@ -158,7 +157,6 @@ class UsageMonitor:
             self._measure_processes(box)
             if not check_all and time.monotonic() > end:
                 break
-        self._scan_disks(time.monotonic() + SCAN_BUDGET_S)
 
     def _census(self) -> None:
         """Find the processes of all sandboxes without a control group, by a rare scan of the machine's processes."""
@@ -174,8 +172,9 @@ class UsageMonitor:
     def _measure_processes(self, box: Watched) -> None:
         processes = _processes(box)
         box.record_measurement(processes)
-        if box.hot:
-            self._report_exhausted(box, processes)
+        if box.hot and box.shared_memory_mib and not _shared_memory_free(box):
+            reason = f"shared memory: all of {box.shared_memory_mib} MiB in use"
+            self._report(box, "shared memory", reason, ended=False)
         if not box.may_exceed_memory(processes):
             return
         # The control group also contains processes of the runtime, which are not in the sandbox's PID namespace.
@@ -188,34 +187,25 @@ class UsageMonitor:
         for victim in victims:
             signals.send(victim, signal.SIGKILL, partial(_is_same, inside[victim], box))
 
-    def _report_exhausted(self, box: Watched, processes: list[usage.Process]) -> None:
-        if box.outside and (runtime := usage.read_process(box.outside)):
-            processes = [*processes, runtime]
-        for resource, reason in box.exhausted_limits(processes, _shared_memory_free(box)):
-            self._report(box, resource, reason, ended=False)
-
-    def _scan_disks(self, until: float) -> None:
-        """Continue the disk scans round-robin, some entries each, so that a large sandbox does not delay others."""
-        while (now := time.monotonic()) < until:
+    def scan_disks(self) -> None:
+        """Scan the disk use of sandboxes for ever, in a thread: a scan may take seconds, and memory grows faster."""
+        while True:
+            now, pause_s = time.monotonic(), TICK_S
             if box := self.watched.next_to_scan(now):
                 # Reset before the scan, so that activity during the scan causes another scan.
-                box.unmeasured, box.scanned, box.scanning = False, now, True
-                found = DiskUsage()
-                self._scans.append((box, found, scan((box.folder,), box.members, found)))
-            if not self._scans:
-                return
-            box, found, steps = self._scans.popleft()
-            if self.watched.all.get(box.name) is not box:
-                continue
-            more = next(steps, self) is None
-            if reason := box.disk_violation(found):
-                self._report(box, "disk", reason, ended=True)
-            elif more:
-                self._scans.append((box, found, steps))
-            else:
-                box.record_scan(found)
-                if box.disk_limit and found.largest >= box.disk_limit:
-                    self._report(box, "file size", file_size_violation(box.disk_limit >> 20), ended=False)
+                box.unmeasured, box.scanned = False, now
+                found = usage.scan(box.folder, tuple(box.members), box.disk_limit or sys.maxsize)
+                box.disk = found.disk
+                if self.watched.all.get(box.name) is box:
+                    self._report_disk(box, found)
+                pause_s = min(found.seconds / SCAN_FRACTION, SCAN_PAUSE_S)
+            time.sleep(pause_s)
+
+    def _report_disk(self, box: Watched, found: usage.DiskUsage) -> None:
+        if reason := box.disk_violation(found):
+            self._report(box, "disk", reason, ended=True)
+        elif box.disk_limit and found.largest >= box.disk_limit:
+            self._report(box, "file size", file_size_violation(box.disk_limit >> 20), ended=False)
 
     def _report(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
         send_from_child(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
