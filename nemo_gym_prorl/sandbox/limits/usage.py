@@ -94,18 +94,6 @@ def living_thread(pid: int) -> int:
     raise ProcessLookupError(pid)
 
 
-def process_trees(pids: Iterable[int]) -> list[Process]:
-    """Return the live processes among ``pids``, and all of their descendants."""
-    found: dict[int, Process] = {}
-    todo = [*pids]
-    while todo:
-        pid = todo.pop()
-        if pid not in found and (process := read_process(pid)):
-            found[pid] = process
-            todo += child_pids(pid)
-    return [*found.values()]
-
-
 def processes_by_namespace(spaces: Iterable[int]) -> dict[int, set[int]]:
     """Return the pids by PID namespace, given the namespaces' inode numbers; scans all processes of the machine."""
     found: dict[int, set[int]] = {number: set() for number in spaces}

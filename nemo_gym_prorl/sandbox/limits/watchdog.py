@@ -38,10 +38,6 @@ SCAN_FRACTION = 0.1
 SCAN_PAUSE_S = 2.0
 """Minimum seconds between the starts of two scans of one sandbox, and longest pause between any two scans."""
 
-PROC_SCAN_FRACTION = 0.002
-"""Fraction of time for scans of all processes of the machine, where no control group lists a sandbox's processes. They
-find processes that a restarted watchdog does not know; each measurement finds descendants of known processes."""
-
 MAX_MEASUREMENTS_OVER_LIMIT = 10
 """Consecutive measurements above the memory limit after which a sandbox is ended, since killing has not helped."""
 
@@ -64,9 +60,8 @@ class Watched:
         in_memory: whether ``folder`` is on a file system in memory.
         hot: whether the sandbox was active since the last measurement of its processes.
         unmeasured: whether the sandbox was active since the start of the last disk scan.
-        scanned: monotonic time of the start of the last disk scan.
-        disk: bytes that the last disk scan found.
-        members: host pids of the known processes.
+        scanned: monotonic time of the start of the last disk scan, which found ``disk`` bytes.
+        members: host pids of the processes at the last measurement.
         killed: pids of processes that were killed for their memory and may not have ended yet.
         measurements_over: consecutive measurements above the memory limit.
         seen: pid and CPU time of each process at the last measurement.

@@ -68,12 +68,7 @@ _NAME = re.compile(r"b-[0-9a-f]{12}")
 
 
 class Sandboxes:
-    """All sandboxes of one supervisor, from the create request until they are gone.
-
-    Args:
-        folder: the supervisor's state folder.
-        groups: folder of the control group below which sandboxes get theirs; ``None`` without control groups.
-    """
+    """All sandboxes of one supervisor, from the create request until they are gone."""
 
     def __init__(self, folder: Path, children: Children, groups: Path | None, launcher: Launcher) -> None:
         self._folder = folder
@@ -92,8 +87,8 @@ class Sandboxes:
         # Started before any sandbox, since sandboxes may use up this user's process limit.
         PROCESS_LOOPS.start("limit-watch", self._watchdog.run_once)
         self._in_memory = is_in_memory(filesystem_type(folder))
-        self._active: dict[str, list[int]] = {}
-        """Pids of programs by sandbox name, started since the last report to the watchdog."""
+        self._active: set[str] = set()
+        """Names of sandboxes in which programs have started since the last report to the watchdog."""
 
     def up(self, name: str) -> Sandbox:
         """Return a sandbox that is up.
@@ -224,16 +219,15 @@ class Sandboxes:
         entries = (watchdog_process.watch_entry(box, in_memory=self._in_memory) for box in up)
         return [{"watch": entry} for entry in entries if entry]
 
-    def process_started(self, name: str, pid: int) -> None:
-        """Add a started program to the next report to the watchdog, sent at most once per :data:`TICK_S`."""
+    def process_started(self, name: str) -> None:
+        """Add a sandbox to the next report to the watchdog, sent at most once per :data:`TICK_S`."""
         if not self._active:
             self._loop.call_later(TICK_S, self._report_active)
-        self._active.setdefault(name, []).append(pid)
+        self._active.add(name)
 
     def _report_active(self) -> None:
-        active, self._active = self._active, {}
-        if any(box.stage is SandboxStage.UP for name in active if (box := self._all.get(name))):
-            self._watchdog.post({"active": active})
+        active, self._active = self._active, set()
+        self._watchdog.post({"active": sorted(active)})
 
     def _on_violation(self, message: Message) -> None:
         sandbox = self._all.get(message["sandbox"])
@@ -328,14 +322,9 @@ class Sandboxes:
     def end_early(
         self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False, ending: str = ""
     ) -> None:
-        """End a sandbox without a client's request, and send the reason to its clients; a no-op unless it is up.
-
-        Args:
-            reason: text of the exceeded limit; empty if another cause ends the sandbox.
-            resource: name of the exceeded limit.
-            inside: whether sandboxed processes ended the sandbox.
-            ending: how the first process ended, if that ends the sandbox.
-        """
+        """End a sandbox without a client's request, and tell its clients; a no-op unless it is up. Either ``reason``
+        and ``resource`` describe an exceeded limit, or ``ending`` how the first process ended, and ``inside`` whether
+        sandboxed processes are the cause."""
         if sandbox.stage is not SandboxStage.UP:
             return
         if reason:

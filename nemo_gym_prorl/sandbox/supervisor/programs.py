@@ -131,7 +131,7 @@ class Programs:
         if program.killed:
             program.kill_process()
         assert program.process
-        self._sandboxes.process_started(sandbox.name, program.process.pid)
+        self._sandboxes.process_started(sandbox.name)
 
         def finish(end: asyncio.Future[int]) -> None:
             del self._all[name]

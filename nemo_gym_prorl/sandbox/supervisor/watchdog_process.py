@@ -26,7 +26,6 @@ from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.rlimits import file_size_violation
 from nemo_gym_prorl.sandbox.limits.watchdog import (
     COLD_BUDGET_S,
-    PROC_SCAN_FRACTION,
     SCAN_FRACTION,
     SCAN_PAUSE_S,
     TICK_S,
@@ -133,44 +132,34 @@ class UsageMonitor:
         self._channel = channel
         self._available = usage.available_memory()
         self._total = os.sysconf("SC_PHYS_PAGES") * usage.PAGE_BYTES
-        self._next_census = 0.0
 
     def handle(self, message: Message) -> None:
         if "watch" in message:
             self.watched.all[message["watch"]["name"]] = Watched(**message["watch"])
         elif "forget" in message:
             self.watched.all.pop(message["forget"], None)
-        for name, started in message.get("active", {}).items():
+        for name in message.get("active", ()):
             if box := self.watched.all.get(name):
                 box.hot = box.unmeasured = True
-                box.members.update(started)
 
     def tick(self) -> None:
         """Measure the processes of hot sandboxes; then, within their time budget, of cold sandboxes."""
         before, self._available = self._available, usage.available_memory()
-        self._census()
+        # Without control groups, one scan of the machine's processes finds those of all sandboxes.
+        spaces = [box.space for box in self.watched.all.values() if not box.group]
+        members = usage.processes_by_namespace(spaces) if spaces else {}
         for box in self.watched.hot():
-            self._measure_processes(box)
+            self._measure_processes(box, members)
         end = time.monotonic() + COLD_BUDGET_S
         check_all = is_memory_dropping(before, self._available, self._total)
         for box in self.watched.cold():
-            self._measure_processes(box)
+            self._measure_processes(box, members)
             if not check_all and time.monotonic() > end:
                 break
 
-    def _census(self) -> None:
-        """Find the processes of all sandboxes without a control group, by a rare scan of the machine's processes."""
-        unlisted = {box.space: box for box in self.watched.all.values() if not box.group}
-        begin = time.monotonic()
-        if not unlisted or begin < self._next_census:
-            return
-        for space, members in usage.processes_by_namespace(unlisted).items():
-            unlisted[space].members = members
-        now = time.monotonic()
-        self._next_census = now + (now - begin) / PROC_SCAN_FRACTION
-
-    def _measure_processes(self, box: Watched) -> None:
-        processes = _processes(box)
+    def _measure_processes(self, box: Watched, members: dict[int, set[int]]) -> None:
+        pids = _group_members(box.group) if box.group else members[box.space]
+        processes = [found for pid in pids if (found := usage.read_process(pid))]
         box.record_measurement(processes)
         if box.hot and box.shared_memory_mib and not _shared_memory_free(box):
             reason = f"shared memory: all of {box.shared_memory_mib} MiB in use"
@@ -211,16 +200,12 @@ class UsageMonitor:
         send_from_child(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
 
 
-def _processes(box: Watched) -> list[usage.Process]:
-    if not box.group:
-        # Orphans become children of the first process, so these trees contain all descendants of members.
-        return usage.process_trees({box.init, *box.members})
+def _group_members(group: str) -> set[int]:
     try:
-        with open(f"{box.group}/cgroup.procs", "rb") as file:
-            pids = {int(number) for number in file.read().split()}
+        with open(f"{group}/cgroup.procs", "rb") as file:
+            return {int(number) for number in file.read().split()}
     except OSError:
-        return []
-    return [found for pid in pids if (found := usage.read_process(pid))]
+        return set()
 
 
 def _shared_memory_free(box: Watched) -> int:
