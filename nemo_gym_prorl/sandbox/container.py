@@ -37,7 +37,7 @@ from nemo_gym_prorl.sandbox.sessions.commands import (
     shell_command,
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, create_request
-from nemo_gym_prorl.sandbox.strict_types import CommandBounds, ProgramArguments
+from nemo_gym_prorl.sandbox.strict_types import Argv, OutputBytes, SandboxPath, Timeout, User, Variables, checked
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess, SupervisorConnection
 from nemo_gym_prorl.sandbox.supervisor.connection import Message
 from nemo_gym_prorl.sandbox.supervisor.protocol import (
@@ -70,6 +70,8 @@ DISK_FULL = "the disk that sandboxes are kept on is full; make room where PRORL_
 
 SIGKILL_EXIT_CODE = 128 + signal.SIGKILL
 
+_Cwd, _User = SandboxPath | None, User | None
+
 
 class Container:
     """A running sandbox, created by :meth:`start`. The caller must :meth:`close` the sandbox, or use ``async with``.
@@ -78,7 +80,6 @@ class Container:
         image: path of the image as the caller named it; ``spec.image`` may be its unpacked copy.
         files: copies files into and out of the sandbox.
         notes: limits that the sandbox has reached, as text for people.
-        start_method: method that started the sandbox.
         fallback_reason: why a direct start was not possible; empty if it was possible or not tried.
         alive: ``False`` once the sandbox has ended or is being closed.
         environment: environment variables of commands.
@@ -117,7 +118,6 @@ class Container:
         """Start a sandbox.
 
         Args:
-            spec: the specification; ``image`` must be an unpacked root folder.
             runtime: the container runtime; ``None`` looks it up.
             held_files: descriptors, such as an image's lock, that the supervisor keeps open until the sandbox is gone.
             snapshot: archive of the writable layer of another sandbox of the image; ``None`` for an empty layer.
@@ -182,10 +182,7 @@ class Container:
 
     @classmethod
     async def attach(cls, description: Mapping[str, Any]) -> Container:
-        """Connect to a sandbox of another process of the same user and machine.
-
-        Args:
-            description: result of :meth:`describe` in the other process.
+        """Connect to a sandbox of another process of the same user and machine, by what its :meth:`describe` returned.
 
         Raises:
             SandboxLost: the sandbox has ended.
@@ -248,7 +245,8 @@ class Container:
         user: str | int | None = None,
     ) -> Completed:
         """Run a program with arguments, as :meth:`run`; ``files`` become the program's descriptors 3, 4, ..."""
-        CommandBounds(timeout_s=timeout_s, output_limit=output_limit)
+        checked(timeout_s, Timeout, "timeout_s")
+        checked(output_limit, OutputBytes, "output_limit")
 
         async def spawn(streams: Sequence[int]) -> SandboxProcess:
             null, *outputs = streams
@@ -287,14 +285,20 @@ class Container:
             AgentError: programs in the sandbox have ended the sandbox.
             SandboxLost: the sandbox ended otherwise.
         """
-        program = ProgramArguments(argv=argv, cwd=cwd, env=env or {}, user=user)
+        for value, kind, field in (
+            (argv, Argv, "argv"),
+            (cwd, _Cwd, "cwd"),
+            (env or {}, Variables, "env"),
+            (user, _User, "user"),
+        ):
+            checked(value, kind, field)
         request = SpawnRequest(
             sandbox=self.name,
             spawn=self._supervisor.new_name(),
-            argv=list(program.argv),
-            env={**self.environment, **program.env},
-            cwd=program.cwd or self.workdir,
-            user=program.user,
+            argv=list(argv),
+            env={**self.environment, **(env or {})},
+            cwd=cwd or self.workdir,
+            user=user,
             tty=list(terminal) if terminal else None,
         )
         self.check_alive()

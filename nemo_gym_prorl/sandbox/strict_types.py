@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
 from functools import cache
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, TypeAdapter, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
 
 from nemo_gym_prorl.failures import CallerError
 
@@ -24,13 +22,7 @@ MAX_MIB = 1 << 24  # 16 TiB; a larger number is most likely in bytes
 
 MAX_SECONDS = 366 * 86400.0  # a year; a larger number is most likely in milliseconds
 
-MAX_PATH_BYTES = 4095  # the kernel's PATH_MAX without the final NUL
-
 MAX_VARIABLE_BYTES = (1 << 17) - 1  # the kernel's MAX_ARG_STRLEN without the final NUL: name, "=" and value
-
-MAX_COMMAND_CHARS = 64 << 20  # a longer text is a script, and belongs in a file
-
-MAX_OUTPUT_BYTES = 1 << 32  # output is kept in memory, so a larger limit is a mistake
 
 EXCERPT_CHARS = 100
 """Characters of a wrong value in an error message; enough to recognise the value."""
@@ -61,15 +53,7 @@ def _filled(text: str) -> str:
 def _absolute(path: str) -> str:
     if not path.startswith("/"):
         raise ValueError("must be an absolute path in the sandbox")
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ValueError(f"is longer than the {MAX_PATH_BYTES} bytes that a path may have")
     return path
-
-
-def _command(text: str) -> str:
-    if len(text) > MAX_COMMAND_CHARS:
-        raise ValueError(f"has {len(text)} characters; upload a script of that size")
-    return text
 
 
 def _has_program(argv: Sequence[str]) -> Sequence[str]:
@@ -108,14 +92,14 @@ Whole = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 AnyText = Annotated[str, Strict(), AfterValidator(kernel_text)]
 Text = Annotated[AnyText, AfterValidator(_filled)]
-Command = Annotated[AnyText, AfterValidator(_command)]
 SandboxPath = Annotated[AnyText, AfterValidator(_absolute)]
 Texts = Annotated[Sequence[Text], BeforeValidator(listed)]
 Argv = Annotated[Sequence[AnyText], AfterValidator(_has_program)]
 Variables = Annotated[Mapping[Annotated[str, Strict()], Annotated[str, Strict()]], AfterValidator(_variables)]
 Mib = Annotated[Whole, Field(ge=0, le=MAX_MIB)]
 Seconds = Annotated[Number, Field(gt=0, le=MAX_SECONDS)]
-OutputBytes = Annotated[Whole, Field(ge=0, le=MAX_OUTPUT_BYTES)]
+OutputBytes = Annotated[Whole, Field(ge=0)]
+Timeout = Annotated[Number, Field(ge=0, le=MAX_SECONDS)] | None
 User = Annotated[Whole, Field(ge=0, lt=(1 << 32) - 1)] | Text
 
 
@@ -129,24 +113,6 @@ class Checked:
             return construct(values)
         except ValidationError as error:
             raise _refusal(error) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramArguments(Checked):
-    """Validated program to start: arguments, working directory, environment variables and user."""
-
-    argv: Argv
-    cwd: SandboxPath | None = None
-    env: Variables = field(default_factory=dict)
-    user: User | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandBounds(Checked):
-    """Validated bounds of a command: time limit in seconds, and bytes kept of each output stream."""
-
-    timeout_s: Annotated[Number, Field(ge=0, le=MAX_SECONDS)] | None
-    output_limit: OutputBytes
 
 
 def checked[T](value: T, kind: Any, field: str) -> T:

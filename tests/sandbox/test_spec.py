@@ -52,9 +52,10 @@ def nothing_is_begun(state: Path) -> Iterator[None]:
     [
         *(("image", value) for value in ("/a/string", None)),
         *(("env", value) for value in ({"A": 1}, {"A=B": "x"}, {"A": "\0"}, {HALF: "x"}, {"LONG": "x" * 200_000})),
-        *(("workdir", value) for value in (5, "relative", "/" + "x" * 5000)),
+        *(("workdir", value) for value in (5, "relative")),
         *((name, value) for name in ("network", "root", "users") for value in (1, "true")),
-        *((name, value) for name in ("memory_mib", "disk_mib", "cpus") for value in ("64", True, HUGE, -1, None)),
+        *((name, value) for name in ("memory_mib", "disk_mib", "cpus") for value in ("64", True, -1, None)),
+        *(("memory_mib", value) for value in (HUGE, 4 << 30)),
         *((name, value) for name in ("processes", "shared_memory_mib") for value in ("64", 0)),
         *((name, value) for name in ("ttl_s", "start_timeout_s") for value in (NAN, INF, 0)),
         *(("start", value) for value in ("mold", None)),
@@ -75,7 +76,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: ob
     ("options", "field", "reason"),
     [
         *(({"exec_timeout_s": value}, "exec_timeout_s", "") for value in (0, NAN, "10")),
-        *(({"output_limit": value}, "output_limit", "") for value in (-1, 0.5, HUGE)),
+        *(({"output_limit": value}, "output_limit", "") for value in (-1, 0.5)),
         *(({name: value}, name, "") for name in ("pull", "root") for value in ("no", None)),
         *(({name: value}, name, "") for name in ("image", "snapshots") for value in (5, "")),
         ({"memory_mib": "1"}, "memory_mib", "must be a valid integer, not '1'"),
@@ -108,7 +109,7 @@ def test_a_wrong_option_of_the_provider_is_refused_when_it_is_read(
         ({"provider_options": {"image": "x"}}, "provider_options.image"),
         ({"provider_options": {"snapshot_id": 5}}, "provider_options.snapshot_id"),
         ({"provider_options": {"binnds": [], "proceses": 1}}, "provider_options.binnds"),
-        *(({"resources": SandboxResources(cpu=value)}, "resources.cpu") for value in (0, NAN, "2", 5000)),
+        *(({"resources": SandboxResources(cpu=value)}, "resources.cpu") for value in (0, NAN, "2")),
         *(({"resources": SandboxResources(memory_mib=value)}, "resources.memory_mib") for value in (0, 0.5, HUGE)),
         *(({"resources": SandboxResources(disk_gib=value)}, "resources.disk_gib") for value in (0, 0.5, HUGE)),  # type: ignore[arg-type]
         ({"resources": SandboxResources(gpu=1)}, "resources.gpu"),

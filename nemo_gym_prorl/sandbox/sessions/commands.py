@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nemo_gym_prorl.sandbox.strict_types import Command, checked
+from nemo_gym_prorl.sandbox.strict_types import AnyText, checked
 from nemo_gym_prorl.sandbox.supervisor.client import SandboxProcess
 
 
@@ -108,9 +108,9 @@ def shell_command(command: str) -> Iterator[tuple[list[str], list[int]]]:
     The descriptors are closed at the end of the block.
 
     Raises:
-        CallerError: the command is not valid text, or too long.
+        CallerError: the command is not valid text.
     """
-    checked(command, Command, "command")
+    checked(command, AnyText, "command")
     encoded = command.encode("utf-8", "surrogateescape")
     if len(encoded) < MAX_ARGUMENT_BYTES:
         yield ["/bin/sh", "-c", command], []
@@ -138,8 +138,6 @@ async def complete(
     Args:
         spawn: starts the process, given descriptors for its standard input (empty), output and error. Cancelling
             ``spawn`` must leave no process.
-        kill: kills the process group of the started process.
-        timeout_s: time limit; ``None`` for no limit.
         output_limit: bytes to keep of each output stream.
     """
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
