@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox.sessions.kernel import DRIVER
 from nemo_gym_prorl.sandbox.sessions.kernel_pipes import (
     BEGINS,
-    DATA_LIMIT,
     ENDS,
     MAX_EVENT_BYTES,
     MAX_PARTS,
@@ -124,16 +122,3 @@ async def test_a_kernel_that_takes_nothing_is_ended() -> None:
     pipes.begin("next", 1000)
     pipes.close()
     assert lost == ["it does not read its cells"]
-
-
-def test_both_ends_agree() -> None:
-    """The driver runs without this package, so it has its own copy of the constants."""
-    names: dict[str, object] = {}
-    source = DRIVER[2]
-    for name in ("SIZE", "RECORD"):
-        form = re.escape(globals()[name].format)
-        assert re.search(rf'^{name} = struct\.Struct\("{form}"\)(  #.*)?$', source, re.MULTILINE)
-    assert re.search(rf"^BEGINS, ENDS = {BEGINS}, {ENDS}(  #.*)?$", source, re.MULTILINE)
-    exec(re.search(r"^MAX_RESULT_BYTES = .*$", source, re.MULTILINE)[0], names)  # type: ignore[index]
-    assert names["MAX_RESULT_BYTES"] == DATA_LIMIT
-    assert f"rjust({WORD_BYTES})" in source

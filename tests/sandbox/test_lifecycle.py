@@ -458,18 +458,6 @@ async def test_a_cancelled_command_never_runs_on(container: Container, busy: boo
         await asyncio.sleep(0.05)
 
 
-async def test_a_command_that_waits_for_a_busy_supervisor_ends_in_time_and_does_not_run_on(
-    container: Container,
-) -> None:
-    os.kill(supervisor_pid(), signal.SIGSTOP)
-    running = asyncio.create_task(container.run("sleep 0.5; touch /ran", timeout_s=0.2))
-    await asyncio.sleep(0.1)
-    async with asyncio.timeout(HANG_S):
-        assert (await running).timed_out
-    os.kill(supervisor_pid(), signal.SIGCONT)
-    assert (await container.run("sleep 1; ls /ran")).stdout == ""
-
-
 async def test_other_signals_reach_the_whole_group(container: Container) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     try:
