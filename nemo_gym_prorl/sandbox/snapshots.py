@@ -54,11 +54,7 @@ MAX_HEADER_BYTES = 1 << 16
 class SnapshotBase:
     """Properties of a sandbox that must be the same in each sandbox restored from its snapshot.
 
-    Attributes:
-        image: path of the image.
-        identity: identity of the image, which changes when the image at the same path is replaced.
-        root: whether the sandbox ran as root.
-        users: whether the sandbox had several user ids.
+    ``identity`` is that of the image, and changes when the image at the same path is replaced.
     """
 
     image: Annotated[str, Strict()]

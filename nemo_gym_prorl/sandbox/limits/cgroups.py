@@ -57,12 +57,8 @@ _MAX_MOVE_ROUNDS = 100
 
 
 def group_of(mountinfo: str, membership: str) -> Path | None:
-    """Return the folder of a process's control group of version 2; ``None`` if no such folder is visible.
-
-    Args:
-        mountinfo: text of ``/proc/self/mountinfo``.
-        membership: text of ``/proc/self/cgroup``.
-    """
+    """Return the folder of a process's control group of version 2, by the texts of ``/proc/self/mountinfo`` and
+    ``/proc/self/cgroup``; ``None`` if no such folder is visible."""
     group = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), None)
     if group is None or "/.." in group:
         return None
@@ -179,17 +175,6 @@ def _move_to_subgroup(base: Path) -> None:
                 _write(leaf, "procs", pid)
 
 
-def limit_files(controllers: frozenset[str], *, memory: int, processes: int, cpus: float) -> dict[str, str]:
-    """Return the contents, by name, of the control group files that limit memory (bytes), processes and threads, and
-    CPUs. Limits of 0, and limits whose controller is not enabled, are left out."""
-    wanted = {
-        "memory": ("memory.max", str(memory) if memory else ""),
-        "pids": ("pids.max", str(processes) if processes else ""),
-        "cpu": ("cpu.max", f"{max(MIN_CPU_US, round(cpus * CPU_PERIOD_US))} {CPU_PERIOD_US}" if cpus else ""),
-    }
-    return dict(entry for name, entry in wanted.items() if name in controllers and entry[1])
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """Control group of one sandbox; ``controllers`` are those of :data:`CONTROLLERS` that are enabled in the group."""
@@ -203,15 +188,20 @@ class Group:
         return cls(path, CONTROLLERS & set(_read(path, "controllers").split()))
 
     def set_limits(self, *, memory: int, processes: int, cpus: float) -> None:
-        """Set the limits of :func:`limit_files`, and forbid swap if ``memory`` is limited. Call this after the start
-        of the sandbox, which needs more threads and CPU time than the sandbox may use."""
-        present = int((self.path / "pids.current").read_text()) if "pids" in self.controllers else 0
-        allowed = processes and processes + present + PROCESS_SLACK
-        for name, value in limit_files(self.controllers, memory=memory, processes=allowed, cpus=cpus).items():
-            (self.path / name).write_text(value)
-        if "memory" in self.controllers and memory and (swap := self.path / "memory.swap.max").exists():
-            # memory.max does not include swap. Kernels without swap accounting have no such file.
-            swap.write_text("0")
+        """Limit memory (bytes, 0 for no limit; no swap), processes and threads, and CPUs (0 for no limit), as far as
+        controllers are enabled. Call this after the start of the sandbox, which needs more threads and CPU time than
+        the sandbox may use."""
+        if "memory" in self.controllers and memory:
+            (self.path / "memory.max").write_text(str(memory))
+            if (swap := self.path / "memory.swap.max").exists():
+                # memory.max does not include swap. Kernels without swap accounting have no such file.
+                swap.write_text("0")
+        if "pids" in self.controllers:
+            present = int((self.path / "pids.current").read_text())
+            (self.path / "pids.max").write_text(str(processes + present + PROCESS_SLACK))
+        if "cpu" in self.controllers and cpus:
+            quota_us = max(MIN_CPU_US, round(cpus * CPU_PERIOD_US))
+            (self.path / "cpu.max").write_text(f"{quota_us} {CPU_PERIOD_US}")
 
     def fork(self) -> int:
         """Fork a child that starts in the group; otherwise as :func:`.syscalls.fork_into_cgroup`."""

@@ -95,13 +95,8 @@ def enforced_limits(facts: HostFacts) -> tuple[Limit, ...]:
 
 
 def cgroup_remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
-    """Return how a user can give a server a delegated control group.
-
-    Args:
-        mountinfo: text of ``/proc/self/mountinfo``.
-        root: whether the server is machine root.
-        systemd: whether systemd is the machine's service manager.
-    """
+    """Return how a user can give a server a delegated control group, by the text of ``/proc/self/mountinfo``, and by
+    whether the server is machine ``root`` and ``systemd`` manages the machine's services."""
     if re.search(r" - cgroup \S+ \S*\b(cpu|memory|pids)\b", mountinfo) or " - cgroup2 " not in mountinfo:
         return (
             "use a machine with control groups of version 2 alone (kernel parameter "
@@ -153,12 +148,8 @@ def warn_slow_start_once(trouble: str) -> None:
 
 @cache
 def warn_weak_limits_once(controllers: frozenset[str], *, in_memory: bool) -> None:
-    """Log the limits that the kernel does not enforce, once in a process for the same arguments.
-
-    Args:
-        controllers: control group controllers that limit the sandboxes.
-        in_memory: whether sandboxes' files are on a file system in memory, which is logged, too.
-    """
+    """Log the limits that the kernel does not enforce, and that sandboxes' files are in memory, once in a process for
+    the same arguments."""
     if weak := weak_limits(enforced_limits(HostFacts.of_host(controllers))):
         more = "" if controllers == cgroups.CONTROLLERS else f"; for more, {cgroup_remedy_here()}"
         LOGGER.warning("sandbox limits on this machine: %s%s", weak, more)
@@ -171,13 +162,8 @@ USER_RESERVE_DIVISOR = 4
 
 
 def process_limit(wanted: int, kernel: tuple[int, int], most: int) -> int:
-    """Return ``RLIMIT_NPROC`` for the programs of a sandbox.
-
-    Args:
-        wanted: the sandbox's limit of processes and threads.
-        kernel: Linux version, major and minor.
-        most: processes and threads that the user may have on the machine.
-    """
+    """Return ``RLIMIT_NPROC`` for a sandbox's programs, given its limit ``wanted`` and the user's limit ``most``
+    of processes and threads on the machine."""
     if kernel >= COUNTED_PER_NAMESPACE:
         return wanted
     return most - most // USER_RESERVE_DIVISOR

@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
 
 async def blame_agent(container: Container, program: str, process: SandboxProcess | None, trouble: str) -> None:
-    """Raise an agent failure if programs of the agent are the cause of a session's program not starting.
-
-    Args:
-        program: name of the session's program, such as ``bash``.
-        process: the program's process; ``None`` if it could not be started.
-        trouble: observed failure, for the message.
+    """Raise an agent failure if programs of the agent are the cause of a session's ``program`` not starting. The
+    ``process`` is ``None`` if it could not be started.
 
     Raises:
         SandboxBroken: the agent broke the program.
@@ -42,10 +38,9 @@ async def blame_agent(container: Container, program: str, process: SandboxProces
 def session_end_error(
     container: Container, session: str, process: SandboxProcess | None, *, killed_here: bool
 ) -> RolloutError:
-    """Return the error for a request to a session that has ended, while the sandbox is up.
+    """Return the error for a request to a ``shell`` or ``kernel`` that has ended, while the sandbox is up.
 
     Args:
-        session: name of the session in messages: ``shell`` or ``kernel``.
         process: the session's process, which has ended; ``None`` if the session was closed.
         killed_here: whether the server killed the process, such as at a time limit.
 

@@ -141,12 +141,8 @@ class BashChannel:
         self._loop.add_reader(self._status, self._read)
 
     def connect(self, pid: int, terminal: int) -> None:
-        """Send :data:`PREPARE` to a new bash, and close this process's copies of bash's socket ends.
-
-        Args:
-            pid: host pid of bash.
-            terminal: number N of bash's terminal, ``/dev/pts/N`` in the sandbox.
-        """
+        """Send :data:`PREPARE` to a new bash, whose terminal in the sandbox is ``/dev/pts/TERMINAL``, and close this
+        process's copies of bash's socket ends."""
         self._terminal = terminal
         self.bash_commands.close()
         self.bash_status.close()
@@ -354,10 +350,8 @@ class ContainerTerminal:
 class TerminalOutput:
     """Collector of the output of one shell's terminal. Belongs to one event loop.
 
-    Output of background jobs between two commands counts as output of the next command.
-
-    Args:
-        limit: bytes kept of a command's output.
+    Output of background jobs between two commands counts as output of the next command, of which ``limit`` bytes are
+    kept.
     """
 
     def __init__(self, limit: int) -> None:

@@ -94,11 +94,7 @@ class StartLimiter:
 
 
 class Creation:
-    """Creates one supervisor's sandboxes.
-
-    Args:
-        groups: folder of the control group below which sandboxes get theirs; ``None`` without control groups.
-    """
+    """Creates one supervisor's sandboxes, with control groups below the folder ``groups`` (``None`` for none)."""
 
     def __init__(
         self, folder: Path, children: Children, groups: Path | None, launcher: Launcher, egress: Egress

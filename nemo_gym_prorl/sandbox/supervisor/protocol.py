@@ -33,7 +33,6 @@ class CreateRequest:
     Attributes:
         sandbox: name of the new sandbox: ``b-`` and twelve hexadecimal digits.
         runtime: path of the container runtime's executable.
-        start: start method; ``auto`` prefers a direct start.
         image_identity: cache key of the unpacked image; changes when the image's folder is replaced.
         scripted: whether the image's scripts may set variables, so that only the runtime can report the variables.
         uid: user id in the sandbox; 0 for root.
@@ -86,7 +85,6 @@ class StartReply:
     Attributes:
         environment: environment variables that the image sets.
         controllers: names of the control group controllers that limit the sandbox.
-        start_method: method that started the sandbox.
         fallback_reason: why ``start: auto`` used the runtime instead of a direct start; empty otherwise.
         in_memory: whether the supervisor's folder is on a file system in memory, such as tmpfs.
         steps: names and durations of the start's steps, for logs.

@@ -85,33 +85,27 @@ class Sandbox:
     """State of one sandbox; optional fields are ``None`` until they are set.
 
     Attributes:
-        name: chosen by the client.
         folder: folder on the host with all files of the sandbox.
         request: the create request, with validated binds.
         clients: connections that receive the sandbox's events.
         held_files: descriptors that stay open until the sandbox is gone, such as the lock on the image.
-        stage: current stage; see :mod:`.lifecycle`.
         start_timeout: time limit of the start; closing the sandbox expires the limit at once.
         created: set when the creation has succeeded or failed.
-        step_seconds: duration of each step of the start, by name.
         fallback_reason: why ``start: auto`` used the runtime instead of a direct start; empty otherwise.
         channel: the supervisor's end of a socket to the first process.
         starter: the supervisor's child for the sandbox: the runtime's process on the host, or the first process.
         group: control group of the sandbox; ``None`` without delegated control groups.
         namespaces: namespaces that helpers join; set once the first process is recorded.
-        pid_namespace: identity of the PID namespace, whose first process is killed to end the sandbox.
+        pid_namespace: PID namespace, whose first process is killed to end the sandbox.
         log: descriptor of the runtime's output, until the output is read.
         environment: environment variables that the image sets.
-        expiry: timer of the time to live.
         paused: whether programs have SIGSTOP, and new programs are refused.
         pausing: serialises snapshots.
         reported_limits: texts of the limits that were reported to the clients.
         oom_kills: number of OOM kills in the control group that were handled already.
         machine_kills: number of OOM kills on the machine, from its boot until the sandbox was up.
-        over_memory: text of the last memory violation; empty if there was none.
-        over_memory_at: loop time of the last memory violation.
+        over_memory: text of the last memory violation, at the loop time ``over_memory_at``; empty if there was none.
         changed: set when a process of the closing sandbox has ended, so that closing continues.
-        end_waiters: futures of callers that wait until the sandbox is gone.
     """
 
     name: str

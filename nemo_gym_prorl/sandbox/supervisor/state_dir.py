@@ -28,7 +28,7 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,9 +203,9 @@ class PidNamespace:
         """Return the host pids of the processes in the PID namespace; scans all processes of the machine."""
         if not self.alive:
             return []
-        found = _processes(lambda pid: os.stat(f"/proc/{pid}/ns/pid").st_ino == self.number)
+        found = usage.processes_by_namespace([self.number])[self.number]
         # If the PID namespace has ended since, its inode number may belong to another namespace.
-        return found if self.alive else []
+        return sorted(found) if self.alive else []
 
 
 def pid_namespaces_of(folder: Path) -> list[PidNamespace]:
@@ -231,11 +231,11 @@ def record_starter(folder: Path, pid: int) -> None:
 
 def helpers_of(folder: Path) -> list[int]:
     """Return the pids of live processes of the runtime that a supervisor has started, by record or environment."""
-    starters = [(pid, started) for pid, started in _records(folder, STARTER_FILE)]
+    starters = _records(folder, STARTER_FILE)
     # The runtime's parent process overwrites its environment, so only its record identifies it.
     mark = f"{OWNER_VARIABLE}={folder}".encode()
-    marked = _processes(lambda pid: mark in process_variables(pid))
-    return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
+    marked = {pid for pid in process_ids() if mark in _variables(pid)}
+    return sorted({pid for pid, started in starters if start_time(pid) == started} | marked)
 
 
 def _record(path: Path, *numbers: int) -> None:
@@ -254,15 +254,11 @@ def _records(folder: Path, name: str) -> list[list[int]]:
     return found
 
 
-def _processes(test: Callable[[int], bool]) -> list[int]:
-    return [pid for pid in process_ids() if _holds(test, pid)]
-
-
-def _holds(test: Callable[[int], bool], pid: int) -> bool:
+def _variables(pid: int) -> Sequence[bytes]:
     try:
-        return test(pid)
+        return process_variables(pid)
     except OSError:  # the process has ended, or belongs to another user
-        return False
+        return ()
 
 
 def process_ids() -> Iterator[int]:
