@@ -270,13 +270,6 @@ _MIN_PROGRAM_FD = 64
 """Lowest descriptor for the launcher's executable: above :data:`CHANNEL`, which ``posix_spawn`` overwrites."""
 
 
-class LauncherLost(Refused):
-    """The launcher was killed before replying. A child that the launcher has forked gets no ``GO``, and exits."""
-
-    def __init__(self) -> None:
-        super().__init__(HELPER_KILLED)
-
-
 class Launcher:
     """The supervisor's launcher process; started on first use and replaced after its death."""
 
@@ -289,15 +282,21 @@ class Launcher:
         self._asked: deque[asyncio.Future[int | None]] = deque()
 
     async def begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
-        """Start a child in ``group`` that carries out a request.
+        """Start a child in ``group`` that carries out a request, in up to :data:`LAUNCHER_TRIES` attempts. A retry is
+        safe: a child changes nothing before ``GO``, which is sent once the launcher has reported the child's pid.
 
         Returns:
             The child, and the socket on which the child replies, which the caller closes.
 
         Raises:
-            LauncherLost: the launcher was killed.
             Refused: no process, or no launcher, can be started.
         """
+        for _ in range(LAUNCHER_TRIES):
+            with contextlib.suppress(PeerGone):
+                return await self._begin(request, files, group)
+        raise Refused(HELPER_KILLED)
+
+    async def _begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
         try:
             ours, theirs = socket_pair()
         except OSError as error:
@@ -312,31 +311,20 @@ class Launcher:
                 ours.send(GO)
         except BaseException as error:
             ours.close()
-            if isinstance(error, OSError):
-                raise (LauncherLost() if isinstance(error, PeerGone) else no_process(error, group)) from error
+            if isinstance(error, OSError) and not isinstance(error, PeerGone):
+                raise no_process(error, group) from error
             raise
         return child, ours
 
-    async def run_once(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Reply:
-        """Carry out a request in a child that the launcher forks, as :meth:`begin`, and return the child's reply.
+    async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Reply:
+        """Carry out a request in a child, as :meth:`begin`, and return the child's reply.
 
         Raises:
-            LauncherLost: the launcher was killed; a retry uses a new launcher.
             Refused: the request failed, or no process can be started.
         """
         child, channel = await self.begin(request, files, group)
         with channel:
             return await self._children.reply(child, channel, receive_answer)
-
-    async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Reply:
-        """Carry out a request, as :meth:`run_once`, in up to :data:`LAUNCHER_TRIES` attempts. A retry is safe: a child
-        changes nothing before ``GO``, which is sent once the launcher has reported the child's pid."""
-        for _ in range(LAUNCHER_TRIES - 1):
-            try:
-                return await self.run_once(request, files, group)
-            except LauncherLost:
-                continue
-        return await self.run_once(request, files, group)
 
     def program(self) -> int:
         """Return a descriptor of the launcher's executable, which each sandbox's first process also executes.

@@ -46,7 +46,7 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import launch
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime, read_environment, runtime_command
 from nemo_gym_prorl.sandbox.supervisor import state_dir
-from nemo_gym_prorl.sandbox.supervisor.children import LAUNCHER_TRIES, Child, Children, Launcher, LauncherLost
+from nemo_gym_prorl.sandbox.supervisor.children import Child, Children, Launcher
 from nemo_gym_prorl.sandbox.supervisor.connection import Message, PeerGone, close_all, drop, ready
 from nemo_gym_prorl.sandbox.supervisor.egress_process import Egress
 from nemo_gym_prorl.sandbox.supervisor.protocol import SHORTAGES, CreateRequest, Refused, failure
@@ -198,28 +198,12 @@ class Creation:
         """Start the sandbox's first process, which waits on its channel for a message that may carry the image."""
         request = make_request(prepared, sandbox.request, str(sandbox.folder))
         parent, *shown = files if sandbox.request.users else [prepared.parent_namespace, *files]
-        for left in reversed(range(LAUNCHER_TRIES)):
-            with (
-                open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
-                self._children.starting() as register,
-            ):
-                given = [
-                    parent,
-                    channel.fileno(),
-                    self._launcher.program(),
-                    *shown,
-                    *mounts.namespace_without_overmounts(),
-                ]
-                try:
-                    reply, _files = await self._launcher.run_once(request, given, sandbox.group)
-                except LauncherLost:
-                    # If the lost launcher started a first process, that process ends when its channel is closed here.
-                    if not left:
-                        raise
-                else:
-                    sandbox.starter = register(reply["pid"])
-                    return sandbox.starter
-        raise AssertionError
+        with open_channel(sandbox, socket.SOCK_SEQPACKET) as channel, self._children.starting() as register:
+            own = [parent, channel.fileno(), self._launcher.program()]
+            given = [*own, *shown, *mounts.namespace_without_overmounts()]
+            reply, _files = await self._launcher.run(request, given, sandbox.group)
+            sandbox.starter = register(reply["pid"])
+            return sandbox.starter
 
     async def _make_layer(self, sandbox: Sandbox) -> None:
         """Create the writable layer, empty or restored from a snapshot. The start's time limit excludes restoring."""

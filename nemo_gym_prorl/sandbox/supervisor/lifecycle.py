@@ -10,8 +10,7 @@
   folder are removed. Requests to end a sandbox, and failed requests to create one, get their reply in this stage. An
   error reply comes earlier if closing is stuck.
 
-The pure function :func:`.sandbox.step_down` decides each step of closing. The function runs when the first process or
-the supervisor's child for the sandbox ends, and twice a second.
+A step of closing runs when the first process or the supervisor's child for the sandbox ends, and twice a second.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from nemo_gym_prorl.sandbox.supervisor.protocol import (
     error_text,
     failure,
 )
-from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, SandboxStage, step_down
+from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, SandboxStage
 
 
 TICK_S = 0.5
@@ -388,23 +387,23 @@ class Sandboxes:
         sandbox.resolve_end_waiters()
 
     def _kill_processes(self, sandbox: Sandbox, closing_s: float) -> bool:
-        """Send the SIGKILLs of the next step; return whether all processes of the sandbox have ended."""
+        """Send the SIGKILLs that are due; return whether all processes of the sandbox have ended."""
         group, namespace, starter = sandbox.group, sandbox.pid_namespace, sandbox.starter
+        late = closing_s > STUCK_S
         if group:
             group.kill()
-        step = step_down(
-            starter=starter is not None and starter.alive,
-            init=namespace.alive if namespace else None,
-            closing_s=closing_s,
-        )
-        if step.kill_init and namespace:
-            namespace.kill()
-        if step.kill_starter and starter:
-            starter.kill()
-        if step.report and sandbox.end_waiters:
+        # The kernel kills all others with the first process.
+        init = namespace if namespace and namespace.alive else None
+        if init:
+            init.kill()
+        starting = starter if starter and starter.alive else None
+        # Once the sandbox's processes have ended, the runtime's process ends its helpers; it gets STUCK_S for that.
+        if starting and (namespace is None or late):
+            starting.kill()
+        if late and (init or starting) and sandbox.end_waiters:
             living = sorted({*(namespace.members() if namespace else ()), *(group.processes() if group else ())})
             raise Refused({"error": f"processes {living} of {sandbox.name} survive SIGKILL; retrying until they end"})
-        return step.delete
+        return not init and not starting
 
     async def _delete(self, sandbox: Sandbox) -> None:
         if sandbox.channel:

@@ -36,11 +36,9 @@ from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.limits.rlimits import COUNTED_PER_NAMESPACE, HostFacts
 from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.children import (
-    LAUNCHER_TRIES,
     Child,
     Children,
     Launcher,
-    LauncherLost,
     RegisterChild,
     Reply,
 )
@@ -115,7 +113,7 @@ class Programs:
             request = requests.spawn(namespaces, spawn)
             assert program.start_timeout
             async with program.start_timeout:
-                terminal = await self._start(program, request, files, sandbox.group)
+                terminal = await self._begin(program, request, files, sandbox.group)
         except BaseException as error:
             del self._all[name]
             refusal = self._refusal(error, program, sandbox.group)
@@ -149,14 +147,6 @@ class Programs:
             program.kill()
         elif program and program.process:
             program.process.signal(number, group=True)
-
-    async def _start(
-        self, program: Program, request: requests.Request, files: list[int], group: Group | None
-    ) -> list[int]:
-        for _ in range(LAUNCHER_TRIES):
-            with contextlib.suppress(LauncherLost):
-                return await self._begin(program, request, files, group)
-        raise Refused(HELPER_KILLED)
 
     async def _begin(
         self, program: Program, request: requests.Request, files: list[int], group: Group | None

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""State of one sandbox in the supervisor, and the pure function that decides each step of closing a sandbox."""
+"""State of one sandbox in the supervisor."""
 
 from __future__ import annotations
 
@@ -38,39 +38,6 @@ class SandboxStage(StrEnum):
     UP = "up"
     CLOSING = "closing"
     GONE = "gone"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Next step of closing a sandbox.
-
-    Attributes:
-        kill_init: kill the first process of the PID namespace; the kernel then kills all others.
-        kill_starter: kill the supervisor's child for the sandbox.
-        delete: delete the sandbox's files, since all processes have ended.
-        report: report an error to callers that wait for the sandbox's end, since closing takes too long.
-    """
-
-    kill_init: bool = False
-    kill_starter: bool = False
-    delete: bool = False
-    report: bool = False
-
-
-def step_down(*, starter: bool, init: bool | None, closing_s: float) -> Step:
-    """Return the next step of closing a sandbox.
-
-    Args:
-        starter: whether the supervisor's child for the sandbox is not reaped yet.
-        init: whether the sandbox's first process, which ends after all others, is alive; ``None`` if not recorded.
-        closing_s: seconds since closing began.
-    """
-    late = closing_s > STUCK_S
-    # Once the sandbox's processes have ended, the runtime's process ends its own helpers; it gets STUCK_S for that.
-    kill_starter = starter and (init is None or late)
-    if not starter and not init:
-        return Step(delete=True)
-    return Step(kill_init=bool(init), kill_starter=kill_starter, report=late)
 
 
 class NoSandbox(Refused):
