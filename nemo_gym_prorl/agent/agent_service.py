@@ -105,7 +105,7 @@ class AgentService:
         self._cleanup = BackgroundCleanup()
         base = GymContext(None, self._models[0], cleanup=self._cleanup, further_models=tuple(self._models[1:]))
         environments = gym_environments(config, self._servers, base)
-        keep = config.journal_keep_s, config.journal_keep_bytes, config.keep_unread_s
+        keep = config.journal_keep_s, config.journal_keep_bytes
         journal = None if config.journal is None else Journal(config.journal, *keep)
         folder = gym_config.get(CHECKPOINT_FOLDER)
         shared = None if folder is None else SharedCheckpoints(Path(str(folder)))

@@ -26,7 +26,7 @@ NO_CLIENT = "default"
 
 
 class QueueFull(CallerError):
-    """The queue of INIT, or the memory for unread results, is full."""
+    """The queue of INIT is full."""
 
     http_status = 429
     problem = "queue-full"

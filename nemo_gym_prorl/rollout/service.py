@@ -66,7 +66,7 @@ class RolloutService(ABC):
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.loops = loops or BackgroundLoops(clock)
-        self.store = JobStore(settings.retain_bytes, settings.keep_unread_s, clock, journal)
+        self.store = JobStore(settings.retain_bytes, settings.retain_s, clock, journal)
         self.draining = False
         self.on_finish: list[Callable[[Job], None]] = []
         """Called with each job that reached its outcome, for example by metrics; exceptions are logged."""
@@ -218,13 +218,11 @@ class RolloutService(ABC):
         )
 
     def _check_room(self, client: str, jobs: int) -> None:
-        """Check that a client may queue ``jobs`` more jobs. Raise :class:`QueueFull` if the queue or the memory for
-        results is full, and the client has its fair share."""
+        """Check that a client may queue ``jobs`` more jobs. Raise :class:`QueueFull` if the queue is full, and the
+        client has its fair share."""
         most = self._defaults.max_queued
         if not self._may_queue(client, most - len(self._arriving) - jobs + 1):
-            reason = f"the queue is full (max_queued {most}, {jobs} more requested); try again later"
-            raise QueueFull(reason)
-        self.store.refuse_if_full(client)
+            raise QueueFull(f"the queue is full (max_queued {most}, {jobs} more requested); try again later")
 
     async def _accept_forks(self, parent: Job, requests: Sequence[JobRequest], **resume_from: Any) -> list[Job]:
         """Accept all forks of a job, or none; ``resume_from`` is their ``fork=`` or ``resume_point=``. If a fork is

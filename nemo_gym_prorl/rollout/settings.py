@@ -17,6 +17,10 @@ from nemo_gym_prorl.failures import Stage
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
 
+RETAIN_S = 7 * 24 * 3600.0
+"""Default time to live, in seconds, of a result in memory: a result of Friday is there on Monday."""
+RETAIN_BYTES = 2**30
+"""Default memory limit for finished rollouts."""
 JOURNAL_KEEP_S = 7 * 24 * 3600.0
 """Default age, in seconds, after which the journal forgets an outcome: a trainer may be down for a week."""
 JOURNAL_KEEP_BYTES = 16 * 2**30
@@ -61,12 +65,10 @@ class ServiceSettings(BaseModel):
     """Tries of a rollout, if infrastructure fails."""
     max_queued: Positive = 10_000
     """Rollouts that may wait before the job API answers 429."""
-    retain_bytes: Positive = 2**30
-    """Memory limit for finished rollouts. Above the limit the service forgets results whose time to live is over. If
-    younger results fill the limit, the job API answers 429.
-    """
-    keep_unread_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
-    """Lifetime of a result that no client has read."""
+    retain_bytes: Positive = RETAIN_BYTES
+    """Memory limit for finished rollouts, beyond which the oldest are forgotten."""
+    retain_s: Seconds = RETAIN_S
+    """Lifetime of a finished rollout in memory."""
 
     @field_validator("budgets", mode="before")
     @classmethod

@@ -41,8 +41,8 @@ WEEK = 7 * 24 * 3600.0
 TOKEN = "open-sesame"
 
 
-def opened(place: Path | str, keep_s: float = WEEK, keep_bytes: int = 2**30, keep_unread_s: float = 3600.0) -> Journal:
-    return Journal(str(place), keep_s, keep_bytes, keep_unread_s)
+def opened(place: Path | str, keep_s: float = WEEK, keep_bytes: int = 2**30) -> Journal:
+    return Journal(str(place), keep_s, keep_bytes)
 
 
 @contextlib.asynccontextmanager
@@ -51,7 +51,7 @@ async def life(
 ) -> AsyncIterator[tuple[Pipeline, Bench]]:
     """One life of a service."""
     bench = Bench(settings_ or FastSettings())
-    pipeline = bench.pipeline(opened(place, keep_unread_s=bench.settings.keep_unread_s, **keep))
+    pipeline = bench.pipeline(opened(place, **keep))
     pipeline.start()
     try:
         yield pipeline, bench
@@ -458,7 +458,7 @@ async def test_jobs_of_an_earlier_life_are_waited_for_while_they_come(
 
 
 async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
-    small = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
+    small = PipelineSettings(retain_bytes=1)
     async with life(tmp_path, small) as (pipeline, _):
         await run(pipeline, "a", {"n": 1})
         assert pipeline.store.get("a") is None
@@ -479,7 +479,7 @@ async def test_ids_are_known_whatever_memory_has(tmp_path: Path) -> None:
 
 
 async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path) -> None:
-    none_kept = PipelineSettings(retain_bytes=1, keep_unread_s=0.0)
+    none_kept = PipelineSettings(retain_bytes=1)
     async with life(tmp_path, none_kept, keep_bytes=5000) as (pipeline, _):
         start = pipeline.store.cursor
         for number in range(30):
@@ -498,14 +498,13 @@ async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path) -> None:
         assert await pipeline.store.fetch("r29") is not None
 
 
-@pytest.mark.parametrize("jump", [-1e9, 1e9])
-async def test_a_clock_that_jumps_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+async def test_a_clock_that_is_set_back_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with life(tmp_path) as (pipeline, _):
         await run(pipeline, "a")
         waits = await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 30.0)]}}, id="b"))
         cursor = pipeline.store.cursor
     now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + jump)
+    monkeypatch.setattr(time, "time", lambda: now() - 1e9)
     async with life(tmp_path) as (pipeline, _):
         assert await pipeline.store.fetch(waits.id) is not None
         await run(pipeline, "c")

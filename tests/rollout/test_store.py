@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, row_digest
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, RolloutForgotten, row_digest
 from nemo_gym_prorl.rollout.storage.store import EVENT_HISTORY, JobStore
 from tests.rollout.virtual_time import run_in_virtual_time
 
@@ -34,17 +34,14 @@ def end(store: JobStore, job_id: str, size: int = 100_000, group: str | None = N
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["end", "read", "deliver", "sleep"]), st.integers(0, 30), st.integers(0, 40_000)),
+        st.tuples(st.sampled_from(["end", "deliver", "sleep"]), st.integers(0, 30), st.integers(0, 40_000)),
         max_size=60,
     )
 )
-def test_no_result_is_forgotten_unread_before_its_time_and_the_books_are_right(
-    steps: list[tuple[str, int, int]],
-) -> None:
+def test_the_oldest_result_goes_first_and_the_books_are_right(steps: list[tuple[str, int, int]]) -> None:
     now = 0.0
-    store = JobStore(retain_bytes=100_000, keep_unread_s=10.0, clock=lambda: now)
+    store = JobStore(retain_bytes=100_000, retain_s=10.0, clock=lambda: now)
     ended: dict[str, float] = {}
-    read: set[str] = set()
     for what, number, size in steps:
         job_id = f"r{number}"
         job = store.get(job_id)
@@ -53,23 +50,35 @@ def test_no_result_is_forgotten_unread_before_its_time_and_the_books_are_right(
         elif what == "end" and job_id not in ended:
             ended[job_id] = now
             end(store, job_id, size)
-        elif what == "read" and job is not None:
-            store.mark_read(job)
-            read.add(job_id)
+            assert all(store.get(known) is None for known, at in ended.items() if now - at >= 10.0)
         elif what == "deliver" and job is not None:
             store.deliver(job)
-            read.add(job_id)
-        for known, at in ended.items():
-            if known not in read and now - at < 10.0:
-                assert store.get(known) is not None, "an unread one is kept"
         left = [job for known in ended if (job := store.get(known)) is not None]
-        assert store.retained_bytes == sum(job.size for job in left)
+        assert [job.id for job in left] == [*ended][len(ended) - len(left) :]
+        assert store.retained_bytes == sum(job.size for job in left) <= 100_000
         assert store.states[JobState.SUCCEEDED] == len(left) == len(store)
-        assert store.retained_bytes <= 100_000 or all(job.id not in read for job in left)
+        for known in {*ended} - {job.id for job in left}:
+            assert store.is_forgotten(known) or what == "deliver"
         if len(left) == len(ended):
             with pytest.raises(StopIteration) as answer:  # without a journal nothing is waited for
                 store.ended_after(START, 100).send(None)
             assert [job.id for job in answer.value.value[0]] == [*ended], "a log without gaps, or an error"
+
+
+def test_a_result_that_goes_for_want_of_room_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    store = JobStore(retain_bytes=12_000, retain_s=50.0, clock=lambda: now)
+    end(store, "a", 1000)
+    now = 60.0
+    end(store, "b", 1000)
+    assert (store.get("a"), store.lifetime_s, caplog.text) == (None, 50.0, ""), "its time was over"
+    for name in "cde":
+        now += 3.0
+        end(store, name, 1000)
+    assert store.lifetime_s == 6.0
+    assert caplog.text.count("results fill retain_bytes") == 1
+    with pytest.raises(RolloutForgotten, match="set a journal, or raise retain_s or retain_bytes"):
+        asyncio.run(store.fetch("b"))
 
 
 def test_a_reader_slower_than_the_history_is_told() -> None:
@@ -92,7 +101,7 @@ def test_a_reader_slower_than_the_history_is_told() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "again", "deliver"]), st.integers(0, 400)), max_size=400))
 def test_pages_have_each_job_once_whatever_was_forgotten(steps: list[tuple[str, int]]) -> None:
-    store = JobStore(retain_bytes=2000, keep_unread_s=0.0, clock=lambda: 0.0)
+    store = JobStore(retain_bytes=20_000, clock=lambda: 0.0)
     for what, number in [*(("add", number) for number in range(1000, 1070)), *steps]:
         job = store.get(f"r{number}")
         new = job is None and not store.is_forgotten(f"r{number}")

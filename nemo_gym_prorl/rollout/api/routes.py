@@ -83,19 +83,11 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
 
     def answer(job: Job, tokens: TokenForm = TokenForm.ITEMS) -> Response:
         content = orjson.dumps(job_json(job, with_result=True, tokens=tokens))
-        service.store.mark_read(job)
         return Response(content, media_type="application/json")
 
     def listing(jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
         rollouts = [job_json(job, with_result=results) for job in jobs]
-        if results:
-            for job in jobs:
-                service.store.mark_read(job)
-        page = {
-            "rollouts": rollouts,
-            "cursor": str(cursor),
-            "next": None if more is None else str(more),
-        }
+        page = {"rollouts": rollouts, "cursor": str(cursor), "next": None if more is None else str(more)}
         return Response(orjson.dumps(page), media_type="application/json")
 
     @router.post(
@@ -334,9 +326,9 @@ class _Pools(Collector):
             "prorl_retained_bytes", "Memory of finished rollouts.", value=self._pipeline.store.retained_bytes
         )
         yield GaugeMetricFamily(
-            "prorl_results_full",
-            "1 while unread results fill retain_bytes, so that submissions are refused.",
-            value=self._pipeline.store.full,
+            "prorl_result_lifetime_seconds",
+            "Seconds for which the last result that retain_bytes cost had been kept; retain_s if it cost none.",
+            value=self._pipeline.store.lifetime_s,
         )
         out = GaugeMetricFamily(
             "prorl_server_unreachable",

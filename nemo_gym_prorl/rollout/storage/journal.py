@@ -31,7 +31,6 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched, chain
@@ -122,8 +121,6 @@ class Journal(JournalReader):
         folder: absolute path of a folder on a local disk; created if missing.
         keep_s: age in seconds after which an outcome is forgotten.
         keep_bytes: size limit of all outcomes, compressed; above the limit the oldest outcomes are forgotten.
-        keep_unread_s: seconds for which every outcome is kept in any case, from its end or from the start of this
-            process, whichever is later.
 
     Raises:
         CallerError: the folder cannot be used, another process uses it, or another version wrote it.
@@ -134,9 +131,8 @@ class Journal(JournalReader):
         folder: str,
         keep_s: float = JOURNAL_KEEP_S,
         keep_bytes: int = JOURNAL_KEEP_BYTES,
-        keep_unread_s: float = 3600.0,
     ) -> None:
-        self._keep_s, self._keep_bytes, self._keep_unread_s = keep_s, keep_bytes, keep_unread_s
+        self._keep_s, self._keep_bytes = keep_s, keep_bytes
         self._folder = folder
         self._zstd = zstandard.ZstdCompressor(level=1, write_checksum=True)
         self._path = _checked_folder(folder) / _FILE
@@ -165,8 +161,6 @@ class Journal(JournalReader):
         self._batch: list[_Entry] = []
         """Entries that are being written; they survive a restart of the thread's loop."""
         self._checked_at = 0.0
-        self._ages: deque[tuple[float, int]] = deque()
-        """Ends of the log by monotonic time: the ages of outcomes, independent of changes of the machine's clock."""
         self._thread = threading.Thread(
             target=PROCESS_LOOPS.run_thread, args=("journal", self._work), name="journal", daemon=True
         )
@@ -361,16 +355,9 @@ class Journal(JournalReader):
         if self.bytes <= self._keep_bytes and 0 <= tick - self._checked_at < _FORGET_INTERVAL_S:
             return
         self._checked_at = tick
-        if not self._ages or tick - self._ages[-1][0] >= self._keep_unread_s / 60:
-            self._ages.append((tick, self.end))
-        while len(self._ages) > 1 and tick - self._ages[1][0] >= self._keep_unread_s:
-            self._ages.popleft()
-        seen, before = self._ages[0]
-        if tick - seen < self._keep_unread_s:
-            return
         oldest = self._writer.execute(
             "SELECT position, ended_at, bytes FROM outcomes WHERE position >= ? AND position < ? LIMIT ?",
-            (self.first, min(before, self.end - 1), MAX_BATCH),  # the last row is kept: it marks the log's end
+            (self.first, self.end - 1, MAX_BATCH),  # the last row is kept: it marks the log's end
         ).fetchall()
         first, left = self.first, self.bytes
         for position, ended_at, stored in oldest:

@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Job store of a service, in memory: jobs, the ordered log of terminal outcomes, and the stream of transitions.
 
-- Memory is bounded in bytes. Each result has a time to live, which ends when a client reads the result.
-- Above the limit the store forgets results whose time to live is over. If younger results fill the limit, the service
-  refuses new jobs.
+- Results have a time to live and a limit of bytes. Beyond either the store forgets the oldest results, read or not.
 - Nothing is forgotten silently: a cursor behind which outcomes are missing and the id of a forgotten job are errors.
 
 With a journal an outcome is on disk before it enters the log. Results that memory forgot are then read from the
@@ -16,25 +14,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 import uuid
-from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, QueueFull, RolloutForgotten
-from nemo_gym_prorl.rollout.scheduling.fair_queue import is_under_fair_share
+from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, JobConflict, JobRequest, RolloutForgotten
+from nemo_gym_prorl.rollout.settings import RETAIN_BYTES, RETAIN_S
 
 
 if TYPE_CHECKING:  # so that clients of the job API import no database
     from nemo_gym_prorl.rollout.storage.journal import Journal
 
+
+LOGGER = logging.getLogger(__name__)
 
 EVENT_HISTORY = 10_000
 """Transitions kept for subscribers that reconnect with the id of the last transition seen; bounds memory."""
@@ -73,15 +72,15 @@ class JobStore:
 
     Args:
         retain_bytes: memory limit for terminal jobs.
-        keep_unread_s: time to live, in seconds, of an unread result.
+        retain_s: time to live of a terminal job in seconds.
         clock: returns monotonic seconds.
         journal: keeps jobs and outcomes across a restart; ``None`` without one.
     """
 
     def __init__(
         self,
-        retain_bytes: int = 2**30,
-        keep_unread_s: float = 3600.0,
+        retain_bytes: int = RETAIN_BYTES,
+        retain_s: float = RETAIN_S,
         clock: Callable[[], float] = time.monotonic,
         journal: Journal | None = None,
     ) -> None:
@@ -91,27 +90,21 @@ class JobStore:
         self.epoch = self.event_epoch if journal is None else journal.epoch
         """Epoch of the log of outcomes."""
         self._retain_bytes = retain_bytes
-        self._keep_unread_s = keep_unread_s
+        self._retain_s = retain_s
         self._clock = clock
         self.shares: Mapping[str, float] = {}
         """Shares of clients with keys of their own."""
         self._jobs: dict[str, Job] = {}
-        self._numbers: list[tuple[int, str]] = []
-        """Numbers and ids of jobs, ascending; ids of forgotten jobs are removed in batches."""
-        self._groups: dict[str, set[str]] = {}
         self.states: Counter[JobState] = Counter()
         """Number of remembered jobs by state."""
         self._log: dict[int, Job] = {}
         self._log_length = self._expired_before = 0 if journal is None else journal.end
-        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which the jobs ended
-        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which results were read
+        self._ended: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which the jobs ended
         self.retained_bytes = 0
         """Bytes of the terminal jobs."""
-        self.retained_of: Counter[str] = Counter()
-        """Bytes of the terminal jobs by client."""
+        self.lifetime_s = retain_s
+        """Seconds for which the last result that was lost for want of room had been kept; else the time to live."""
         self._forgotten_ids: OrderedDict[bytes, None] = OrderedDict()
-        self._leaving: list[list[Job]] = []
-        """Per pending read of the journal, the jobs forgotten since it began: the read may have missed them."""
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
         self._seq = 0
         self._submitted = 0 if journal is None else journal.numbered
@@ -124,24 +117,12 @@ class JobStore:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    @property
-    def full(self) -> bool:
-        """Whether results whose time to live is not over fill the memory limit; other results are forgotten first."""
-        self._forget_over_bound()
-        return self.retained_bytes >= self._retain_bytes and not self._read
-
     def add(self, job: Job, at: float) -> None:
         """Add a new job. A delivered job with the same id then stays only in the log of outcomes."""
         self._submitted += 1
         job.number = self._submitted
-        if (delivered := self._jobs.pop(job.id, None)) is not None:
-            self._leave_group(delivered)
+        self._jobs.pop(job.id, None)  # so that jobs stay in the order of their numbers
         self._jobs[job.id] = job
-        self._numbers.append((job.number, job.id))
-        if len(self._numbers) > 2 * len(self._jobs) + 64:
-            self._numbers = [(known.number, known.id) for known in self._jobs.values()]
-        if job.group is not None:
-            self._groups.setdefault(job.group, set()).add(job.id)
         self.record(job, at)
 
     def get(self, job_id: str) -> Job | None:
@@ -169,21 +150,17 @@ class JobStore:
         if job is not None and not job.delivered:
             return same_job(job, request, digest)
         if self.is_forgotten(request.id):
-            raise RolloutForgotten(f"rollout {request.id!r} has ended and is forgotten; a new one needs another id")
+            raise self._forgotten(request.id)
         return None
 
-    def refuse_if_full(self, client: str) -> None:
-        """Refuse a new job while unread results fill the limit.
-
-        Raises:
-            QueueFull: the limit is reached, and this client has its fair share.
-        """
-        if self.full and not is_under_fair_share(client, self._retain_bytes, self.retained_of, self.shares):
-            raise QueueFull(
-                f"unread results fill {self.retained_bytes / 2**20:.0f} of "
-                f"{self._retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "
-                "results=true), then submit again"
-            )
+    def _forgotten(self, job_id: str) -> RolloutForgotten:
+        longer = "set a journal, or raise retain_s or retain_bytes"
+        if self.journal is not None:
+            longer = "raise journal_keep_s or journal_keep_bytes"
+        return RolloutForgotten(
+            f"rollout {job_id!r} has ended and its result is forgotten; to keep results longer, {longer}; a new "
+            "rollout needs another id"
+        )
 
     async def fetch(self, job_id: str) -> Job | None:
         """Return a job from memory or journal; ``None`` for an unknown id.
@@ -193,7 +170,7 @@ class JobStore:
         """
         found = (await self.fetch_all([job_id])).get(job_id)
         if found is None and self.is_forgotten(job_id):
-            raise RolloutForgotten(f"rollout {job_id!r} has ended and is forgotten")
+            raise self._forgotten(job_id)
         return found
 
     async def fetch_all(self, job_ids: Iterable[str]) -> dict[str, Job]:
@@ -213,7 +190,7 @@ class JobStore:
         """Return all jobs of a group, in no particular order."""
         await self.wait_for_recovery()
         kept = await self._kept(state=None, group=group)
-        return [*(self._jobs[job_id] for job_id in self._groups.get(group, ())), *kept.values()]
+        return [*self.find(state=None, group=group), *kept.values()]
 
     async def wait_for_recovery(self, *ids: str) -> None:
         """Wait until the accepted jobs of an earlier process are recovered. With ``ids``, wait only if one of these
@@ -247,15 +224,8 @@ class JobStore:
         return self._submitted
 
     def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
-        """Yield jobs in memory that match and have a number above ``after``, oldest first; ``None`` matches all."""
-        numbers = self._numbers
-        if group is not None:
-            numbers = sorted((self._jobs[job_id].number, job_id) for job_id in self._groups.get(group, ()))
-        for index in range(bisect_right(numbers, after, key=itemgetter(0)), len(numbers)):
-            number, job_id = numbers[index]
-            job = self._jobs.get(job_id)
-            if job is not None and job.number == number and job.fits(state, group, after):
-                yield job
+        """Return jobs in memory that match and have a number above ``after``, oldest first; ``None`` matches all."""
+        return (job for job in self._jobs.values() if job.fits(state, group, after))
 
     async def page(
         self, *, state: JobState | None, group: str | None, after: int, limit: int, content: bool
@@ -269,17 +239,11 @@ class JobStore:
         return [numbered[number] for number in sorted(numbered)][:limit]
 
     async def _kept(self, *, state: JobState | None, after: int = 0, **which: Any) -> dict[int, Job]:
-        """Return, by number, the jobs that are only in the journal, and those that memory forgot during the read."""
+        """Return, by number, the jobs that are only in the journal."""
         if self.journal is None or not (state is None or state.terminal):
             return {}
-        leaving: list[Job] = []
-        self._leaving.append(leaving)
-        try:
-            kept = await self.journal.listed(state=state, after=after, **which)
-        finally:
-            self._leaving = [one for one in self._leaving if one is not leaving]
-        found = [*kept, *(job for job in leaving if job.fits(state, which["group"], after))]
-        return {job.number: job for job in found if job.id not in self._jobs}
+        kept = await self.journal.listed(state=state, after=after, **which)
+        return {job.number: job for job in kept if job.id not in self._jobs}
 
     async def persist_outcome(self, job: Job, outcome: Outcome, at: float) -> bool:
         """Write the outcome of a packed job to the journal, if any. Return ``False`` if the service shuts down
@@ -319,35 +283,19 @@ class JobStore:
             )
         )
         if job.state.terminal:
-            self._unread[job] = _Entry(self._log_length, job.size, self._clock())
-            self._retain(job, job.size)
+            self._ended[job] = _Entry(self._log_length, job.size, self._clock())
+            self.retained_bytes += job.size
             self._log[self._log_length] = job
             self._log_length += 1
-            if job.delivered or job.state is JobState.CANCELLED:
-                self.mark_read(job)  # the caller has the answer, or does not want one
-            self._forget_over_bound()
+            self._forget_oldest()
         self._wake.set()
         self._wake = asyncio.Event()
 
-    # -- reading -------------------------------------------------------------------------------------------------
-
-    def mark_read(self, job: Job) -> None:
-        """End the time to live of a job's result; no-op for a job without an outcome."""
-        if (entry := self._unread.pop(job, None)) is not None:
-            self._read[job] = entry
-
-    def _retain(self, job: Job, more: int) -> None:
-        self.retained_bytes += more
-        self.retained_of[job.client] += more
-        if not self.retained_of[job.client]:
-            del self.retained_of[job.client]  # callers choose client names, so the counter must not grow
-
     def deliver(self, job: Job) -> None:
         """Drop a job's row and result, and free its id, because the attached caller has the answer."""
-        self.mark_read(job)
         job.deliver()
-        if (entry := self._read.get(job)) is not None:
-            self._retain(job, job.size - entry.size)
+        if (entry := self._ended.get(job)) is not None:
+            self.retained_bytes += job.size - entry.size
             entry.size = job.size
 
     # -- the ordered log of terminal outcomes --------------------------------------------------------------------
@@ -437,42 +385,42 @@ class JobStore:
 
     # -- forgetting ----------------------------------------------------------------------------------------------
 
-    def _forget_over_bound(self) -> None:
-        while self.retained_bytes > self._retain_bytes:
-            if self._read:
-                job, entry = self._read.popitem(last=False)
-            else:
-                job, entry = next(iter(self._unread.items()))
-                if self._clock() - entry.ended < self._keep_unread_s:
-                    return
-                del self._unread[job]
-            self._retain(job, -entry.size)
+    def _forget_oldest(self) -> None:
+        """Forget the results beyond the limits of age and bytes. Without a journal a result is then lost; the first loss
+        for want of room is logged."""
+        while self._ended:
+            job, entry = next(iter(self._ended.items()))
+            age_s = self._clock() - entry.ended
+            is_early = age_s < self._retain_s
+            if is_early and self.retained_bytes <= self._retain_bytes:
+                return
+            del self._ended[job]
+            self.retained_bytes -= entry.size
             self._forget(job, entry)
+            if is_early and self.journal is None and not job.delivered:
+                if self.lifetime_s == self._retain_s:
+                    LOGGER.warning(
+                        "results fill retain_bytes (%d MiB): the oldest, of rollout %s, is forgotten after %.0f s; "
+                        "raise retain_bytes, or set a journal",
+                        self._retain_bytes >> 20,
+                        job.id,
+                        age_s,
+                    )
+                self.lifetime_s = age_s
 
     def _forget(self, job: Job, entry: _Entry) -> None:
         del self._log[entry.position]
-        for leaving in self._leaving:
-            leaving.append(job)
         self._expired_before = max(self._expired_before, entry.position + 1)
         self.states[job.state] -= 1
         if not job.delivered and self.journal is None:
             self._remember_forgotten(job.id)
-        if self._jobs.get(job.id) is not job:
-            return  # delivered, and another job has its id by now
-        del self._jobs[job.id]
-        self._leave_group(job)
+        if self._jobs.get(job.id) is job:  # else delivered, and another job has its id by now
+            del self._jobs[job.id]
 
     def _remember_forgotten(self, job_id: str) -> None:
         self._forgotten_ids[_mark(job_id)] = None
         if len(self._forgotten_ids) > REMEMBERED_IDS:
             self._forgotten_ids.popitem(last=False)
-
-    def _leave_group(self, job: Job) -> None:
-        if job.group is not None:
-            members = self._groups[job.group]
-            members.discard(job.id)
-            if not members:
-                del self._groups[job.group]
 
 
 def same_job(known: Job, request: JobRequest, digest: bytes) -> Job:
