@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from http.cookies import SimpleCookie
 from types import MappingProxyType
@@ -41,7 +40,6 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.http.client import ConnectFailed, ConnectionDropped, HttpAnswer, HttpClient
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.http.server_process import descriptor_exhaustion, is_descriptor_exhaustion
 from nemo_gym_prorl.http.tracing import trace_headers
 from nemo_gym_prorl.rollout.job import Job
 
@@ -59,7 +57,6 @@ BAD_ROW_STATUSES = frozenset({400, 413, 415, 422})
 """Statuses that blame the row. Every other 4xx (a wrong key, route or model name, a restarted server) is a fault of
 the deployment, so the row can be retried."""
 _PROBE_TIMEOUT_S = 3.0
-_DESCRIPTOR_WAIT_S = 30.0  # closing the connections of refused callers frees descriptors within seconds
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
@@ -125,13 +122,12 @@ class GymServer:
         return await self.call("POST", path, body, jar)
 
     async def is_reachable(self) -> bool:
-        """Return whether the server answers a probe within 3 s, with any status. A probe that fails for lack of a file
-        descriptor in this process proves nothing, so the result is ``True``."""
+        """Return whether the server answers a probe within 3 s, with any status."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 await self._http.request("GET", self.url + "/", {})
-        except (ConnectionError, TimeoutError) as error:
-            return is_descriptor_exhaustion(error.__cause__)
+        except (ConnectionError, TimeoutError):
+            return False
         return True
 
     async def call(
@@ -148,16 +144,14 @@ class GymServer:
 
         Raises:
             InfrastructureError: the server cannot be reached, dropped the connection, or reports a failure (header
-                ``X-ProRL-Failure-Kind``); or this process lacks file descriptors for 30 s.
+                ``X-ProRL-Failure-Kind``).
             TaskError: the server reports a failure with a status in :data:`BAD_ROW_STATUSES`.
         """
         data = [] if body is None else [body if isinstance(body, bytes) else orjson.dumps(body)]
         headers = {"Content-Type": "application/json", **self._authorization, **jar.header(), **extra_headers}
         try:
-            answer = await self._request(method, self.url + path, {**headers, **trace_headers()}, data)
+            answer = await self._http.request(method, self.url + path, {**headers, **trace_headers()}, data)
         except ConnectFailed as error:
-            if is_descriptor_exhaustion(error.__cause__):
-                raise descriptor_exhaustion() from error
             raise InfrastructureError(
                 f"{self.name} at {self.url} cannot be reached: {error}",
                 kind=FailureKind.TRANSPORT_UNREACHABLE,
@@ -176,17 +170,6 @@ class GymServer:
                 raise TaskError(reason, kind=known)
             raise InfrastructureError(reason, kind=known, final=kind.endswith(FINAL))
         return answer
-
-    async def _request(self, method: str, url: str, headers: Mapping[str, str], data: Sequence[bytes]) -> HttpAnswer:
-        """Send the request; retry for up to 30 s while this process lacks a file descriptor to connect with."""
-        deadline = time.monotonic() + _DESCRIPTOR_WAIT_S
-        while True:
-            try:
-                return await self._http.request(method, url, headers, data)
-            except ConnectFailed as error:
-                if not is_descriptor_exhaustion(error.__cause__) or time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(0.2)
 
 
 def addresses(config: Mapping[str, Any]) -> dict[str, Address]:

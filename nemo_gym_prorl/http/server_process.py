@@ -1,20 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Process settings of a server: exit with Gym's command line, limit of open files, garbage collection.
+"""Process settings of a server: exit with Gym's command line, and limit of open files.
 
 ``gym env start`` ends its servers on SIGINT. If the command is killed, or fails because a port is taken, the servers
 become orphans and hold memory and ports. Our Hydra plugin (``hydra_plugins/prorl_gym``) passes the id of Gym's process
 to the servers, so that the servers can exit with that process.
 
 A rollout in flight uses several connections. The soft limit of open files is often 1,024 and the hard limit far
-higher, so a server raises the soft limit at start. Beyond the hard limit rollouts fail with an infrastructure error
-that names the limit.
+higher, so a server raises the soft limit at start.
 """
 
 from __future__ import annotations
 
-import errno
-import gc
 import os
 import resource
 import select
@@ -22,8 +19,6 @@ import signal
 import sys
 import threading
 import time
-
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 
 
 STARTER_VARIABLE = "PRORL_GYM_STARTER"
@@ -78,36 +73,4 @@ def raise_open_file_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return _finite(hard)
-
-
-def is_descriptor_exhaustion(error: BaseException | None) -> bool:
-    """Return whether an error means that the process or machine has no file descriptor left."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def descriptor_exhaustion() -> InfrastructureError:
-    """Return the error of a rollout for which this process has no file descriptor left."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return InfrastructureError(
-        f"this process has no file descriptor left (limit {soft}); raise the limit of open files (ulimit -n), "
-        f"{FILES_PER_ROLLOUT} for each rollout in flight, or run fewer at once",
-        kind=FailureKind.PROVIDER_QUOTA_EXHAUSTED,
-    )
-
-
-def _finite(limit: int) -> int:
-    return 1 << 30 if limit == resource.RLIM_INFINITY else limit
-
-
-COLLECTED_AT = (5_000, 20, 50)
-"""Thresholds of the garbage collector's three generations: collections about every 25, 500 and 25,000 turns."""
-
-
-def tune_garbage_collection() -> None:
-    """Exclude all existing objects from garbage collection (``gc.freeze``), and make further collections rare. Stored
-    rollouts have no reference cycles and are freed by reference counting. A full collection would block the event loop
-    while it scans stored rollouts and modules."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECTED_AT)
+    return 1 << 30 if hard == resource.RLIM_INFINITY else hard
