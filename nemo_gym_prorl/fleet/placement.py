@@ -19,7 +19,6 @@ since no other node could take the rest, and the node's own queue is fair among 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +151,7 @@ IMAGES = 1000
 
 
 class Placement:
-    """Nodes of a fleet, and the node of each rollout. A decision costs O(log n) in the number of nodes, amortised."""
+    """Nodes of a fleet, and the node of each rollout. A decision costs O(n) in the number of nodes."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -162,20 +161,12 @@ class Placement:
         self._members: Counter[str] = Counter()
         self._owners: dict[str, dict[str, None]] = {}
         """Nodes by image."""
-        self._order: list[tuple[float, int, str]] = []
-        """Heap of nodes by used fraction of the window; outdated entries are skipped."""
         self._joined = 0
-
-    @property
-    def nodes(self) -> list[str]:
-        """All nodes in the order of joining."""
-        return [*self._nodes]
 
     def join(self, node: str) -> None:
         """Add a node. The node gets one rollout until its capacity is known."""
         self._joined += 1
         self._nodes[node] = _Node(self._joined)
-        self._rank(node)
 
     def leave(self, node: str) -> None:
         """Remove a node. The rollouts of the node stay recorded until :meth:`gone`."""
@@ -186,15 +177,13 @@ class Placement:
             del self._homes[group]
 
     def resize(self, node: str, capacity: Capacity) -> None:
-        if node in self._nodes and self._nodes[node].capacity != capacity:
+        if node in self._nodes:
             self._nodes[node].capacity = capacity
-            self._rank(node)
 
     def use(self, node: str, usable: bool) -> None:
         """Set whether a node answers and accepts new rollouts."""
-        if node in self._nodes and self._nodes[node].usable != usable:
+        if node in self._nodes:
             self._nodes[node].usable = usable
-            self._rank(node)
 
     def choose(self, group: str | None = None, image: str | None = None, *, together: bool = False) -> str | None:
         """Return the node for a rollout; ``None`` if the rollout has to wait.
@@ -212,8 +201,8 @@ class Placement:
         if image is not None:
             there = [name for name in self._owners.get(image, ()) if self._nodes[name].slot_free]
             if there:
-                return min(there, key=lambda name: (self._nodes[name].filled, self._nodes[name].number))
-        return self._least_filled()
+                return self._least_filled(there)
+        return self._least_filled(name for name, node in self._nodes.items() if node.usable and node.filled < 1)
 
     def anyone(self) -> str | None:
         """Return the usable node with the least load relative to its slots of RUN, regardless of windows; ``None``
@@ -232,7 +221,6 @@ class Placement:
         it = self._nodes[node]
         it.held += 1
         it.load += 1
-        self._rank(node)
         if image is not None:
             it.images.pop(image, None)
             it.images[image] = None
@@ -248,7 +236,6 @@ class Placement:
         placed.holds = holds
         if (it := self._nodes.get(placed.node)) is not None:
             it.held += 1 if holds else -1
-            self._rank(placed.node)
 
     def gone(self, rollout: str) -> None:
         """Forget a rollout; no-op for an unknown rollout."""
@@ -258,7 +245,6 @@ class Placement:
         if (it := self._nodes.get(placed.node)) is not None:
             it.held -= placed.holds
             it.load -= 1
-            self._rank(placed.node)
         if placed.group is not None:
             self._members[placed.group] -= 1
             if not self._members[placed.group]:
@@ -269,25 +255,8 @@ class Placement:
         placed = self._placed.get(rollout)
         return placed.node if placed else None
 
-    def at(self, node: str) -> Iterable[str]:
-        return [rollout for rollout, placed in self._placed.items() if placed.node == node]
-
-    def _least_filled(self) -> str | None:
-        while self._order:
-            filled, number, name = self._order[0]
-            node = self._nodes.get(name)
-            if node is not None and node.number == number and node.usable and node.filled == filled:
-                return name if filled < 1 else None
-            heapq.heappop(self._order)
-        return None
-
-    def _rank(self, name: str) -> None:
-        node = self._nodes[name]
-        if node.usable:
-            heapq.heappush(self._order, (node.filled, node.number, name))
-        if len(self._order) > 4 * len(self._nodes) + 64:
-            self._order = [(it.filled, it.number, each) for each, it in self._nodes.items() if it.usable]
-            heapq.heapify(self._order)
+    def _least_filled(self, names: Iterable[str]) -> str | None:
+        return min(names, key=lambda name: (self._nodes[name].filled, self._nodes[name].number), default=None)
 
     def _disown(self, image: str, node: str) -> None:
         del self._nodes[node].images[image]

@@ -15,7 +15,6 @@ some verifiers identify a cohort only by its prompt. A job that is scored again 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, KeysView, Mapping, Set
 from dataclasses import dataclass, field
@@ -26,11 +25,13 @@ from types import MappingProxyType
 class _ClientQueue:
     """Waiting jobs of one client at one priority."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+        """Count of the queue's events when a job was last served, or else when the first arrived."""
         self.jobs: dict[str, OrderedDict[str, None]] = {}
         """Ids in the order of arrival, by environment."""
         self._turns: dict[str, int] = {}
-        """By environment, count of the queue's events when a job was last served, or else when the first arrived."""
+        """The same by environment."""
 
     def push(self, job_id: str, environment: str, turn: int) -> None:
         if environment not in self.jobs:
@@ -48,7 +49,7 @@ class _ClientQueue:
         there = self.jobs if among is None else [name for name in self.jobs if name in among]
         environment = min(there, key=lambda name: (load(name), self._turns[name]))
         job_id, _ = self.jobs[environment].popitem(last=False)
-        self._turns[environment] = turn
+        self.turn = self._turns[environment] = turn
         self._forget_empty(environment)
         return job_id, environment
 
@@ -57,40 +58,11 @@ class _ClientQueue:
             del self.jobs[environment], self._turns[environment]
 
 
-class _PriorityLevel:
-    """Waiting jobs of one priority, with a heap of clients; outdated heap entries are skipped."""
-
-    def __init__(self) -> None:
-        self.jobs: dict[str, _ClientQueue] = {}
-        """Jobs by client."""
-        self.turns: dict[str, int] = {}
-        """By client, count of the queue's events when a job was last served, or else when the first arrived."""
-        self._ranks: list[tuple[float, int, str]] = []
-
-    def rank(self, client: str, load: Callable[[str], float]) -> None:
-        """Push the client's new position onto the heap after a change of its load or turn."""
-        heapq.heappush(self._ranks, (load(client), self.turns[client], client))
-        if len(self._ranks) > 2 * len(self.jobs) + 16:
-            self.rank_all(load)
-
-    def rank_all(self, load: Callable[[str], float]) -> None:
-        self._ranks = [(load(client), turn, client) for client, turn in self.turns.items()]
-        heapq.heapify(self._ranks)
-
-    def first(self, load: Callable[[str], float]) -> str:
-        """Return the client with the least load; among equals, the one served longest ago."""
-        while True:
-            had, turn, client = self._ranks[0]
-            if self.turns.get(client) == turn and load(client) == had:
-                return client
-            heapq.heappop(self._ranks)
-
-
 class FairQueue:
     """Waiting jobs of one stage, in fair order (see the module).
 
-    The owner reports each client's load by :meth:`add_load`: slots in use, or sessions. An event costs O(log n),
-    amortised, once per priority and environment at which its client waits.
+    The owner reports each client's load by :meth:`add_load`: slots in use, or sessions. A decision costs O(n) in the
+    number of waiting clients.
 
     Args:
         load: returns a client's load in an environment, divided by the environment's share.
@@ -100,17 +72,14 @@ class FairQueue:
     def __init__(self, load: Callable[[str, str], float], shares: Mapping[str, float] = MappingProxyType({})) -> None:
         self._load = load
         self._shares = shares
-        self._levels: dict[int, _PriorityLevel] = {}
-        self._priorities: list[int] = []
-        """Heap of negated priorities; the first level is not empty, if any job waits."""
-        self._waits_at: dict[str, set[int]] = {}
+        self._queues: dict[tuple[int, str], _ClientQueue] = {}
+        """Waiting jobs by priority and client."""
         self._held: Counter[str] = Counter()
         self._turn = 0
         self._waiting: Counter[str] = Counter()
-        self._size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return self._waiting.total()
 
     @property
     def environments(self) -> KeysView[str]:
@@ -118,35 +87,31 @@ class FairQueue:
 
     def push(self, job_id: str, client: str, priority: int, environment: str) -> None:
         self._turn += 1
-        if priority not in self._levels:
-            self._levels[priority] = _PriorityLevel()
-            heapq.heappush(self._priorities, -priority)
-        level = self._levels[priority]
-        if client not in level.jobs:
-            level.jobs[client] = _ClientQueue()
-            self._waits_at.setdefault(client, set()).add(priority)
-            self._move_to_back(level, client)
-        level.jobs[client].push(job_id, environment, self._turn)
+        queue = self._queues.setdefault((priority, client), _ClientQueue(self._turn))
+        queue.push(job_id, environment, self._turn)
         self._waiting[environment] += 1
-        self._size += 1
 
     def remove(self, job_id: str, client: str, priority: int, environment: str) -> None:
         """Remove a job from any position."""
-        self._levels[priority].jobs[client].remove(job_id, environment)
+        self._queues[priority, client].remove(job_id, environment)
         self._forget_empty(priority, client, environment)
 
     def pop(self, among: Set[str] | None = None) -> str:
         """Remove the next job, and return its id. The queue must not be empty.
 
         Args:
-            among: environments to choose from, of which one must have a waiting job; costs O(number of clients).
-                ``None`` for all environments.
+            among: environments to choose from, of which one must have a waiting job; ``None`` for all environments.
         """
-        priority, client = self._first() if among is None else self._first_of(among)
-        level = self._levels[priority]
-        self._move_to_back(level, client)
-        job_id, environment = level.jobs[client].pop(lambda name: self._load(client, name), self._turn, among)
-        self._forget_empty(priority, client, environment)
+        ranks = (
+            (-priority, self._held[client] / self._shares.get(client, 1.0), queue.turn, client)
+            for (priority, client), queue in self._queues.items()
+            if among is None or not among.isdisjoint(queue.jobs)
+        )
+        negated, _, _, client = min(ranks)
+        queue = self._queues[-negated, client]
+        self._turn += 1
+        job_id, environment = queue.pop(lambda name: self._load(client, name), self._turn, among)
+        self._forget_empty(-negated, client, environment)
         return job_id
 
     def add_load(self, client: str, more: int) -> None:
@@ -154,51 +119,17 @@ class FairQueue:
         self._held[client] += more
         if not self._held[client]:
             del self._held[client]
-        for priority in self._waits_at.get(client, ()):
-            self._levels[priority].rank(client, self._load_of)
 
     def share(self, shares: Mapping[str, float]) -> None:
-        """Set the clients' shares. Costs O(n)."""
+        """Set the clients' shares."""
         self._shares = shares
-        for level in self._levels.values():
-            level.rank_all(self._load_of)
-
-    def _first(self) -> tuple[int, str]:
-        priority = -self._priorities[0]
-        return priority, self._levels[priority].first(self._load_of)
-
-    def _first_of(self, environments: Set[str]) -> tuple[int, str]:
-        ranks = (
-            (-priority, self._load_of(client), level.turns[client], client)
-            for priority, level in self._levels.items()
-            for client, line in level.jobs.items()
-            if not environments.isdisjoint(line.jobs)
-        )
-        priority, _, _, client = min(ranks)
-        return -priority, client
-
-    def _load_of(self, client: str) -> float:
-        return self._held[client] / self._shares.get(client, 1.0)
-
-    def _move_to_back(self, level: _PriorityLevel, client: str) -> None:
-        self._turn += 1
-        level.turns[client] = self._turn
-        level.rank(client, self._load_of)
 
     def _forget_empty(self, priority: int, client: str, environment: str) -> None:
-        self._size -= 1
         self._waiting[environment] -= 1
         if not self._waiting[environment]:
             del self._waiting[environment]
-        level = self._levels[priority]
-        if level.jobs[client].jobs:
-            return
-        del level.jobs[client], level.turns[client]
-        self._waits_at[client].discard(priority)
-        if not self._waits_at[client]:
-            del self._waits_at[client]
-        while self._priorities and not self._levels[-self._priorities[0]].jobs:
-            del self._levels[-heapq.heappop(self._priorities)]
+        if not self._queues[priority, client].jobs:
+            del self._queues[priority, client]
 
 
 def is_under_fair_share(client: str, bound: float, usage: Mapping[str, float], shares: Mapping[str, float]) -> bool:
