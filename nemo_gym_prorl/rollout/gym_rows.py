@@ -4,8 +4,7 @@
 
 Invariant: an accepted row can be serialised again anywhere, unchanged. Rows pass through several servers and into a
 log that clients follow, and one unserialisable value would break the log for every reader. So this module refuses lone
-surrogates such as ``"\\ud800"``, ``NaN``, numbers beyond a double or 64 bits, and excessive nesting, with the path of
-the field.
+surrogates such as ``"\\ud800"``, ``NaN``, numbers beyond a double or 64 bits, and excessive nesting.
 
 A verifier masks a rollout, so that a trainer skips the rollout, by the field ``mask_sample`` of the row (Gym ≥ 0.7) or
 of the row's ``instance_config`` (NeMo RL). Either field counts, and rows that leave the service have both.
@@ -22,15 +21,15 @@ import json
 import math
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.http.problem_document import field_errors
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.http.problem_document import field_errors, readable
 from nemo_gym_prorl.http.routed_experts import RoutedExperts, continued
 from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY
 
@@ -44,12 +43,8 @@ _FAILURE_FIELDS = frozenset(
 _RESUBMITTED_OPTIONS = frozenset({"environment", "group", "client", "run", "priority"})
 """Fields of a rollout's report that are also options of a submission; not the id, which is the failed rollout's."""
 
-MAX_DEPTH = 200
-"""Accepted levels of nesting. orjson writes 254 levels, and servers wrap a row in a few more."""
-
-_LEAST_INT, _MOST_INT = -(2**63), 2**64 - 1
-_FIELD_CHARS = 300
-"""Limit of a field's path in a message, in characters; keys come from the caller and have any length."""
+_WRAPPED_LEVELS = 50
+"""Levels of nesting that servers may add to a row; orjson writes 254 levels in all."""
 
 
 class CreateParams(BaseModel):
@@ -87,25 +82,35 @@ def read_json(body: bytes) -> Any:
         CallerError: the body is not JSON in UTF-8, or a value could not be serialised again; names the field.
     """
     try:
-        value = json.loads(body.decode(), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise CallerError(f"is not UTF-8: {error.reason} at byte {error.start}", field="body") from None
-    except RecursionError:
-        raise CallerError(f"is nested deeper than {MAX_DEPTH} levels", field="body") from None
-    except ValueError as error:  # also an integer with more digits than Python converts
+        value = json.loads(body.decode(), parse_constant=_no_number, parse_float=_finite)
+    except (ValueError, RecursionError) as error:  # also an integer with more digits than Python converts
         raise CallerError(f"is not JSON: {error}", field="body") from None
     require_writable(value)
     return value
 
 
-def require_writable(value: Any) -> None:
-    """Refuse a value that cannot be serialised as JSON.
+def require_writable(value: Any, *path: str) -> None:
+    """Refuse a value that cannot be serialised as JSON, also within a few more objects.
+
+    Args:
+        value: the value.
+        path: names and indices that lead to the value, for the error.
 
     Raises:
-        CallerError: names the first field that cannot be serialised.
+        CallerError: names the first field with half a surrogate pair, an integer beyond 64 bits, or too many levels.
     """
-    for path, reason in _unwritable(value):
-        raise CallerError(reason, field=path)
+    wrapped = value
+    for _ in range(_WRAPPED_LEVELS):
+        wrapped = [wrapped]
+    try:
+        orjson.dumps(wrapped)
+    except TypeError as error:
+        if "Recursion" not in str(error):
+            members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            for name, member in members:
+                require_writable(member, *path, str(name))
+        field = readable(".".join(path)) or "body"
+        raise CallerError(f"cannot be written as JSON: {error}", field=field) from None
 
 
 def check_row(row: Any) -> None:
@@ -122,55 +127,13 @@ def check_row(row: Any) -> None:
         raise CallerError(first["message"] + more, field=first["field"]) from None
 
 
-def _no_constant(name: str) -> NoReturn:
+def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield path and error of each value that cannot be serialised; iterative, since callers choose the nesting."""
-    stack: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 1)]
-    while stack:
-        item, where, depth = stack.pop()
-        match item:
-            case str():
-                if not is_text(item):
-                    yield _path(where), "contains half a surrogate pair, which is no character"
-            case float():
-                if not math.isfinite(item):
-                    yield _path(where), "is a number beyond what a double holds"
-            case bool() | None:
-                pass
-            case int():
-                if not _LEAST_INT <= item <= _MOST_INT:
-                    yield _path(where), "is an integer beyond 64 bits"
-            case dict() | list() if depth > MAX_DEPTH:
-                yield _path(where), f"is nested deeper than {MAX_DEPTH} levels"
-            case dict():
-                for key, member in item.items():
-                    if not is_text(key):
-                        yield _path((where, key)), "the name contains half a surrogate pair, which is no character"
-                    if not _is_ascii(member):
-                        stack.append((member, (where, key), depth + 1))
-            case list():
-                stack.extend(
-                    (member, (where, index), depth + 1) for index, member in enumerate(item) if not _is_ascii(member)
-                )
-
-
-def _is_ascii(item: Any) -> bool:
-    """Return whether a value is ASCII text, which is always valid; rows may have thousands of such strings."""
-    return isinstance(item, str) and item.isascii()
-
-
-def _path(where: tuple[Any, ...]) -> str:
-    """Return the dotted path (``tools.0.name``) of a linked list of ``(parent, key)``, cut to the allowed length."""
-    parts: list[str] = []
-    while where:
-        where, part = where
-        parts.append(str(part))
-    path = ".".join(reversed(parts)) or "body"
-    readable = path.encode(errors="backslashreplace").decode()
-    return readable if len(readable) <= _FIELD_CHARS else readable[:_FIELD_CHARS] + "…"
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _no_number(number[:40])
 
 
 _FLAG = "mask_sample"

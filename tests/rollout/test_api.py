@@ -230,7 +230,7 @@ async def test_an_id_in_anybodys_words_works_throughout() -> None:
 
 BAD_JSON = [
     (b'{"row": {"responses_create_params": {"input": "\\ud800"}}}', "row.responses_create_params.input"),
-    (b'{"row": {"responses_create_params": {"input": "x"}, "a": [{"\\udfff": 1}]}}', "row.a.0.\\udfff"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "a": [{"\\udfff": 1}]}}', "row.a.0"),
     (b'{"row": {"responses_create_params": {"input": "x"}, "n": [0, 36893488147419103232]}}', "row.n.1"),
     (b'{"row": {"responses_create_params": {"input": "\xff"}}}', "body"),
     (b"{", "body"),

@@ -20,7 +20,6 @@ from nemo_gym_prorl.policy.generation import Finish, Generation, validate_genera
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
 from nemo_gym_prorl.rollout.api.schemas import TurnView
 from nemo_gym_prorl.rollout.gym_rows import (
-    MAX_DEPTH,
     TurnTokens,
     pack_turns,
     put_tokens,
@@ -62,13 +61,13 @@ def test_what_is_taken_is_what_was_sent_and_what_is_refused_cannot_be_written(va
     assert written != json.loads(body), "NaN comes out as null"
 
 
-@pytest.mark.parametrize("levels", [MAX_DEPTH, MAX_DEPTH + 1, 100_000])
+@pytest.mark.parametrize("levels", [200, 250, 100_000])
 def test_the_depth_is_bounded(levels: int) -> None:
     body = b"[" * levels + b"]" * levels
-    if levels <= MAX_DEPTH:
+    if levels == 200:
         assert orjson.dumps(read_json(body)) == body
     else:
-        with pytest.raises(CallerError, match=f"deeper than {MAX_DEPTH}"):
+        with pytest.raises(CallerError, match="ecursion"):
             read_json(body)
 
 
