@@ -93,12 +93,14 @@ class RolloutError(Exception):
 
     origin = Origin.INFRASTRUCTURE
     default_kind = FailureKind.AGENT_RUN_ERROR
+    kind = FailureKind.AGENT_RUN_ERROR  # of a plug-in's subclass that does not call this constructor
+    reason = ""
     field: str | None = None
 
     def __init__(self, reason: str, *, kind: FailureKind | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.kind = kind or self.default_kind
+        self.kind = FailureKind(kind or self.default_kind)
 
 
 class InfrastructureError(RolloutError):
@@ -261,13 +263,12 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     if isinstance(error, BaseExceptionGroup):
         leaves = _leaves(error)
         return classify(next((leaf for leaf in leaves if isinstance(leaf, RolloutError)), leaves[0]), stage)
-    unexpected = unexpected_kind(stage)
     if isinstance(error, RolloutError):
         return Failure(
-            _member(FailureKind, getattr(error, "kind", None), unexpected),
-            _member(Origin, error.origin, Origin.INFRASTRUCTURE),
+            error.kind,
+            error.origin,
             stage,
-            clean_text(getattr(error, "reason", None) or _text(error)),
+            clean_text(error.reason or _text(error)),
             timed_out=isinstance(error, BudgetExceeded),
             server=clean_text(server) if (server := getattr(error, "server", None)) is not None else None,
             final=getattr(error, "final", False) is True,
@@ -288,7 +289,7 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     if isinstance(error, ConnectionError):
         return Failure(FailureKind.TRANSPORT_PEER_DROP, Origin.INFRASTRUCTURE, stage, reason)
     trace = clean_text("".join(traceback.format_exception(error)), _MAX_TRACEBACK_CHARS, end=True)
-    return Failure(unexpected, Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
+    return Failure(unexpected_kind(stage), Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
 
 
 def unexpected_kind(stage: Stage | None) -> FailureKind:
@@ -305,14 +306,6 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     for error in group.exceptions:
         found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
     return found
-
-
-def _member[E: StrEnum](enum: type[E], value: Any, default: E) -> E:
-    """Return ``value`` as a member of ``enum``, or ``default``: a plug-in may have set any value."""
-    try:
-        return enum(value)
-    except ValueError:
-        return default
 
 
 def _text(error: BaseException) -> str:

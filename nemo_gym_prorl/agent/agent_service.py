@@ -134,7 +134,8 @@ class AgentService:
         """Return the routes of the job API and, if configured, of the original ProRL wire format."""
         router = APIRouter()
         if self._config.prorl_wire:
-            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._models)))
+            backends = ModelBackends(self._models)
+            router.include_router(wire_router(self.pipeline, self._callers, backends.add, backends.clear))
         router.include_router(rollout_router(self.pipeline, self.metrics))
         return router
 
@@ -162,9 +163,9 @@ class AgentService:
         row = read_json(body)
         collector = isinstance(row, dict) and from_collector(row)
         try:
-            call, caller = run_request(row, body), caller_in(request.scope)
-            job_request = submitted_by(caller, call.job, self.pipeline.store)
-            key = scoped_key(caller, call.key)
+            (job_request, key), caller = run_request(row, body), caller_in(request.scope)
+            job_request = submitted_by(caller, job_request, self.pipeline.store)
+            key = scoped_key(caller, key)
             answer = await self._callers.run(job_request, key, request, lambda job: _answer(job, collector=collector))
             return _json(answer)
         except CallerError as error:

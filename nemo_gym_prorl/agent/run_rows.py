@@ -20,7 +20,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -166,22 +166,9 @@ def empty_response(params: Mapping[str, Any], *, clock: Callable[[], float] = ti
     }
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """Call of ``/run``.
-
-    Attributes:
-        job: request for the pipeline.
-        key: idempotency key; calls with equal keys attach to one rollout
-            (:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`).
-    """
-
-    job: JobRequest
-    key: bytes | None
-
-
-def run_request(row: Any, body: bytes) -> RunRequest:
-    """Parse a call of ``/run``.
+def run_request(row: Any, body: bytes) -> tuple[JobRequest, bytes | None]:
+    """Return the job of a call of ``/run``, and its idempotency key: calls with equal keys attach to one rollout
+    (:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`).
 
     Args:
         row: the parsed body.
@@ -199,7 +186,7 @@ def run_request(row: Any, body: bytes) -> RunRequest:
         raise CallerError("unknown field: the body is the row", field=f"{ROLLOUT_OPTIONS_KEY}.row")
     row = {name: value for name, value in row.items() if name != ROLLOUT_OPTIONS_KEY}
     if not options:
-        return RunRequest(JobRequest(row, group=group_of(row)), row_key(row, body))
+        return JobRequest(row, group=group_of(row)), row_key(row, body)
     try:
         submitted = SubmitRequest.model_validate({"row": {"responses_create_params": {"input": ""}}, **options})
     except ValidationError as error:
@@ -207,7 +194,7 @@ def run_request(row: Any, body: bytes) -> RunRequest:
         raise CallerError(first["msg"], field=".".join(map(str, (ROLLOUT_OPTIONS_KEY, *first["loc"])))) from None
     job = replace(submitted.to_request(), row=row, group=submitted.group or group_of(row))
     key = row_key(row, body) if job.id is None else b"run:" + job.id.encode()
-    return RunRequest(job, key)
+    return job, key
 
 
 def group_of(row: dict[str, Any]) -> str:

@@ -84,10 +84,10 @@ class ReportsWaiting(Protocol):
 class ReportsUnreachable(Protocol):
     """Optional capability of a handler: probe its servers."""
 
-    async def unreachable(self) -> Mapping[str, Collection[Stage]] | Collection[str]:
+    async def unreachable(self) -> Mapping[str, Collection[Stage]]:
         """Return the names (as in ``InfrastructureError.server``) of the servers that do not answer, with the stages
-        that need each; a server in a plain collection is needed by all stages. Called every few seconds while the
-        environment has a job in a stage or a server down, and when a job loses its connection to a server."""
+        that need each. Called every few seconds while the environment has a job in a stage or a server down, and when
+        a job loses its connection to a server."""
         ...
 
 
@@ -114,15 +114,10 @@ class StoresCheckpoints(Protocol):
         """Reset the age of the stored data of checkpoints that jobs still hold."""
         ...
 
-
-@runtime_checkable
-class RestoresCheckpoints(Protocol):
-    """Optional capability of a handler: resume jobs from checkpoints of other services. The states of its checkpoints
-    are :class:`~.storage.checkpoints.SerializableState`."""
-
     def unpack(self, packed: bytes) -> Any:
-        """Return the state from the bytes of its ``pack``. Called in a thread. Raises ``ValueError``, ``KeyError`` or
-        ``TypeError`` if the bytes are damaged."""
+        """Return a checkpoint's state from the bytes of its ``pack``
+        (:class:`~.storage.checkpoints.SerializableState`), which another service may have written. Called in a thread.
+        Raises ``ValueError``, ``KeyError`` or ``TypeError`` if the bytes are damaged."""
         ...
 
 

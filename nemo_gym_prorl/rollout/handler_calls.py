@@ -16,11 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
-
-import orjson
 
 from nemo_gym_prorl.async_tasks import start_eager_task
 from nemo_gym_prorl.failures import (
@@ -28,11 +26,9 @@ from nemo_gym_prorl.failures import (
     Failure,
     FailureKind,
     InfrastructureError,
-    Origin,
     RolloutError,
     Stage,
     classify,
-    is_text,
     unexpected_kind,
 )
 from nemo_gym_prorl.rollout.gym_rows import TRAINING_TRACES, is_masked, masked, take_tokens
@@ -43,7 +39,6 @@ from nemo_gym_prorl.rollout.handler import (
     HandlesTimeouts,
     ReportsUnreachable,
     ReportsWaiting,
-    RestoresCheckpoints,
     StoresCheckpoints,
 )
 from nemo_gym_prorl.rollout.job import (
@@ -112,7 +107,7 @@ class HandlerCalls:
         if self._shared is None:
             if job.forked_from is not None:
                 restart_without_checkpoint(job, "this service has no checkpoint_folder")
-        elif not isinstance(handler, RestoresCheckpoints):
+        elif not isinstance(handler, StoresCheckpoints):
             restart_without_checkpoint(job, f"handler {job.handler!r} cannot read checkpoints of other services")
         else:
             await self._shared.restore(job, handler.unpack)
@@ -236,8 +231,7 @@ class HandlerCalls:
             if not isinstance(handler, ReportsUnreachable):
                 return None
             down = await _with_timeout(QUERY_TIMEOUT_S, handler.unreachable())
-            needed = down if isinstance(down, Mapping) else dict.fromkeys(down, Stage)
-            return {server: frozenset(map(Stage, stages)) for server, stages in needed.items()}
+            return {server: frozenset(map(Stage, stages)) for server, stages in down.items()}
         except Exception as error:
             LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
             return None
@@ -287,27 +281,9 @@ def _outcome_defect(outcome: Any) -> str | None:
         return f"returned an Outcome with state {_short(outcome.state)}, which is none of a failed job"
     if outcome.reward is not None:
         return "returned an Outcome with a reward, which a failed job has not"
-    if not isinstance(outcome.failure, Failure) or not _well_formed(outcome.failure):
+    if not isinstance(outcome.failure, Failure):
         return f"returned an Outcome with failure {_short(outcome.failure)}, not a Failure"
-    try:
-        result = orjson.loads(outcome.body)
-    except (TypeError, ValueError):
-        result = None
-    if not isinstance(result, dict):
-        return f"returned an Outcome with result {_short(outcome.body)}, not an object in JSON"
     return None
-
-
-def _well_formed(failure: Failure) -> bool:
-    """Return whether a handler's failure has fields of the declared types, as listings and event streams need."""
-    trace, server = failure.traceback, failure.server
-    return (
-        isinstance(failure.kind, FailureKind)
-        and isinstance(failure.origin, Origin)
-        and (failure.stage is None or isinstance(failure.stage, Stage))
-        and isinstance(failure.timed_out, bool)
-        and all(isinstance(text, str) and is_text(text) for text in (failure.reason, trace or "", server or ""))
-    )
 
 
 def _defect(job: Job, stage: Stage, what: str) -> InfrastructureError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
@@ -30,6 +30,10 @@ from nemo_gym_prorl.rollout.gym_rows import (
 from nemo_gym_prorl.rollout.scheduling.fair_queue import Member
 from nemo_gym_prorl.rollout.settings import Budgets
 from nemo_gym_prorl.rollout.turn_records import NO_STEPS, TurnTiming
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.rollout.storage.checkpoints import CheckpointStore
 
 
 class JobState(StrEnum):
@@ -52,9 +56,6 @@ class JobState(StrEnum):
 
 _BOOKKEEPING = 4_096
 """Estimated bytes of a job besides its row, result and failures."""
-
-_MAX_COUNT = 2**63 - 1
-"""Largest signed 64-bit integer, so that clients can store every count."""
 
 _TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 FAILED_STATES = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
@@ -124,24 +125,10 @@ class Progress:
         found = [turn.get(end) for turn in self.weight_versions if isinstance(turn, dict) for end in ("first", "last")]
         return [*dict.fromkeys(clean_text(label, 200) if isinstance(label, str) else None for label in found)]
 
-    @classmethod
-    def of(cls, given: Any) -> Self:
-        """Return a copy with valid types and without steps: a handler may have stored any value, and every listing of
-        jobs contains the copy."""
-        turns, tool_calls, reason = (getattr(given, name, None) for name in ("turns", "tool_calls", "finish_reason"))
-        return cls(
-            _count(turns),
-            _count(tool_calls),
-            None if reason is None else clean_text(reason, 200),
-            versions if isinstance(versions := getattr(given, "weight_versions", None), list) else [],
-            log_probs=[mode for mode in getattr(given, "log_probs", ()) if isinstance(mode, str)][:4],
-            token_in_rate=rate if isinstance(rate := getattr(given, "token_in_rate", None), int | float) else None,
-            harness=harness if isinstance(harness := getattr(given, "harness", None), dict) else {},
-        )
-
-
-def _count(given: Any) -> int:
-    return min(given, _MAX_COUNT) if isinstance(given, int) and given > 0 else 0
+    def without_steps(self) -> Self:
+        """Return a copy for listings of jobs: without steps, and with a reason that UTF-8 can encode."""
+        reason = None if self.finish_reason is None else clean_text(self.finish_reason, 200)
+        return replace(self, finish_reason=reason, steps=[])
 
 
 @dataclass(slots=True)
@@ -275,26 +262,6 @@ class Checkpoint:
     borrowed: str = ""
 
 
-class CheckpointRecorder(Protocol):
-    """Interface by which jobs use the checkpoint store."""
-
-    async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Add a new checkpoint to a job; write it to the shared folder, if any. A failed write is only logged."""
-        ...
-
-    def drop(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint from a job, and erase the checkpoint once no job holds it."""
-        ...
-
-    def add(self, job: Job, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint that is stored already to a job."""
-        ...
-
-    def ended(self, job: Job, *, keep: bool) -> None:
-        """Record that a job has its outcome; erase its checkpoints unless ``keep``."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Job:
     """One rollout. Only its service changes a job, except that handlers set ``trajectory``, ``progress`` and budgets.
@@ -363,7 +330,7 @@ class Job:
     spent_s: float = 0.0
     resumed: list[dict[str, Any]] = field(default_factory=list)
     forked_from: dict[str, Any] | None = None
-    checkpoint_store: CheckpointRecorder | None = None
+    checkpoint_store: CheckpointStore | None = None
     resume_point: ResumePoint | None = None
     tries: list[str] = field(default_factory=list)
     scope: str | None = None
@@ -417,7 +384,7 @@ class Job:
             self.steps = compact_json_bytes(self.progress.steps)
         except (AttributeError, TypeError):  # a handler may have stored any value
             self.steps = NO_STEPS
-        self.progress = Progress.of(self.progress)
+        self.progress = self.progress.without_steps()
         if isinstance(self.stored_row, dict):
             try:
                 self.stored_row = compact_json_bytes(self.stored_row)

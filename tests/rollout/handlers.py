@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastapi import FastAPI
@@ -133,7 +133,7 @@ ENDINGS: Mapping[str, Callable[[], BaseException]] = {
     "generator's exit": GeneratorExit,
     "group": lambda: ExceptionGroup("tools", [ValueError("one"), InfrastructureError("the sandbox is gone")]),
     "no text": lambda: Unprintable(),
-    "odd kind": lambda: InfrastructureError("\ud800", kind="made up"),  # type: ignore[arg-type]
+    "odd text": lambda: InfrastructureError("\ud800"),
     "session lost": lambda: InfrastructureError("no such session", kind=FailureKind.SESSION_LOST),
 }
 
@@ -155,16 +155,8 @@ RETURNS_OF_ON_FAILURE: Mapping[str, Callable[[Failure], Any]] = {
     "succeeded": lambda failure: Outcome(JobState.SUCCEEDED, {}, reward=1.0),
     "no failure": lambda failure: Outcome(JobState.FAILED, {}),
     "surrogate": lambda failure: Outcome(JobState.FAILED, {"text": "\ud800"}, failure=failure),
-    "no JSON": lambda failure: Outcome(JobState.FAILED, b"\xff", failure=failure),
-    "no object": lambda failure: Outcome(JobState.FAILED, [1], failure=failure),  # type: ignore[arg-type]
     "a word as its state": lambda failure: Outcome("failed", {}, failure=failure),  # type: ignore[arg-type]
     "a word as its failure": lambda failure: Outcome(JobState.FAILED, {}, failure="it"),  # type: ignore[arg-type]
-    **{
-        f"odd {name}": lambda failure, name=name, odd=odd: Outcome(  # type: ignore[misc]
-            JobState.FAILED, {}, failure=replace(failure, **{name: odd})
-        )
-        for name, odd in [("reason", 5), ("reason", "\udcff"), ("origin", "me"), ("traceback", "\udfff")]
-    },
 }
 
 

@@ -159,7 +159,8 @@ async def service(
     app = FastAPI()
     add_problem_handlers(app)
     app.add_middleware(KeyGuard, key="admin", clients=keys.caller, scopes=RouteScopes(ROUTES))
-    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s=0.1), Backends()))
+    backends = Backends()
+    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s=0.1), backends.add, backends.clear))
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url, aiohttp.ClientSession() as http:
         at = Service(url, pipeline, bench, path, http)

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
-from email.utils import format_datetime
 from typing import Any
 
 import aiohttp
@@ -268,8 +266,8 @@ async def test_a_drain_over_http() -> None:
         assert not pipeline.draining
 
 
-@pytest.mark.parametrize(("status", "asked"), [(429, "0.3"), (503, "date")])
-async def test_the_client_comes_back_when_it_is_asked_to(status: int, asked: str) -> None:
+@pytest.mark.parametrize("status", [429, 503])
+async def test_the_client_comes_back_when_it_is_asked_to(status: int) -> None:
     calls: list[float] = []
     app = FastAPI()
 
@@ -277,11 +275,10 @@ async def test_the_client_comes_back_when_it_is_asked_to(status: int, asked: str
     async def get() -> Response:
         calls.append(asyncio.get_running_loop().time())
         if len(calls) < 3:
-            when = asked if asked != "date" else format_datetime(datetime.now(UTC), usegmt=True)
-            return Response(status_code=status, headers={"Retry-After": when})
+            return Response(status_code=status, headers={"Retry-After": "0.3"})
         return Response(status_code=404)
 
     async with serve(app) as url, RolloutClient(url) as client:
         assert (await refused(client.get("r")))[0] == 404
     assert len(calls) == 3
-    assert calls[1] - calls[0] > (0.25 if asked != "date" else 0.05), "it waited as it was asked to"
+    assert calls[1] - calls[0] > 0.25, "it waited as it was asked to"

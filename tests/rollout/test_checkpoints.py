@@ -118,6 +118,9 @@ class Keeping(PlannedHandler):
         now = asyncio.get_running_loop().time()
         self.renewed += [(now, checkpoint.turn) for checkpoint in checkpoints]
 
+    def unpack(self, packed: bytes) -> None:
+        raise AssertionError("there is no other service")
+
 
 def test_what_rollouts_have_is_renewed_as_long_as_they_have_it() -> None:
     """While one works, for days, and while one that has ended may be forked."""

@@ -50,8 +50,8 @@ class Deployment(PlannedHandler):
 class Probed(Deployment):
     """It can tell which of its servers answer."""
 
-    async def unreachable(self) -> Sequence[str]:
-        return [server for server, kind in self.down.items() if kind is FailureKind.TRANSPORT_UNREACHABLE]
+    async def unreachable(self) -> Mapping[str, Sequence[Stage]]:
+        return {server: [*Stage] for server, kind in self.down.items() if kind is FailureKind.TRANSPORT_UNREACHABLE}
 
 
 class Hanging(Deployment):

@@ -54,7 +54,7 @@ async def service(grace_s: float = 0.1) -> AsyncIterator[Wire]:
     pipeline = bench.pipeline()
     backends = Backends()
     app = FastAPI()
-    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s), backends))
+    app.include_router(wire_router(pipeline, AttachedCallers(pipeline, grace_s), backends.add, backends.clear))
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url, aiohttp.ClientSession() as http:
         yield Wire(url, http, bench, backends)

@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlencode
@@ -286,14 +285,9 @@ def _path(rollout_id: str) -> str:
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Return the clamped seconds of a ``Retry-After`` (seconds or a date); ``None`` if missing or invalid."""
-    if header is None:
-        return None
+    """Return the clamped seconds of a ``Retry-After``; ``None`` if missing, or no number."""
     try:
-        delay = float(header)
+        delay = float(header or "nan")
     except ValueError:
-        try:
-            delay = parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
-            return None
+        return None
     return None if math.isnan(delay) else min(max(delay, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)

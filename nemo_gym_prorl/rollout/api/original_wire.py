@@ -15,7 +15,8 @@ jobs run in the same pipeline as all others. Differences, where the original los
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -32,16 +33,6 @@ from nemo_gym_prorl.rollout.gym_rows import check_row
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
-
-
-class BackendControl(Protocol):
-    """Registration of inference backends at the policy's model servers."""
-
-    async def add(self, address: str) -> None: ...
-
-    async def clear(self) -> None:
-        """Remove every backend; running rollouts keep theirs."""
-        ...
 
 
 class ProcessRequest(BaseModel):
@@ -70,13 +61,19 @@ _SAMPLING = ("temperature", "top_p", "max_output_tokens")
 """Sampling parameters of a Responses API request. Others are ignored: the model server's configuration sets them."""
 
 
-def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendControl) -> APIRouter:
+def wire_router(
+    pipeline: Pipeline,
+    callers: AttachedCallers,
+    add_backend: Callable[[str], Awaitable[None]],
+    clear_backends: Callable[[], Awaitable[None]],
+) -> APIRouter:
     """Return the original routes. Include this router before the job API's, since both have a ``/status``.
 
     Args:
         pipeline: runs the jobs.
         callers: attaches connections to jobs.
-        backends: changed by ``/add_llm_server`` and ``/clear_llm_server``.
+        add_backend: adds the backend with this URL.
+        clear_backends: removes every backend; running rollouts keep theirs.
     """
     router = APIRouter(route_class=JsonRoute, tags=["original ProRL wire format"])
     jobs: dict[str, Job] = {}  # jobs in flight by job_id
@@ -155,13 +152,13 @@ def wire_router(pipeline: Pipeline, callers: AttachedCallers, backends: BackendC
     async def add_llm_server(body: ServerBody) -> dict[str, str]:
         """Add an inference backend."""
         address = str(body.address).rstrip("/")
-        await backends.add(address)
+        await add_backend(address)
         return {"status": f"added {address}"}
 
     @router.post("/clear_llm_server", responses=problem_responses(403, 501, 502))
     async def clear_llm_server() -> dict[str, str]:
         """Remove every inference backend."""
-        await backends.clear()
+        await clear_backends()
         return {"status": "cleared"}
 
     @router.get("/status", include_in_schema=False)  # OpenAPI describes the job API's route

@@ -54,29 +54,6 @@ class BudgetsModel(BaseModel):
         return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
 
-class ResumePointModel(BaseModel):
-    """Checkpoints of other services, in the shared checkpoint folder, from which a rollout may start."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    tries: list[Identifier] = Field(default_factory=list, description="Ids of its earlier tries, the latest first.")
-    parents: list[Identifier] = Field(
-        default_factory=list, description="For a fork, the ids of its parent, the latest first."
-    )
-    turn: int | None = Field(default=None, ge=1, description="Turn of the fork.")
-    parent: Identifier | None = Field(default=None, description="The parent's id as clients know it.")
-
-    @model_validator(mode="after")
-    def _a_fork_has_both(self) -> Self:
-        if bool(self.parents) != (self.turn is not None):
-            raise ValueError("a fork has `parents` and a `turn`")
-        return self
-
-    def to_resume_point(self) -> ResumePoint:
-        """Return the resume point as the pipeline uses it, valid for rollouts of any owner."""
-        return ResumePoint(tuple(self.tries), tuple(self.parents), self.turn, self.parent)
-
-
 class SubmitRequest(BaseModel):
     """Rollout to run: a row and its options."""
 
@@ -95,9 +72,7 @@ class SubmitRequest(BaseModel):
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
-    begin: ResumePointModel | None = Field(
-        default=None, description="For administrators: resume point of the rollout."
-    )
+    begin: ResumePoint | None = Field(default=None, description="For administrators: resume point of the rollout.")
 
     @model_validator(mode="before")
     @classmethod
@@ -132,7 +107,7 @@ class SubmitRequest(BaseModel):
             priority=self.priority,
             budgets=self.budgets.given() if self.budgets else {},
             max_attempts=self.max_attempts,
-            resume_point=self.begin.to_resume_point() if self.begin else None,
+            resume_point=self.begin,
         )
 
 

@@ -89,6 +89,7 @@ class CheckpointStore:
         """Bytes of all checkpoints."""
 
     async def keep(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Add a new checkpoint to a job; write it to the shared folder, if any. A failed write is only logged."""
         try:
             if self._shared is not None:
                 await self._shared.write(job, checkpoint)
@@ -96,6 +97,7 @@ class CheckpointStore:
             self.add(job, checkpoint)
 
     def add(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint that is stored already to a job."""
         job.checkpoints[checkpoint.turn] = checkpoint
         self._live[job] = None
         self.bytes += checkpoint.size if not self._holders[checkpoint] else 0
@@ -114,6 +116,7 @@ class CheckpointStore:
         return {environment: [*checkpoints] for environment, checkpoints in found.items()}
 
     def drop(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint from a job, and erase the checkpoint once no job holds it."""
         job.checkpoints.pop(checkpoint.turn, None)
         self._holders[checkpoint] -= 1
         if not self._holders[checkpoint]:
@@ -122,6 +125,7 @@ class CheckpointStore:
             self._erase(job.environment, [checkpoint])
 
     def ended(self, job: Job, *, keep: bool) -> None:
+        """Record that a job has its outcome; erase its checkpoints unless ``keep``."""
         if job in self._live:
             del self._live[job]
             self._ended[job] = self._clock()

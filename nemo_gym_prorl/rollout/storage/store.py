@@ -386,8 +386,8 @@ class JobStore:
     # -- forgetting ----------------------------------------------------------------------------------------------
 
     def _forget_oldest(self) -> None:
-        """Forget the results beyond the limits of age and bytes. Without a journal a result is then lost; the first loss
-        for want of room is logged."""
+        """Forget the results beyond the limits of age and bytes. Without a journal they are lost; the first loss for
+        want of room is logged."""
         while self._ended:
             job, entry = next(iter(self._ended.items()))
             age_s = self._clock() - entry.ended
