@@ -74,7 +74,6 @@ class AgentService:
     """Rollout service of an agent server: the pipeline, its HTTP client and its routes.
 
     Args:
-        config: settings of the agent server.
         gym_config: Gym's merged configuration.
         model: instance name of the policy's first model server.
 

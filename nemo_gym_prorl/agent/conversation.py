@@ -13,8 +13,6 @@ of its complete turns.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -133,7 +131,6 @@ class Conversation:
     """Conversation of one attempt of a rollout with one model server.
 
     Args:
-        model: the model server.
         rollout_id: id of the attempt; each attempt samples its own tokens.
         group: group of the rollout, for which the server prefers one backend, since siblings share a prompt; ``None``
             without a group.
@@ -368,14 +365,10 @@ async def fetch_waited_s(model: GymServer, rollout_id: str) -> float:
         InfrastructureError: the server cannot be reached, or reports a failure.
     """
     answer = await model.call("GET", f"{rollout_path(rollout_id)}/waited", None, CookieJar())
-    body = None
-    if answer.ok:
-        with contextlib.suppress(ValueError):
-            body = answer.json()
-    seconds = body.get("waited_s") if isinstance(body, dict) else None
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if not answer.ok:  # Gym's own model servers have no such route
         return 0.0
-    return max(0.0, float(seconds))
+    waited = require_json(answer, f"{model.name} /waited", FailureKind.AGENT_REQUEST_FAILED)
+    return float(waited.get("waited_s", 0.0))
 
 
 def rollout_path(rollout_id: str) -> str:

@@ -157,7 +157,6 @@ class GymServers:
 
     Args:
         config: Gym's merged configuration.
-        http: the HTTP client that all servers share.
     """
 
     def __init__(self, config: Mapping[str, Any], http: HttpClient) -> None:
@@ -199,8 +198,6 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
     use.
 
     Args:
-        config: settings of the service.
-        servers: servers of the deployment.
         base: context with the model servers and the background cleanup, which all handlers share.
 
     Raises:

@@ -102,8 +102,6 @@ class GymServer:
     """Client of one Gym server.
 
     Args:
-        name: the instance's name, for error messages.
-        address: URL and key.
         http: shared client, without a limit on connections: the pipeline's pools bound the calls in flight.
 
     Attributes:
@@ -136,7 +134,6 @@ class GymServer:
         """Send a request once and read the answer of any status.
 
         Args:
-            method: HTTP method.
             path: path with its leading slash.
             body: JSON as bytes, or a value for orjson; ``None`` for no body.
             jar: cookies to send; updated from the answer.
@@ -209,7 +206,6 @@ def require_ok(answer: HttpAnswer, what: str, kind: FailureKind, refusal: type[R
     """Raise an error for every status but 2xx.
 
     Args:
-        answer: the answer.
         what: the called server and route, for the message.
         kind: failure kind of an infrastructure error.
         refusal: error class for the statuses in :data:`BAD_ROW_STATUSES`.

@@ -95,7 +95,6 @@ def run_status(row: Mapping[str, Any], failure: Failure | None, response: Any) -
     A scored row gets 200. The caller passes :data:`NOTHING_SAMPLED` for a scored row whose prompt fills the context.
 
     Args:
-        row: the job's row.
         failure: failure of the rollout; ``None`` for a scored rollout.
         response: the Responses API response so far, of any type.
     """
@@ -169,10 +168,6 @@ def empty_response(params: Mapping[str, Any], *, clock: Callable[[], float] = ti
 def run_request(row: Any, body: bytes) -> tuple[JobRequest, bytes | None]:
     """Return the job of a call of ``/run``, and its idempotency key: calls with equal keys attach to one rollout
     (:class:`~nemo_gym_prorl.rollout.api.attached_callers.AttachedCallers`).
-
-    Args:
-        row: the parsed body.
-        body: the bytes of the body.
 
     Raises:
         CallerError: a field is invalid; names the field, such as ``rollout.group``.

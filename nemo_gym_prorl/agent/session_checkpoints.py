@@ -88,11 +88,7 @@ class CheckpointRecorder:
     """Recorder of one attempt's checkpoints; first restores the checkpoint that the attempt resumes from.
 
     Args:
-        server: the resources server.
-        path: the server's ``checkpoint_path``.
-        cookies: cookies of the session.
-        conversation: conversation with the policy.
-        progress: progress of the rollout.
+        path: the resources server's ``checkpoint_path``.
         every: turns between two checkpoints; ``None`` to take no checkpoints.
         keep: stores a checkpoint; the rollout waits until the checkpoint is stored.
         refused_s: returns the attempt's seconds of pauses so far after tools refused a call.

@@ -66,13 +66,8 @@ class ToolLoop:
 
     Args:
         server: resources server whose routes are the tools.
-        cookies: cookies of the rollout's session.
-        conversation: conversation with the policy.
-        limits: limits of the loop.
         progress: progress of the rollout, updated by the loop.
         hidden: additional routes of the server that are not tools.
-        tools: the environment's tools, shared by its rollouts.
-        errors: tool errors of the rollout.
     """
 
     def __init__(
@@ -306,10 +301,7 @@ class EnvironmentTools:
         """Call a tool, with retries after a refusal, and return the answer that becomes the observation.
 
         Args:
-            server: the resources server.
-            tool: name of the tool.
             arguments: arguments as JSON.
-            cookies: cookies of the rollout's session.
             rollout_errors: tool errors of the rollout, updated by the call.
 
         Raises:

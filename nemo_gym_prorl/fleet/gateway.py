@@ -96,8 +96,6 @@ class FleetGateway(RolloutService):
     """Rollout service that forwards its jobs to the nodes of a fleet; see the module.
 
     Args:
-        nodes: source of the nodes.
-        settings: limits and defaults.
         report: called with a message when a node is lost, unavailable or available again.
         journal: keeps jobs across a restart; closed with the gateway.
         loops: supervises the background loops of the gateway and of its node source; created by default.

@@ -64,10 +64,8 @@ class HandlerCalls:
     """Bounded calls into the handlers of one pipeline.
 
     Args:
-        handlers: environments with their handlers.
         release_s: seconds that the release of a session may take.
         cancel_grace_s: seconds until a cancelled call counts as abandoned.
-        shared: folder in which services share checkpoints; ``None`` without one.
     """
 
     def __init__(
@@ -334,10 +332,6 @@ class Attempt:
     """Work of one stage on one job.
 
     Args:
-        job: the job.
-        stage: the stage.
-        calls: calls into the handlers.
-        clock: returns monotonic seconds.
         spawn: starts a background task, for the release after an abandoned INIT.
         outage_s: returns the total seconds of outages of the job's environment.
     """

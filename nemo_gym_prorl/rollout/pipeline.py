@@ -92,8 +92,6 @@ class Pipeline(RolloutService):
     """Staged pipeline of one service, and its jobs.
 
     Args:
-        environments: environments whose rollouts the pipeline runs.
-        settings: limits and defaults.
         clock: returns monotonic seconds, which are charged to budgets.
         journal: keeps jobs across a restart; closed with the pipeline. Requires a call of :meth:`start`.
         shared: folder in which services share checkpoints; ``None`` without one.

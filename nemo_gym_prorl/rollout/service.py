@@ -52,10 +52,8 @@ class RolloutService(ABC):
     """Service that accepts jobs, ends each once, and remembers them.
 
     Args:
-        settings: limits and defaults.
         clock: returns monotonic seconds.
         journal: keeps jobs across a restart; closed with the service.
-        loops: supervises the background loops of the service; created by default.
     """
 
     def __init__(

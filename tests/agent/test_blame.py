@@ -184,13 +184,6 @@ async def test_a_release_path_is_a_path_of_that_server() -> None:
             assert at.environment.paths() == ["/seed_session", "/close_session"], "nobody acted, the session is over"
 
 
-@pytest.mark.parametrize("limit_s", [0, -1.0, "60", [1]])
-async def test_a_time_limit_is_a_number(limit_s: object) -> None:
-    async with deployment(max_attempts=1) as at:
-        at.environment.seeded = {"time_limit_s": limit_s}
-        assert "time_limit_s" in (await at.run(COLLECTED))["failure_reason"]
-
-
 async def test_a_release_path_is_no_tool() -> None:
     """A policy that could call it would end its own sandbox, and so trade a reward for a failure."""
     async with deployment(policy=Policy(tool="give_back")) as at:

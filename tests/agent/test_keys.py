@@ -100,14 +100,6 @@ def test_a_route_that_the_table_has_not_is_an_administrators(served: tuple[FastA
     assert call(client, "PUT", "/v1/rollouts", "all-but-admin") == (403, "not-allowed")
 
 
-def test_below_the_name_of_a_rollout_nothing_answers_but_the_tool_loop(served: tuple[FastAPI, TestClient]) -> None:
-    """Gym writes it before the paths of servers that record what agents ask them."""
-    _, client = served
-    for method, path in ROUTES:
-        if path not in ("/v1/responses",) and not path.startswith("/ng-rollout/"):
-            assert client.request(method, f"/ng-rollout/1-0{path}", headers=authorization("s3cret")).status_code == 404
-
-
 def test_with_anothers_key_a_rollout_is_refused(served: tuple[FastAPI, TestClient]) -> None:
     app, client = served
     routes = {f"{method} {path}" for method, path in routes_of(app.router.routes)}

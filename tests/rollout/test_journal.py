@@ -517,17 +517,12 @@ async def test_a_clock_that_is_set_back_does_no_harm(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [
-        ("here", "relative"),
-        ("postgresql+psycopg://me:secret@127.0.0.1:1/x", "127.0.0.1:1/x is no folder"),
-        ("/proc/nowhere", "cannot be opened"),
-    ],
+    [("here", "relative"), ("/proc/nowhere", "cannot be opened")],
 )
 def test_a_place_that_is_none_says_so(place: str, said: str) -> None:
     with pytest.raises(CallerError, match=said) as refused:
         opened(place)
     assert refused.value.field == "journal"
-    assert "secret" not in str(refused.value)
 
 
 def test_a_shared_disk_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -194,96 +194,34 @@ TestSchedules.settings = settings(max_examples=100, stateful_step_count=50)
 
 SHARES = {"swe": 3.0, "math": 1.0, "code": 0.5}
 
-type Line = OrderedDict[str, OrderedDict[str, None]]
 
-
-class SimpleQueue:
-    """What :class:`FairQueue` says, by looking at every client and environment each time."""
-
-    def __init__(self) -> None:
-        self.levels: dict[int, OrderedDict[str, Line]] = {}
-
-    def push(self, job_id: str, client: str, priority: int, environment: str) -> None:
-        line = self.levels.setdefault(priority, OrderedDict()).setdefault(client, OrderedDict())
-        line.setdefault(environment, OrderedDict())[job_id] = None
-
-    def remove(self, job_id: str, client: str, priority: int, environment: str) -> None:
-        del self.levels[priority][client][environment][job_id]
-        self.forget_empty(priority, client, environment)
-
-    def pop(self, held: Counter[tuple[str, str]], shares: dict[str, float]) -> str:
-        priority = max(self.levels)
-        clients = self.levels[priority]
-        # min is stable: ties go to the least recently served
-        client = min(
-            clients, key=lambda name: sum(held[name, environment] for environment in SHARES) / shares.get(name, 1.0)
-        )
-        clients.move_to_end(client)
-        line = clients[client]
-        environment = min(line, key=lambda name: held[client, name] / SHARES[name])
-        job_id, _ = line[environment].popitem(last=False)
-        line.move_to_end(environment)
-        self.forget_empty(priority, client, environment)
-        return job_id
-
-    def forget_empty(self, priority: int, client: str, environment: str) -> None:
-        if not self.levels[priority][client][environment]:
-            del self.levels[priority][client][environment]
-        if not self.levels[priority][client]:
-            del self.levels[priority][client]
-        if not self.levels[priority]:
-            del self.levels[priority]
-
-
-@settings(max_examples=300)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["push", "push", "pop", "remove", "give back", "share"]),
-            st.integers(0, 5),
-            st.integers(-1, 1),
-            st.sampled_from(ENVIRONMENTS),
-        ),
-        max_size=120,
-    )
-)
-def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int, str]]) -> None:
+def test_priority_goes_first_then_who_has_least_for_its_share_then_who_waited_longest() -> None:
     held = Counter[tuple[str, str]]()
-    queue = FairQueue(lambda client, environment: held[client, environment] / SHARES[environment])
-    simple = SimpleQueue()
-    waiting: dict[str, tuple[str, int, str]] = {}
-    shares: dict[str, float] = {}
+    queue = FairQueue(lambda client, environment: held[client, environment] / SHARES[environment], {"b": 2.0})
+    for number in range(3):
+        for client in "ab":
+            for environment in ("swe", "math"):
+                queue.push(f"{client}-{environment}-{number}", client, 0, environment)
+    queue.push("b-code-urgent", "b", 1, "code")
 
-    def takes(job_id: str) -> None:
-        client, _, environment = waiting.pop(job_id)
-        held[client, environment] += 1
-        queue.add_load(client, 1)
+    def served(count: int, among: frozenset[str] | None = None) -> list[str]:
+        found = []
+        for _ in range(count):
+            job_id = queue.pop(among)
+            client, environment, _ = job_id.split("-")
+            held[client, environment] += 1
+            queue.add_load(client, 1)
+            found.append(job_id)
+        return found
 
-    for number, (event, which, priority, environment) in enumerate(events):
-        if event == "push":
-            waiting[f"job-{number}"] = (f"client-{which}", priority, environment)
-            queue.push(f"job-{number}", *waiting[f"job-{number}"])
-            simple.push(f"job-{number}", *waiting[f"job-{number}"])
-        elif event == "pop" and waiting:
-            job_id = queue.pop()
-            assert job_id == simple.pop(held, shares)
-            takes(job_id)
-        elif event == "share":
-            shares = {f"client-{which}": (0.3, 1.0, 3.0)[priority + 1], "client-0": 2.0}
-            queue.share(shares)
-        elif event == "remove" and waiting:
-            job_id = list(waiting)[which % len(waiting)]
-            queue.remove(job_id, *waiting[job_id])
-            simple.remove(job_id, *waiting.pop(job_id))
-        elif event == "give back" and held.total():
-            had = sorted(held.elements())[which % held.total()]
-            held[had] -= 1
-            queue.add_load(had[0], -1)
-        assert len(queue) == len(waiting)
-    while waiting:
-        job_id = queue.pop()
-        assert job_id == simple.pop(held, shares)
-        takes(job_id)
+    assert served(1) == ["b-code-urgent"]
+    assert served(4) == ["a-swe-0", "b-swe-0", "a-math-0", "b-math-0"]
+    assert served(1, frozenset({"math"})) == ["b-math-1"]
+    queue.remove("a-swe-1", "a", 0, "swe")
+    queue.add_load("b", -5)
+    queue.share({})
+    assert served(2) == ["b-swe-1", "b-swe-2"]
+    assert len(queue) == 4
 
 
 @pytest.mark.parametrize("by", ["client", "environment"])

@@ -9,17 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome
-from nemo_gym_prorl.rollout.request import Cursor, CursorExpired, RolloutForgotten, row_digest
-from nemo_gym_prorl.rollout.storage.store import EVENT_HISTORY, JobStore
-from tests.rollout.virtual_time import run_in_virtual_time
+from nemo_gym_prorl.rollout.request import Cursor, RolloutForgotten, row_digest
+from nemo_gym_prorl.rollout.storage.store import JobStore
 
 
 START = Cursor.parse("0")
 
 
-def end(store: JobStore, job_id: str, size: int = 100_000, group: str | None = None) -> Job:
+def end(store: JobStore, job_id: str, size: int) -> Job:
     """Put a job that has ended into a store."""
-    job = Job(job_id, {}, row_digest({}), "planned", "planned", 0.0, group=group)
+    job = Job(job_id, {}, row_digest({}), "planned", "planned", 0.0)
     store.add(job, 0.0)
     for state in (JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING):
         was = job.state
@@ -79,46 +78,3 @@ def test_a_result_that_goes_for_want_of_room_is_told(caplog: pytest.LogCaptureFi
     assert caplog.text.count("results fill retain_bytes") == 1
     with pytest.raises(RolloutForgotten, match="set a journal, or raise retain_s or retain_bytes"):
         asyncio.run(store.fetch("b"))
-
-
-def test_a_reader_slower_than_the_history_is_told() -> None:
-    async def play() -> None:
-        store = JobStore()
-        reader = store.events(START)
-        end(store, "a", 10)
-        assert (await anext(reader)).seq == 1
-        for number in range(EVENT_HISTORY // 6 + 10):
-            end(store, f"r{number}", 10)
-        for seq in range(2, 7):  # what it had at hand
-            assert (await anext(reader)).seq == seq
-        with pytest.raises(CursorExpired, match="too slow"):
-            await anext(reader)
-        with pytest.raises(CursorExpired):
-            store.events(START)
-
-    run_in_virtual_time(play())
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "again", "deliver"]), st.integers(0, 400)), max_size=400))
-def test_pages_have_each_job_once_whatever_was_forgotten(steps: list[tuple[str, int]]) -> None:
-    store = JobStore(retain_bytes=20_000, clock=lambda: 0.0)
-    for what, number in [*(("add", number) for number in range(1000, 1070)), *steps]:
-        job = store.get(f"r{number}")
-        new = job is None and not store.is_forgotten(f"r{number}")
-        if (what == "add" and new) or (what == "again" and job is not None and job.delivered):
-            end(store, f"r{number}", 1, group=f"g{number % 3}")
-        elif what == "deliver" and job is not None:
-            store.deliver(job)
-    there = [job for job in (store.get(f"r{number}") for number in range(1070)) if job is not None]
-    there.sort(key=lambda job: job.number)
-
-    async def pages(group: str | None) -> list[Job]:
-        found: list[Job] = []
-        while page := await store.page(
-            state=None, group=group, after=found[-1].number if found else 0, limit=7, content=False
-        ):
-            found += page
-        return found
-
-    for group in (None, "g0", "none"):
-        assert asyncio.run(pages(group)) == [job for job in there if group in (None, job.group)]

@@ -68,7 +68,6 @@ class AttachedCallers:
     """Jobs of attached callers in one pipeline.
 
     Args:
-        pipeline: runs the jobs.
         grace_s: seconds for which a job continues after its last caller disconnected.
     """
 
@@ -89,7 +88,6 @@ class AttachedCallers:
         """Run a job, or join the job with the same key, and return its answer.
 
         Args:
-            wanted: the job.
             key: idempotency key (:func:`row_key`); ``None`` joins no job.
             connection: request of the caller, watched for a disconnect; its body must have been read.
             render: builds the answer from the job with its outcome. Called once for all callers of the job.

@@ -70,8 +70,6 @@ def wire_router(
     """Return the original routes. Include this router before the job API's, since both have a ``/status``.
 
     Args:
-        pipeline: runs the jobs.
-        callers: attaches connections to jobs.
         add_backend: adds the backend with this URL.
         clear_backends: removes every backend; running rollouts keep theirs.
     """

@@ -65,7 +65,6 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     :mod:`.access_control` checks who owns a rollout.
 
     Args:
-        service: the service.
         metrics: metrics of the service, served at ``/metrics``.
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])

@@ -61,13 +61,9 @@ class CircuitBreaker:
     """Circuit breaker of one pipeline: holds stages while their servers are down.
 
     Args:
-        calls: calls into the handlers.
-        scheduler: scheduler of the stages.
         execute: starts the jobs that the scheduler releases.
         on_probe: called with an environment after each probe, to fail jobs that have waited too long.
-        clock: returns monotonic seconds.
         probe_s: seconds between two probes while a server is down.
-        loops: supervises the probes.
     """
 
     def __init__(

@@ -357,8 +357,6 @@ def _expected_owner(client: str | None, digest: bytes) -> dict[str, Any]:
 def _read(path: Path, owner: Mapping[str, Any], read: Callable[[bytes], Any]) -> Checkpoint | None:
     """Return a stored checkpoint; ``None`` if it is missing, damaged, or of another row or client."""
     try:
-        if not path.is_file():
-            raise ValueError("not a file")
         about, packed = zstandard.decompress(path.read_bytes()).split(b"\n", 1)
         fields = orjson.loads(about)
         if any(fields[name] != wanted for name, wanted in owner.items() if wanted is not None):
@@ -373,7 +371,7 @@ def _read(path: Path, owner: Mapping[str, Any], read: Callable[[bytes], Any]) ->
 def _after(path: Path) -> tuple[int, str] | None:
     """Return the turn and the id of the rollout from which a rollout resumed; ``None`` if it did not resume."""
     with suppress(OSError, ValueError, TypeError):
-        match orjson.loads(path.read_bytes()) if path.is_file() else None:
+        match orjson.loads(path.read_bytes()):
             case [int(turn), str(rollout)]:
                 return turn, rollout
     return None
@@ -381,7 +379,7 @@ def _after(path: Path) -> tuple[int, str] | None:
 
 def _turns(folder: Path) -> list[int]:
     with suppress(OSError):
-        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_file()]
+        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
     return []
 
 
