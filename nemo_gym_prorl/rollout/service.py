@@ -144,17 +144,17 @@ class RolloutService(ABC):
         arriving = self._arriving.get(request.id or "")
         if arriving is None:
             job = self._new(request, digest, bounded=bounded)
-            arriving = asyncio.create_task(self._write_ahead(journal, job, named=request.id is not None))
+            arriving = asyncio.create_task(self._write_ahead(journal, job))
             self._arriving[job.id] = arriving
             arriving.add_done_callback(lambda _: self._arriving.pop(job.id))
         accepted = await asyncio.shield(arriving)  # a disconnect does not revoke the acceptance
         return same_job(accepted, request, digest)
 
-    async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
+    async def _write_ahead(self, journal: Journal, job: Job) -> Job:
         """Write a new job to the journal and start it; return the job, or an ended job that already has its id."""
         taken = False
         try:
-            taken = await journal.accepted(job, named=named)
+            taken = await journal.accepted(job)
         finally:
             if not taken and job.checkpoint_store is not None:  # the refused job must not hold checkpoints
                 job.checkpoint_store.ended(job, keep=False)

@@ -7,9 +7,9 @@ The agent's YAML configuration inherits :class:`PipelineSettings`, so its fields
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import Stage
 
@@ -69,13 +69,6 @@ class ServiceSettings(BaseModel):
     """Memory limit for finished rollouts, beyond which the oldest are forgotten."""
     retain_s: Seconds = RETAIN_S
     """Lifetime of a finished rollout in memory."""
-
-    @field_validator("budgets", mode="before")
-    @classmethod
-    def _null_is_default(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {stage: seconds for stage, seconds in given.items() if seconds is not None}
-        return given
 
 
 class PipelineSettings(ServiceSettings):

@@ -24,6 +24,7 @@ from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.http.problems import add_problem_handlers
 from nemo_gym_prorl.servers.agent_server import ProRLAgent, ProRLAgentConfig
 from tests.rollout.serving import serve
+from tests.rollout.serving import until as until
 
 
 ROW = {"responses_create_params": {"input": "count to three"}}
@@ -282,10 +283,3 @@ async def agent_service(
             yield service, url
         finally:
             await service.close()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for something that happens behind a rollout's back."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.02)

@@ -9,7 +9,6 @@ import shutil
 import sqlite3
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -496,20 +495,6 @@ async def test_the_oldest_are_forgotten_and_stay_known(tmp_path: Path) -> None:
         with pytest.raises(RolloutForgotten):
             await pipeline.store.fetch("r0")
         assert await pipeline.store.fetch("r29") is not None
-
-
-async def test_a_clock_that_is_set_back_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with life(tmp_path) as (pipeline, _):
-        await run(pipeline, "a")
-        waits = await pipeline.accept(JobRequest({"plan": {"run": [Act("ok", 30.0)]}}, id="b"))
-        cursor = pipeline.store.cursor
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() - 1e9)
-    async with life(tmp_path) as (pipeline, _):
-        assert await pipeline.store.fetch(waits.id) is not None
-        await run(pipeline, "c")
-        assert await log_of(pipeline, cursor) == ["c"]
-        assert await log_of(pipeline) == ["a", "c"]
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

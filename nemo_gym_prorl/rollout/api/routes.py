@@ -326,7 +326,7 @@ class _Pools(Collector):
         )
         yield GaugeMetricFamily(
             "prorl_result_lifetime_seconds",
-            "Seconds for which the last result that retain_bytes cost had been kept; retain_s if it cost none.",
+            "Seconds for which the last result lost to retain_bytes had been kept; retain_s if none was lost.",
             value=self._pipeline.store.lifetime_s,
         )
         out = GaugeMetricFamily(

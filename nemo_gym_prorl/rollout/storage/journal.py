@@ -102,8 +102,6 @@ class _Entry:
     job_id: str
     new: bytes | None = None
     """Options of a new job."""
-    named: bool = False
-    """Whether the caller chose the id of a new job, so that the id may have been used before."""
     placed: tuple[str, str] | None = None
     ended: tuple[Any, ...] | None = None
     """Columns of an outcome without its position and content."""
@@ -200,16 +198,15 @@ class Journal(JournalReader):
         self.numbered: int = number
         """Largest ``number`` of a job."""
 
-    async def accepted(self, job: Job, *, named: bool = True) -> bool:
-        """Write a new job, and return ``True`` once the job is on disk. Return ``False`` if a job with its id has
-        ended, which is checked only for a job whose caller chose the id (``named``).
+    async def accepted(self, job: Job) -> bool:
+        """Write a new job; return ``True`` once the job is on disk, or ``False`` if a job with its id has ended.
 
         Raises:
             JournalUnavailable: the journal cannot be written.
         """
         self.check()
         options, row = job_record(job)
-        return bool(await self._put(_Entry(self._future(), job.id, new=options, named=named, content=row)))
+        return bool(await self._put(_Entry(self._future(), job.id, new=options, content=row)))
 
     async def placed(self, job_id: str, node: str, name: str) -> None:
         """Write the node of an accepted job, and the job's id there; return once both are on disk."""
@@ -312,7 +309,7 @@ class Journal(JournalReader):
         with self._writing() as connection:
             if not batch:
                 connection.execute(f"PRAGMA user_version = {self._start_number}")
-            used = self._used([entry.job_id for entry in batch if entry.named])
+            used = self._used([entry.job_id for entry in batch if entry.new is not None])
             for entry in batch:
                 result: Any = None
                 if entry.new is not None:
