@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.runtime.install import _patchelf
-
 
 NOBODY = 65534
 """An ordinary user with an entry in /etc/passwd (required by Apptainer) on every Linux."""
@@ -50,7 +48,6 @@ def as_ordinary_user() -> Iterator[Callable[[Callable[[Path], Any]], Any]]:
     The process is forked, since the user may not be able to read the interpreter's files.
     """
     home = Path(tempfile.mkdtemp(prefix="prorl-nobody-"))
-    shutil.copy(_patchelf(), home / "patchelf")
     if os.geteuid() == 0:
         os.chown(home, NOBODY, NOBODY)
 
@@ -84,5 +81,5 @@ def _run_as_user(function: Callable[[Path], Any], home: Path) -> Any:
         os.setuid(NOBODY)
     os.chdir(home)
     os.environ.clear()
-    os.environ.update(HOME=str(home), PATH=f"{home}:/usr/bin:/bin")
+    os.environ.update(HOME=str(home), PATH="/usr/bin:/bin")
     return function(home)

@@ -31,7 +31,7 @@ PREFIX_RECIPE = 2
 ROOT_CACHE = Path("/var/cache/nemo-gym-prorl")
 
 MARKER = "prorl-runtime.json"
-"""Name of the file in a complete private copy, with version, packages, and the path for which the copy was built."""
+"""Name of the file in a complete private copy, with version, and the path for which the copy was built."""
 
 INSTALL_HINT = (
     "install it with the machine's package manager (package 'apptainer'), or without root with "

