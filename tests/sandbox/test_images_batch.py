@@ -57,7 +57,7 @@ def test_images_of_rows_are_made_once_and_failures_stop_nothing(
 ) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base/Dockerfile").write_text("FROM debian:13\n")
-    of_base = DockerfileRequest(tmp_path / "base", "base", replaced={"debian:13": str(image)}, format="folder")
+    of_base = DockerfileRequest(tmp_path / "base", "base", replaced={"debian:13": str(image)})
     base = build_dockerfile(of_base, store, runtime, ignore_progress)
     good = task(tmp_path / "good", f"{STAGES}RUN echo x >> /etc/passwd\nWORKDIR /srv\nUSER nobody\n", "base")
     shared = task(tmp_path / "shared", f"{STAGES}RUN cat /tool > /copy\n", "base")

@@ -167,7 +167,7 @@ def test_the_command_line_pulls_lists_and_removes(
 ) -> None:
     names = [served.add(f"us/tiny:{number}", [tiny_layer], machine()) for number in range(2)]
     missing = f"docker://{served.host}/us/none:1"
-    pulling = prorl(tmp_path, runtime, "pull", *names, missing, names[0], "--jobs", "2", "--tries", "1")
+    pulling = prorl(tmp_path, runtime, "pull", *names, missing, names[0], "--jobs", "2")
     output = pulling.communicate(timeout=60)[0]
     assert pulling.returncode == 1
     assert "2 made (8 MiB, " in output

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 
-if TYPE_CHECKING:
-    from nemo_gym_prorl.sandbox.images.entries import Format
-
 image_app = typer.Typer(name="image", help="Build, pull, list and remove sandbox images.", no_args_is_help=True)
-Layout = Annotated[
-    str | None,
-    typer.Option("--format", help="folder or sif. Default: sif if the cache is on a shared disk, else folder."),
-]
 
 
 @image_app.command("build")
@@ -34,16 +27,10 @@ def build_image(
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the new image.")] = None,
-    variables: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE: ARG of the Dockerfile; repeatable.")
-    ] = None,
-    target: Annotated[str, typer.Option(help="Stage of the Dockerfile. Default: the last one.")] = "",
     replace: Annotated[
         list[str] | None,
         typer.Option(help="IMAGE=BASE: build on BASE where the Dockerfile says FROM IMAGE; repeatable."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Rebuild the image and pull its base again.")] = False,
-    layout: Layout = None,
 ) -> None:
     """Build an image from a Dockerfile. Unchanged stages are reused."""
     from rich.console import Console
@@ -63,15 +50,7 @@ def build_image(
         raise CallerError(f"is no Dockerfile and no folder with one, nor {', '.join(BUILTIN_IMAGES)}", field=source)
     if name is None:
         raise CallerError("is required for a Dockerfile", field="--name")
-    request = DockerfileRequest(
-        Path(source),
-        name,
-        args=parse_pairs("--set", variables),
-        target=target,
-        replaced=parse_pairs("--replace", replace),
-        fresh=fresh,
-        format=_layout(layout),
-    )
+    request = DockerfileRequest(Path(source), name, replaced=parse_pairs("--replace", replace))
     with progress_step(Console(highlight=False), name) as say:
         say(str(build_dockerfile(request, ImageStore(), require_runtime(), say)))
 
@@ -90,11 +69,9 @@ def parse_pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:
 def pull_images(
     names: Annotated[list[str], typer.Argument(help="Image addresses, with or without docker://.")],
     jobs: Annotated[int, typer.Option(min=1, help="Number of parallel pulls.")] = 4,
-    tries: Annotated[int, typer.Option(min=1, help="Number of attempts per image.")] = 4,
     credentials: Annotated[
         bool, typer.Option("--credentials", help="Use your stored registry logins. Default: anonymous.")
     ] = False,
-    layout: Layout = None,
 ) -> None:
     """Pull missing images. Exit code 1 if an image failed; run the command again to continue.
 
@@ -109,7 +86,7 @@ def pull_images(
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
     images = list(dict.fromkeys(map(parse_registry, names)))
-    puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
+    puller = Puller(ImageStore(), require_runtime(), credentials=credentials)
     if not commands.pull(puller, images, jobs, Console(highlight=False)):
         raise typer.Exit(1)
 
@@ -124,7 +101,6 @@ def build_all_images(
     report: Annotated[
         Path | None, typer.Option(dir_okay=False, help="JSONL file for the outcome of each image.")
     ] = None,
-    tries: Annotated[int, typer.Option(min=1, help="Number of attempts per pull.")] = 4,
     credentials: Annotated[
         bool, typer.Option("--credentials", help="Use your stored registry logins. Default: anonymous.")
     ] = False,
@@ -143,7 +119,7 @@ def build_all_images(
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
     console = Console(highlight=False)
-    puller = Puller(ImageStore(), require_runtime(), credentials=credentials, tries=tries)
+    puller = Puller(ImageStore(), require_runtime(), credentials=credentials)
     with closing(commands.build_all(rows, puller, jobs, max_gb, console)) as made:
         outcomes = [*(commands.write_report(made, report) if report else made)]
     if not commands.print_outcomes(outcomes, console):
@@ -196,12 +172,3 @@ def collect_images(
     from nemo_gym_prorl.sandbox.images.store import ImageStore
 
     commands.collect(ImageStore(), max_gb, older_than, dry_run, Console(highlight=False))
-
-
-def _layout(text: str | None) -> Format | None:
-    from nemo_gym_prorl.failures import CallerError
-
-    match text:
-        case None | "folder" | "sif":
-            return text
-    raise CallerError(f"must be 'folder' or 'sif', not {text!r}", field="--format")

@@ -92,12 +92,11 @@ class Stage:
     global_args: Mapping[str, str]
 
 
-def split_stages(instructions: Sequence[Instruction], args: Mapping[str, str], machine: str) -> list[Stage]:
+def split_stages(instructions: Sequence[Instruction], machine: str) -> list[Stage]:
     """Return the stages of a Dockerfile in order.
 
     Args:
         instructions: result of :func:`.instructions.parse`.
-        args: build arguments from the user.
         machine: processor architecture, as ``uname -m`` prints it.
 
     Raises:
@@ -113,9 +112,8 @@ def split_stages(instructions: Sequence[Instruction], args: Mapping[str, str], m
             stages[-1] = replace(stages[-1], instructions=(*stages[-1].instructions, one))
         elif one.name == "ARG":
             for name, default in _arg_pairs(one, {**scope, **global_args}):
-                value = args.get(name, default)
-                if value is not None:
-                    global_args[name] = value
+                if default is not None:
+                    global_args[name] = default
         else:
             raise one.error("stands before the first FROM")
     if not stages:
@@ -150,13 +148,12 @@ class _State:
         return {**self.args, **self.env}
 
 
-def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -> tuple[list[Step], OciConfig]:
+def plan(stage: Stage, base: OciConfig, machine: str) -> tuple[list[Step], OciConfig]:
     """Return a stage's build steps in order, and the configuration of the resulting image.
 
     Args:
         stage: a stage of :func:`split_stages`.
         base: configuration of the base image.
-        args: build arguments from the user.
         machine: processor architecture, as ``uname -m`` prints it.
 
     Raises:
@@ -172,7 +169,7 @@ def plan(stage: Stage, base: OciConfig, args: Mapping[str, str], machine: str) -
             case "ARG":
                 for name, default in _arg_pairs(one, state.scope()):
                     known = stage.global_args.get(name, platform_args(machine).get(name))
-                    value = args.get(name, known if default is None else default)
+                    value = known if default is None else default
                     if value is not None:
                         state.args[name] = value
             case "ENV":
@@ -225,7 +222,7 @@ def _open_stage(
     if words[0] == "scratch":
         raise one.error("an empty base has no support; start from an image with a shell and tar")
     if not words[0]:
-        raise one.error("the base is empty; give its build argument a value")
+        raise one.error("the base is empty; give its ARG a default")
     parent = find_stage(earlier, words[0])
     inherited = () if parent is None else tuple(arg for arg in earlier[parent].instructions if arg.name == "ARG")
     return Stage(words[2].lower() if len(words) == 3 else "", words[0], inherited, dict(global_args))

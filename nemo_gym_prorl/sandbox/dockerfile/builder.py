@@ -152,21 +152,13 @@ class DockerfileRequest:
     Attributes:
         path: the Dockerfile, or the folder with the Dockerfile; the folder is the build context.
         name: short name of the built image.
-        args: build arguments (``ARG``).
-        target: name of the stage to build; the last stage if empty.
         replaced: image to use (address, path or name) by the reference in ``FROM`` or ``--from`` that it replaces.
-        fresh: whether to build all stages and pull all bases again, even if the store has them.
-        format: format of the target's image; ``None`` for :meth:`.ImageStore.default_format`.
         timeout_s: seconds for building one stage.
     """
 
     path: Path
     name: str
-    args: Mapping[str, str] = field(default_factory=dict)
-    target: str = ""
     replaced: Mapping[str, str] = field(default_factory=dict)
-    fresh: bool = False
-    format: Format | None = None
     timeout_s: float = BUILD_TIMEOUT_S
 
     @property
@@ -192,19 +184,12 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
         InfrastructureError: a base cannot be pulled, or a step failed; quotes the step's last output.
     """
     check_name(request.name)
-    stages = split_stages(parse(text_of(request.dockerfile)), request.args, machine())
-    named = [stage.name for stage in stages]
-    if request.target and request.target.lower() not in named:
-        raise CallerError(
-            f"there is no stage {request.target!r}, only {', '.join(filter(None, named)) or 'unnamed ones'}",
-            field="target",
-        )
+    stages = split_stages(parse(text_of(request.dockerfile)), machine())
     images = _images_named(stages)
     if unused := sorted(request.replaced.keys() - images):
         raise CallerError(f"no FROM names {unused[0]!r}, only {', '.join(sorted(images))}", field="--replace")
-    last = named.index(request.target.lower()) if request.target else len(stages) - 1
     build = _Build(request, stages, store, runtime, progress)
-    image = build.stage_image(last, request.format or store.default_format())
+    image = build.stage_image(len(stages) - 1, store.default_format())
     store.name(request.name, image.parent.name)
     return image
 
@@ -219,12 +204,12 @@ def inspect_dockerfile(path: Path) -> tuple[frozenset[str], OciConfig]:
     Raises:
         CallerError: the Dockerfile is wrong, or an instruction is not supported; names the line.
     """
-    stages = split_stages(parse(text_of(path)), {}, machine())
+    stages = split_stages(parse(text_of(path)), machine())
     configs: list[OciConfig] = []
     for number, stage in enumerate(stages):
         parent = find_stage(stages[:number], stage.base)
         base = OciConfig({}, _UNKNOWN_FOLDER) if parent is None else configs[parent]
-        configs.append(plan(stage, base, {}, machine())[1])
+        configs.append(plan(stage, base, machine())[1])
     workdir = configs[-1].workdir
     known = replace(configs[-1], workdir="" if workdir.startswith(_UNKNOWN_FOLDER) else workdir)
     return frozenset(_images_named(stages)), known
@@ -253,7 +238,7 @@ class _Build:
         """Return the path of a stage's image; build the image and its dependencies unless the store has them."""
         stage = self.stages[index]
         base = self._image_of(stage.base, index)
-        steps, config = plan(stage, config_of(base) or OciConfig({}), self.request.args, machine())
+        steps, config = plan(stage, config_of(base) or OciConfig({}), machine())
         with ExitStack() as held:
             copies = {
                 number: plan_copy(step, self._source_of(step, index, held))
@@ -261,7 +246,7 @@ class _Build:
                 if isinstance(step, CopyStep)
             }
             key = _key(self.store.identity(base), steps, copies, config, kind)
-            entry = f"dockerfile-{key}" + (f"-{time.time_ns():x}" if self.request.fresh else "")
+            entry = f"dockerfile-{key}"
             with self.store.images.making(entry, self.progress) as work:
                 if work is not None:
                     check_space(work)
@@ -289,7 +274,7 @@ class _Build:
             wanted = parse_reference(replaced, "replace")
         else:
             wanted = parse_registry(name, "FROM")
-        path = None if self.request.fresh and isinstance(wanted, RegistryImage) else self.store.locate(wanted)
+        path = self.store.locate(wanted)
         if path is None:
             assert isinstance(wanted, RegistryImage)
             path = Puller(self.store, self.runtime, "folder").pull(wanted, self.progress)
