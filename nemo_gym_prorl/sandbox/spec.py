@@ -241,7 +241,7 @@ class ImageDefaults:
         home = self.home or ("/root" if spec.root else "/tmp")
         usual = {"HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
         own = image_variables(reported)
-        image = self.config.environment(own) if self.config else own
+        image = self.config.environment() if self.config else own
         return {**usual, **image, **proxy_variables(spec.network)}
 
 
@@ -284,7 +284,7 @@ def create_request(
         start=start,
         image=str(spec.image),
         image_identity=image_identity(spec.image) if start != "runtime" else "",
-        scripted=defaults.config is None or defaults.config.extended,
+        scripted=defaults.config is None,
         uid=0 if spec.root else defaults.uid or SANDBOX_UID,
         host_uid=host_id,
         host_gid=host_id if is_machine_root() else os.getegid(),

@@ -138,12 +138,8 @@ def test_a_failed_build_says_why_and_leaves_nothing(
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
 
 
-@pytest.mark.parametrize("pip", [True, False], ids=["by pip", "by uv"])
-def test_wheels_leave_nothing_but_packages(
-    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: bool
-) -> None:
+def test_wheels_leave_nothing_but_packages(image: Path, tmp_path: Path) -> None:
     """Recipes move all visible entries."""
-    monkeypatch.setattr(build_module.importlib.util, "find_spec", lambda _name: pip or None)
     build_module.unpack_wheels(["six>=1.16"], image, tmp_path / "new")
     there = {path.name for path in (tmp_path / "new").iterdir()}
     assert "six.py" in there

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
-from nemo_gym_prorl.sandbox.images.entries import Format, ignore_progress, machine
+from nemo_gym_prorl.sandbox.images.entries import Format, machine
 from nemo_gym_prorl.sandbox.images.oci_config import DEFAULT_PATH
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import parse_registry
@@ -102,22 +101,6 @@ async def test_all_variables_arrive_from_every_kind_of_image(
             assert (await container.run("/bin/ls -d /srv/app; echo $PWD")).stdout == "/srv/app\n/srv/app\n"
     finally:
         start.release()
-
-
-async def test_what_is_built_on_a_published_image_starts_from_its_variables(
-    served: Registry, published: bytes, store: ImageStore, runtime: Runtime
-) -> None:
-    definition = "%environment\n    export PATH=/own/bin:$PATH A=$A+ LANG=fr_FR.UTF-8 _JAVA_OPTIONS=-server\n"
-    env = [f"{name}={value}" for name, value in (EVERY | {"A": "$(id -u) `"}).items() if name != "LD_LIBRARY_PATH"]
-    address = served.add("us/tiny", [published], machine(), Env=env, WorkingDir="srv/./app/", User="app:app")
-    # The runtime adds the missing folders of the default path.
-    path_of_scripts = f"/own/bin:{EVERY['PATH']}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin"
-    changed = {"PATH": path_of_scripts, "A": "$(id -u) `+", "LANG": "fr_FR.UTF-8"}
-    expected = {**EVERY, **changed, "_JAVA_OPTIONS": "-server", "LD_LIBRARY_PATH": "/.singularity.d/libs"}
-    path = build(BuildRequest(definition, address, "mine"), store, runtime, ignore_progress)
-    async with await Container.start(ContainerSpec(image=path, root=False), runtime) as container:
-        assert await _variables(container) == expected
-        assert (await container.run("echo $PWD; /bin/id -u")).stdout == "/srv/app\n1234\n"
 
 
 USERS = {

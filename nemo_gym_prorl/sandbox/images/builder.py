@@ -15,14 +15,12 @@ a cache, the version that was set up last determines which images the short name
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -128,9 +126,8 @@ def _base_root(
     if base is None:
         assert isinstance(reference, RegistryImage)
         pulled, pulled_config = Puller(store, runtime).fetch(reference, work, "folder", progress)
-        return pulled.rename(work / "base"), replace(pulled_config, extended=True)
-    config = config_of(base)
-    return open_base_root(base, store, runtime, held, progress), config and replace(config, extended=True)
+        return pulled.rename(work / "base"), pulled_config
+    return open_base_root(base, store, runtime, held, progress), config_of(base)
 
 
 def open_base_root(base: Path, store: ImageStore, runtime: Runtime, held: ExitStack, progress: Progress) -> Path:
@@ -164,22 +161,18 @@ def unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
     """Download wheels of Python packages and their dependencies, for the Python of the image ``root``, and unpack
     them into the new folder ``target``.
 
-    The host's pip or uv selects wheels with the host's settings (mirrors, proxies, certificates), which an image does
-    not have. No package code runs on the host.
+    uv has the host's settings (mirrors, proxies, certificates), which an image does not have. No package code runs on
+    the host.
 
     Raises:
-        InfrastructureError: the image has no Python, or no wheels match; quotes pip or uv.
+        InfrastructureError: the image has no Python, or no wheels match; quotes uv.
     """
     libraries = [*root.glob("usr/local/lib/python3.*/os.py"), *root.glob("usr/lib/python3.*/os.py")]
     if not libraries:
         raise InfrastructureError(f"{root} has no Python to choose wheels for: use a base with python3")
     version = libraries[0].parent.name.removeprefix("python")
-    if importlib.util.find_spec("pip"):
-        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
-    else:
-        command = [uv.find_uv_bin(), "pip", "install"]
-    command += ["--quiet", "--only-binary=:all:", f"--python-version={version}", f"--target={target}"]
-    command += sorted(packages)
+    command = [uv.find_uv_bin(), "pip", "install", "--quiet", "--only-binary=:all:", f"--python-version={version}"]
+    command += [f"--target={target}", *sorted(packages)]
     try:
         build_tools.run(command, None, WHEELS_TIMEOUT_S)
     except InfrastructureError as error:

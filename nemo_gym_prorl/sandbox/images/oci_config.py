@@ -49,14 +49,12 @@ class OciConfig:
         env: environment variables (``ENV``).
         workdir: absolute working folder of commands (``WORKDIR``); empty if not set.
         user: name or number of the image's user, without the group (``USER``); empty for root.
-        extended: whether the image was built on the registry's image, so that scripts may set further variables.
         shell: shell for the commands of Dockerfiles based on this image (``SHELL``); empty if not set.
     """
 
     env: dict[str, str]
     workdir: str = ""
     user: str = ""
-    extended: bool = False
     shell: tuple[str, ...] = ()
 
     @classmethod
@@ -81,7 +79,6 @@ class OciConfig:
             env,
             posixpath.normpath(f"/{workdir.lstrip('/')}") if workdir else "",
             _text(config, "User").partition(":")[0],
-            config.get("extended") is True,
             tuple(_texts(config, "Shell")),
         )
 
@@ -91,17 +88,12 @@ class OciConfig:
             "Env": [f"{name}={value}" for name, value in self.env.items()],
             "WorkingDir": self.workdir,
             "User": self.user,
-            "extended": self.extended,
             "Shell": list(self.shell),
         }
 
-    def environment(self, reported: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables of commands.
-
-        Args:
-            reported: variables that the runtime found in the image; used only if the image is ``extended``.
-        """
-        return {"PATH": DEFAULT_PATH, **self.env, **(reported if self.extended else {})}
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of commands."""
+        return {"PATH": DEFAULT_PATH, **self.env}
 
     def rewrite_script(self, root: Path) -> None:
         """Replace Apptainer's script of variables in a root folder by a faithful script, for builds on this image."""
