@@ -58,8 +58,8 @@ class Policy(Origin):
             body += await reader.readexactly(int(lower.split("\r\ncontent-length: ")[1].split("\r\n")[0]))
         self.bodies.append(digest(body))
         sent = b"x" * int(argument) if argument.isdigit() else self.bodies[-1].encode()
-        length = b"HTTP/1.1 200 OK\r\nX-Own: a\r\nConnection: X-Own\r\nContent-Length: %d\r\n\r\n" % len(sent)
-        chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        length = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(sent)
+        chunks = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
         match kind:
             case "go":
                 self.go.release()
@@ -86,8 +86,10 @@ class Policy(Origin):
             case _:
                 writer.write(length + (b"" if head.startswith("HEAD") else sent))
         await writer.drain()
-        if not kind.startswith(("torn", "until", "gone")):
-            self.beyond += await reader.read()
+        if kind in ("hold", "torn", "torn_chunks", "until_close", "gone") or not writer.can_write_eof():
+            return
+        writer.write_eof()
+        self.beyond += await reader.read()
 
 
 def digest(body: bytes | bytearray) -> str:

@@ -38,7 +38,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
         "egress": ("no_way_leads_to_another_host", "an_allowed_host_is_reached_and_counted"),
         "policy_access": (
             "no_way_leads_to_another_policy_or_to_the_host",
-            "a_program_calls_its_policy_on_one_connection",
+            "a_program_calls_its_policy",
         ),
         "limits_told": ("a_full_process_table_is_the_agents_doing", "a_limit_that_costs_no_sandbox_leaves_a_note"),
         "nothing_of_the_host": (),

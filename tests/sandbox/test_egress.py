@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import ssl
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.processes import process_command_line
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.egress.proxy import Refusal, parse_request, server_name
+from nemo_gym_prorl.sandbox.egress.proxy import Refusal, parse_request
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import client
@@ -208,27 +207,6 @@ async def test_a_tunnel_carries_no_tls_for_another_host(
     assert ("localhost", True) in found
     assert (found["localhost", True]["bytes_out"] > 100) is passed
     assert ((name or "localhost").lower(), False) in found or passed
-
-
-def first_record(name: str) -> bytes:
-    """Return the first record of this Python's TLS."""
-    context = ssl.create_default_context()
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    with pytest.raises(ssl.SSLWantReadError):
-        context.wrap_bio(incoming, outgoing, server_hostname=name).do_handshake()
-    return outgoing.read()
-
-
-RECORD = first_record("files.example.com")
-
-
-@given(st.lists(st.tuples(st.integers(0, len(RECORD) - 1), st.integers(0, 255)), max_size=4))
-def test_any_first_record_has_a_name_or_is_a_value_error(changes: list[tuple[int, int]]) -> None:
-    record = bytearray(RECORD)
-    for place, byte in changes:
-        record[place] = byte
-    with contextlib.suppress(ValueError):
-        assert isinstance(server_name(bytes(record)), str)
 
 
 PRIVATE = ["127.0.0.1", "169.254.169.254", "localhost", "[::1]", "10.0.0.1", "0x7f.1", "metadata.google.internal"]

@@ -8,7 +8,8 @@ connect, the socket identifies the sandbox's rules, and no proxy runs in the san
 
 :class:`PolicyAccess` gives programs access to the policy of their rollout only. A request is forwarded to one origin,
 below ``/v1/``, with the rollout's key in place of the program's own credentials. The key never enters the sandbox.
-Each request has its own connection to the policy, so bytes after the body cannot be read as another request.
+Each request has its own connections, to the port and to the policy, so bytes after the body cannot be read as another
+request. The response passes as the policy sends it.
 
 Bodies are streamed. A call has no time limit, since a generation has none. If a program closes its connection, the
 connection to the policy is closed, which cancels the turn. Closing the port does not cancel calls in flight of
@@ -20,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import re
 import socket
 import ssl
@@ -86,19 +86,19 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Start line and header fields of an HTTP message.
+    """Start line and header fields of an HTTP request.
 
     Attributes:
-        first: words of the start line; a request has three.
+        first: method, target and version.
         fields: all header fields.
         named: header fields that ``Connection`` lists, in lower case.
-        size: bytes of the body; ``None`` for chunked encoding, infinite if the fields do not tell the size.
+        size: bytes of the body; ``None`` for chunked encoding.
     """
 
     first: tuple[str, ...]
     fields: Fields
     named: frozenset[str]
-    size: float | None
+    size: int | None
 
     def values(self, name: str) -> list[str]:
         return [value.lower() for key, value in self.fields if key.lower() == name]
@@ -110,37 +110,26 @@ class Head:
 
 
 def parse_head(data: bytes) -> Head:
-    """Parse a header section that ends with a blank line.
+    """Parse the header section of a request, which ends with a blank line; a request without a length has no body.
 
     Raises:
-        Refusal: the bytes are not a header section of HTTP/1.1, or the length of the body is ambiguous.
+        Refusal: the bytes are not the header section of a request, or the length of the body is ambiguous.
     """
     first, *lines = data.removesuffix(b"\r\n\r\n").decode("latin-1").split("\r\n")
     fields = tuple((found[1], found[2]) for line in lines if (found := _FIELD.fullmatch(line)))
-    if len(fields) != len(lines) or not first.isprintable():
-        raise Refusal(400, "this is not HTTP/1.1")
-    head = Head(tuple(first.split(" ")), fields, frozenset(), math.inf)
+    words = tuple(first.split(" "))
+    if len(fields) != len(lines) or not first.isprintable() or len(words) != 3 or not words[0].isalpha():
+        raise Refusal(400, "this is not a request of HTTP/1.1")
+    head = Head(words, fields, frozenset(), 0)
     named = {name.strip() for value in head.values("connection") for name in value.split(",")}
     if taken := sorted(named & _FRAMING):
         raise Refusal(400, f"Connection must not name {taken[0]}")
     lengths, encodings = head.values("content-length"), head.values("transfer-encoding")
     if encodings not in ([], ["chunked"]) or len(lengths + encodings) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
         raise Refusal(400, "the length of the body is ambiguous")
-    size = None if encodings else int(lengths[0]) if lengths else math.inf
-    return replace(head, named=frozenset(named), size=size)
-
-
-def parse_request_head(data: bytes) -> Head:
-    """Parse the header section of a request; a request without a length has no body.
-
-    Raises:
-        Refusal: the bytes are not the header section of a request, or the length of the body is ambiguous.
-    """
-    head = parse_head(data)
-    method, version, chunked = head.first[0], head.first[-1], head.size is None
-    if len(head.first) != 3 or version not in _VERSIONS or not method.isalpha() or (chunked and version < "HTTP/1.1"):
+    if words[2] not in _VERSIONS or (encodings and words[2] < "HTTP/1.1"):
         raise Refusal(400, "this is not a request of HTTP/1.1")
-    return replace(head, size=0) if head.size == math.inf else head
+    return replace(head, named=frozenset(named), size=None if encodings else int(lengths[0]) if lengths else 0)
 
 
 class ProgramReader(asyncio.StreamReader):
@@ -262,7 +251,9 @@ _CALLER_FIELDS = re.compile(r"authorization|(x-)?api-key|cookie|forwarded|x-(rea
 """Header fields by which a server may identify the caller; ``_`` in a field's name counts as ``-``."""
 
 _LENGTH_FIELDS = ("content-length", "transfer-encoding", "trailer", "expect")
-_STATUS = re.compile(r"HTTP/1\.[01] ([2-5]\d\d)( .*)?")
+_BEGIN = b"HTTP/1."
+"""First bytes of every response."""
+
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 _tls = cache(ssl.create_default_context)  # loads all CA certificates, so the context is created once
 
@@ -294,16 +285,10 @@ class PolicyAccess(SandboxPort):
     async def _serve_requests(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         reader.on_end = task.cancel if task else None
-        while await self._call(reader, writer):
-            pass
-
-    async def _call(self, reader: ProgramReader, writer: asyncio.StreamWriter) -> bool:
-        """Forward the next request of a connection; return whether the connection stays open for another request."""
-        request = parse_request_head(await read_head(reader, IDLE_S))
+        request = parse_head(await read_head(reader, IDLE_S))
         if self._is_closed:
             raise Refusal(403, "the rollout's program has ended")
-        head, modern = self._request_head(request), request.first[2] == "HTTP/1.1"
-        tls = self._origin.scheme == "https"
+        head, tls = self._request_head(request), self._origin.scheme == "https"
         address = self._origin.hostname, self._origin.port or (443 if tls else 80)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -312,21 +297,21 @@ class PolicyAccess(SandboxPort):
             raise _unreachable(error) from error
         upstream[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         upstream[1].get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-        if modern and "100-continue" in request.values("expect"):
+        if "100-continue" in request.values("expect"):
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         upstream[1].write(head)
         sending = asyncio.create_task(_send_body(reader, request.size, upstream[1]))
         try:
             try:
-                status, fields, size = await _read_response(upstream[0], request.first[0])
-            except (OSError, ValueError, Refusal, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+                begin = await upstream[0].readexactly(len(_BEGIN))
+                if begin != _BEGIN:
+                    raise ValueError("this is no response of HTTP/1")
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 raise (sending.result() if sending.done() else None) or _unreachable(error) from error
-            chunked = modern and size in (None, math.inf)
-            keep = modern and sending.done() and "close" not in request.named
-            framing = ["Transfer-Encoding: chunked"] * chunked + ["Connection: close"] * (not keep)
-            writer.write("\r\n".join([f"HTTP/1.1 {status}", *fields, *framing, "", ""]).encode("latin-1"))
-            await _copy(upstream[0], size, writer, chunked=chunked)
-            return keep
+            writer.write(begin)
+            while data := await upstream[0].read(MAX_HEAD_BYTES):
+                writer.write(data)
+                await writer.drain()
         finally:
             sending.cancel()
             upstream[1].transport.abort()
@@ -334,7 +319,7 @@ class PolicyAccess(SandboxPort):
 
     def _request_head(self, request: Head) -> bytes:
         """Return the header section of the forwarded request; refuse paths outside of ``/v1/`` and other hosts."""
-        method, target, _version = request.first
+        method, target, version = request.first
         segments = unquote(target.partition("?")[0]).replace("\\", "/").split("/")
         if not target.startswith("/v1/") or not target.isascii() or "#" in target or {".", ".."} & {*segments}:
             raise Refusal(404, "only /v1/ of the policy can be reached here")
@@ -349,7 +334,7 @@ class PolicyAccess(SandboxPort):
             raise _too_long()
         if request.size != 0:
             fields.append("Transfer-Encoding: chunked" if request.size is None else f"Content-Length: {request.size}")
-        return "\r\n".join([f"{method} {target} HTTP/1.1", *self._own_fields, *fields, "", ""]).encode("latin-1")
+        return "\r\n".join([f"{method} {target} {version}", *self._own_fields, *fields, "", ""]).encode("latin-1")
 
 
 def _too_long() -> Refusal:
@@ -361,10 +346,13 @@ def _unreachable(error: Exception) -> Refusal:
     return Refusal(502, f"the policy can't be reached: {reason}")
 
 
-async def _send_body(reader: asyncio.StreamReader, size: float | None, writer: asyncio.StreamWriter) -> Refusal | None:
+async def _send_body(reader: asyncio.StreamReader, size: int | None, writer: asyncio.StreamWriter) -> Refusal | None:
     """Forward a request's body. If the body is invalid, abort the connection to the policy and return the refusal."""
     try:
-        await _copy(reader, size, writer, chunked=size is None, limit=MAX_BODY_BYTES)
+        async for data in _pieces(reader, size, MAX_BODY_BYTES):
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data) if size is None else data)
+            await writer.drain()
+        writer.write(b"0\r\n\r\n" if size is None else b"")
     except Refusal as refusal:
         writer.transport.abort()
         return refusal
@@ -372,40 +360,12 @@ async def _send_body(reader: asyncio.StreamReader, size: float | None, writer: a
         writer.transport.abort()
         return Refusal(400, f"the request's body {error}")
     except (OSError, asyncio.IncompleteReadError):
-        pass  # if the policy failed, _call notices a missing response; if the program ended, _call is cancelled
+        pass  # a missing response is noticed, and the end of the program cancels the call
     return None
 
 
-async def _read_response(reader: asyncio.StreamReader, method: str) -> tuple[str, list[str], float | None]:
-    """Skip interim responses (1xx); return status, header fields to forward, and size of the body as in
-    :class:`Head`."""
-    head = parse_head(await reader.readuntil(b"\r\n\r\n"))
-    while "".join(head.first[1:2]).startswith("1"):
-        head = parse_head(await reader.readuntil(b"\r\n\r\n"))
-    if not (found := _STATUS.fullmatch(" ".join(head.first))):
-        raise Refusal(502, "this is no response of HTTP/1.1")
-    empty = method == "HEAD" or found[1] in ("204", "304")
-    fields = [f"{name}: {value}" for name, value in head.passed_on if name.lower() not in _LENGTH_FIELDS[1:]]
-    return f"{found[1]}{found[2] or ' '}", fields, 0 if empty else head.size
-
-
-async def _copy(
-    reader: asyncio.StreamReader,
-    size: float | None,
-    writer: asyncio.StreamWriter,
-    *,
-    chunked: bool,
-    limit: float = math.inf,
-) -> None:
-    async for data in _pieces(reader, size, limit):
-        writer.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
-        await writer.drain()
-    writer.write(b"0\r\n\r\n" if chunked else b"")
-
-
-async def _pieces(reader: asyncio.StreamReader, size: float | None, limit: float = math.inf) -> AsyncIterator[bytes]:
-    """Yield a body as it arrives: ``size`` bytes, or decoded chunks if ``None``, or all bytes up to the connection's
-    end if infinite. Refuses chunks of more than ``limit`` bytes together."""
+async def _pieces(reader: asyncio.StreamReader, size: int | None, limit: int) -> AsyncIterator[bytes]:
+    """Yield a body as it arrives: ``size`` bytes; if ``None``, decoded chunks of at most ``limit`` bytes together."""
     while size is None:
         try:
             found = _CHUNK.fullmatch(await reader.readuntil(b"\r\n"))
@@ -416,13 +376,13 @@ async def _pieces(reader: asyncio.StreamReader, size: float | None, limit: float
         limit -= (length := int(found[1], 16))
         if limit < 0:
             raise _too_long()
-        async for data in _pieces(reader, length):
+        async for data in _pieces(reader, length, limit):
             yield data
         if await reader.readexactly(2) != b"\r\n":
             raise BadBody("has a chunk of unclear end")
         size = None if length else 0
-    while size and (data := await reader.read(int(min(size, MAX_HEAD_BYTES)))):
+    while size and (data := await reader.read(min(size, MAX_HEAD_BYTES))):
         size -= len(data)
         yield data
-    if 0 < size < math.inf:
-        raise asyncio.IncompleteReadError(b"", int(size))
+    if size:
+        raise asyncio.IncompleteReadError(b"", size)

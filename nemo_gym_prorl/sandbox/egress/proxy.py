@@ -43,7 +43,7 @@ from nemo_gym_prorl.sandbox.egress.ports import (
     Refusal,
     SandboxPort,
     Streams,
-    parse_request_head,
+    parse_head,
     read_head,
 )
 from nemo_gym_prorl.sandbox.isolation import syscalls
@@ -163,7 +163,7 @@ def parse_request(head: bytes) -> Request:
     Raises:
         Refusal: the header section is invalid, or has no target host and port.
     """
-    message = parse_request_head(head)
+    message = parse_head(head)
     method, target, _version = message.first
     tunnel = method == "CONNECT"
     found = (_HOST_AND_PORT if tunnel else _URL).fullmatch(target)
@@ -181,11 +181,9 @@ class HostUse:
     Attributes:
         host: name or address as requested; ``*`` for all hosts beyond :data:`MAX_LOGGED_HOSTS`.
         port: TCP port; 0 for hosts that are counted together.
-        allowed: whether the sandbox's rules allow the host.
-        connections: number of requests.
+        connections: number of requests, also refused ones.
         bytes_out: bytes from the sandbox.
         bytes_in: bytes to the sandbox.
-        seconds: total duration of the connections that have ended.
     """
 
     host: str
@@ -194,7 +192,6 @@ class HostUse:
     connections: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
-    seconds: float = 0.0
 
 
 class SandboxEgress(SandboxPort):
@@ -218,7 +215,7 @@ class SandboxEgress(SandboxPort):
         except Refusal as refused:
             self._count(request, allowed=refused.status != 403)
             raise
-        use, begin = self._count(request, allowed=True), asyncio.get_running_loop().time()
+        use = self._count(request, allowed=True)
         try:
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n" if request.tunnel else b"")
             upstream[1].write(head)
@@ -226,7 +223,6 @@ class SandboxEgress(SandboxPort):
             await _relay((reader, writer), upstream, request, use, partial(self._check_first, request, writer))
         finally:
             upstream[1].transport.abort()
-            use.seconds += asyncio.get_running_loop().time() - begin
 
     def _check_first(self, request: Request, writer: asyncio.StreamWriter, data: bytes) -> None:
         """In a tunnel to a listed name, refuse TLS whose first record ``data`` names no allowed host."""
