@@ -16,10 +16,8 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import uv
 
@@ -33,13 +31,12 @@ from nemo_gym_prorl.harness.specification import (
     platform_values,
     shipped_harnesses,
 )
+from nemo_gym_prorl.sandbox.images import build_tools
 from nemo_gym_prorl.sandbox.images.entries import Entries, Progress, cache_dir, flush, ignore_progress, machine
 
 
 STEP_TIMEOUT_S = 1800.0
 """Seconds for one call of a package manager; the largest packages have 1 GB."""
-
-MAX_ERROR_CHARS = 600
 
 _DESCRIBE = (
     "import json, platform; print(json.dumps([platform.python_implementation().lower(), "
@@ -170,22 +167,11 @@ def _is_program(file: Path) -> bool:
 def run_step(
     command: Sequence[str | Path], problem: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> str:
-    """Run one command of an installation and return its output.
-
-    Raises:
-        InfrastructureError: the command failed or timed out; contains ``problem`` and the last lines of stderr.
-    """
+    """Run one command of an installation (:func:`.build_tools.run`); ``problem`` begins the error of a failure."""
     try:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
-        done = subprocess.run(command, env=environ, cwd=cwd, **streams, timeout=STEP_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise InfrastructureError(f"{problem}: {error}") from error
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        while len(said := " / ".join(lines)) > MAX_ERROR_CHARS and len(lines) > 1:
-            del lines[0]
-        raise InfrastructureError(f"{problem}: {said[:MAX_ERROR_CHARS] or f'exit code {done.returncode}'}")
-    return str(done.stdout).strip()
+        return build_tools.run([*map(str, command)], environ, STEP_TIMEOUT_S, cwd)
+    except InfrastructureError as error:
+        raise InfrastructureError(f"{problem}: {error.reason}") from error
 
 
 def install_python(python: str, folder: Path) -> tuple[str, Path]:

@@ -182,7 +182,7 @@ def linked(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("break_python", "says"),
     [
-        (shared_elsewhere, r"by --python: it loads \S+/elsewhere/libpython3"),
+        (shared_elsewhere, r"by --python: python3 failed: it loads \S+/elsewhere/libpython3"),
         (linked, "--python: .* is no installation of Python: its bin/python3 is a link"),
     ],
 )

@@ -130,16 +130,14 @@ def build_all_images(
 def make_tools(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make or complete.")],
     tasks: Annotated[list[Path] | None, typer.Option(help="Folder of Harbor tasks to equip; repeatable.")] = None,
-    packages: Annotated[list[str] | None, typer.Option(help="'NAME==VERSION NAME…': one set; repeatable.")] = None,
     pythons: Annotated[
         list[str] | None, typer.Option("--python", help="Version, or folder of a relocatable Python; repeatable.")
     ] = None,
-    build: Annotated[bool, typer.Option("--build", help="Build what has no wheel, which runs its code.")] = False,
 ) -> None:
     """Make a folder of uv, Python and wheels for tests without a network. Exit code 1 if a package is unavailable."""
     from nemo_gym_prorl.cli.image.tools import build_tools_folder
 
-    if build_tools_folder(folder, tasks or (), packages or (), pythons or (), build):
+    if build_tools_folder(folder, tasks or (), pythons or ()):
         raise typer.Exit(1)
 
 

@@ -134,7 +134,6 @@ class _DiskBudget:
     max_bytes: int | None
     running: int = 0
     largest: int = 0
-    sizes: dict[str, int] = field(default_factory=dict)
     made: set[Path] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -145,7 +144,7 @@ class _DiskBudget:
             if free < (self.running + 1) * MIN_FREE_BYTES:
                 return f"only {free >> 20} MiB are free on the disk of {self.store.images.folder}"
             if self.max_bytes is not None:
-                taken = self._taken()
+                taken = sum(image.info.bytes for image in self.store.all())
                 if taken + (self.running + 1) * self.largest > self.max_bytes or taken >= self.max_bytes:
                     return f"the images take {taken >> 20} of {self.max_bytes >> 20} MiB"
             self.running += 1
@@ -163,14 +162,6 @@ class _DiskBudget:
     def leave(self) -> None:
         with self.lock:
             self.running -= 1
-
-    def _taken(self) -> int:
-        folder = self.store.images.folder
-        entries = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-        for path in entries:
-            if path.name not in self.sizes and (info := read_info(path)):
-                self.sizes[path.name] = info.bytes
-        return sum(self.sizes.get(path.name, 0) for path in entries)
 
 
 GIB = 1 << 30

@@ -3,9 +3,8 @@
 """Offline tools folders for verifiers: ``prorl image tools`` builds one, ``prorl doctor`` checks which tasks need one.
 
 A tools folder contains uv, Python installations and wheels. It is built once, on a machine with a network: uv installs
-Python, and pip selects wheels with this machine's settings (index, proxy, certificates). By default only wheels are
-downloaded, so no package code runs on this machine; ``build`` also builds source packages. Finally, each requirement
-set is installed from the folder alone, as a check.
+Python, and pip selects wheels with this machine's settings (index, proxy, certificates). No package code runs on this
+machine. Finally, each requirement set is installed from the folder alone, as a check.
 """
 
 from __future__ import annotations
@@ -57,25 +56,14 @@ def needs_of_tasks(folder: Path) -> dict[str, VerifierNeeds]:
     return {str(path.parents[1].relative_to(folder)): needs_of(path.read_text(errors="replace")) for path in scripts}
 
 
-def sets_of_tasks(folder: Path) -> list[RequirementSet]:
-    """Return the distinct requirement sets that the test scripts of all tasks below a folder install."""
-    found = [one for needs in needs_of_tasks(folder).values() for one in needs.sets if one.packages]
-    return list(dict.fromkeys(found))
-
-
-def build_tools_folder(
-    folder: Path, tasks: Sequence[Path], packages: Sequence[str], pythons: Sequence[str], build: bool
-) -> list[str]:
-    """Build a tools folder (:func:`make_tools`) and print the progress.
-
-    Returns:
-        One line for each requirement set that cannot be installed; the lines are also printed.
-    """
-    sets = [one for path in tasks for one in sets_of_tasks(path)]
-    sets += [RequirementSet("", tuple(sorted(words.split()))) for words in packages]
+def build_tools_folder(folder: Path, tasks: Sequence[Path], pythons: Sequence[str]) -> list[str]:
+    """Build a tools folder for the tasks below folders and print the progress; returns and prints the lines of
+    :func:`make_tools`."""
+    needs = [needed for path in tasks for needed in needs_of_tasks(path).values()]
+    sets = dict.fromkeys(one for needed in needs for one in needed.sets if one.packages)
     console = Console(highlight=False)
     with progress_step(console, "tools") as say:
-        problems = make_tools(folder, list(dict.fromkeys(sets)), pythons, say, build=build)
+        problems = make_tools(folder, [*sets], pythons, say)
         say(str(folder))
     for problem in problems:
         console.print(problem, markup=False, soft_wrap=True)
@@ -83,12 +71,7 @@ def build_tools_folder(
 
 
 def check_tasks(folder: Path, tools: Path | None) -> list[Check]:
-    """Check whether the verifiers of the tasks below a folder work without a network.
-
-    Args:
-        folder: folder with Harbor tasks.
-        tools: folder with installed verifier packages; ``None`` without one.
-    """
+    """Check whether the verifiers of the Harbor tasks below a folder work without a network, with a tools folder."""
     needs = needs_of_tasks(folder)
     checks = [_check_packages(needs, folder, tools)]
     for name, problem, fix in (
@@ -134,12 +117,7 @@ def _missing_parts(one: RequirementSet, tools: Path) -> list[str]:
 
 
 def make_tools(
-    target: Path,
-    sets: Sequence[RequirementSet],
-    pythons: Sequence[str],
-    progress: Callable[[str], None],
-    *,
-    build: bool = False,
+    target: Path, sets: Sequence[RequirementSet], pythons: Sequence[str], progress: Callable[[str], None]
 ) -> list[str]:
     """Make or complete a tools folder.
 
@@ -148,7 +126,6 @@ def make_tools(
         pythons: versions that uv installs, or folders of relocatable installations that are copied. Versions that
             ``sets`` name are added; sets without a version use the first Python.
         progress: receives a line for each step.
-        build: whether to build packages without a wheel, which runs their code with the user's rights.
 
     Returns:
         One line for each requirement set that cannot be installed, with the reason.
@@ -181,7 +158,7 @@ def make_tools(
         progress(f"downloading {', '.join(one.packages)}")
         program = _python_for(installed, one.python) or next(iter(installed.values()))
         try:
-            _download(program, one, target, build)
+            _download(program, one, target)
             _check(one, target)
         except InfrastructureError as error:
             problems.append(f"{', '.join(one.packages)}: {error.reason}")
@@ -192,18 +169,16 @@ def _python_for(installed: Mapping[str, Path], wanted: str) -> Path | None:
     return next((path for version, path in installed.items() if f"{version}.".startswith(f"{wanted}.")), None)
 
 
-def _download(program: Path, one: RequirementSet, target: Path, build: bool) -> None:
-    step = ["wheel", "--wheel-dir"] if build else ["download", "--only-binary=:all:", "--dest"]
-    pip: list[str | Path] = [program, "-I", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run_step([*pip, *step, target / WHEELS, *one.packages], "the wheels can't be downloaded")
+def _download(program: Path, one: RequirementSet, target: Path) -> None:
+    pip: list[str | Path] = [program, "-I", "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+    pip += ["--only-binary=:all:", "--dest", target / WHEELS]
+    run_step([*pip, *one.packages], "the wheels can't be downloaded")
     tried: set[str] = set()
     while one.project and (missing := _required_elsewhere(target / WHEELS) - tried):
         tried |= missing
         for package in missing:
             with suppress(InfrastructureError):  # `_check` reports what is missing
-                run_step(
-                    [*pip, "download", "--only-binary=:all:", "--no-deps", "--dest", target / WHEELS, package], ""
-                )
+                run_step([*pip, "--no-deps", package], "")
 
 
 def _required_elsewhere(wheels: Path) -> set[str]:
