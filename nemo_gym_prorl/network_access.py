@@ -222,12 +222,8 @@ class EgressRules:
         )
 
     def refusal(self, host: str, port: int) -> str:
-        """Return why a host is refused before its name is resolved; empty if :meth:`allow_address` decides.
-
-        Args:
-            host: the requested name or address, in lower case.
-            port: the requested TCP port.
-        """
+        """Return why a host, in lower case, is refused before its name is resolved; empty if :meth:`allow_address`
+        decides."""
         address = literal_address(host)
         if address is None and not _NAME.fullmatch(host):
             return f"{host!r:.100} is no host"
@@ -239,13 +235,8 @@ class EgressRules:
         return "" if listed else f"{host} is not allowed by this sandbox's network"
 
     def allow_address(self, host: str, address: Address, *, own: bool) -> bool:
-        """Return whether the proxy may connect to an address of a host that :meth:`refusal` did not refuse.
-
-        Args:
-            host: the requested name or address, in lower case.
-            address: the address to connect to.
-            own: whether the address is one of this machine's.
-        """
+        """Return whether the proxy may connect to an address of a host that :meth:`refusal` did not refuse; ``own``:
+        whether the address is one of this machine's."""
         if self._contain(address):
             return True
         reached = reached_address(address)

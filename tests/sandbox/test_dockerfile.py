@@ -142,8 +142,6 @@ def test_the_shell_of_a_base_stays() -> None:
         ('ENV A="${B:?is missing}"', "line 2: ENV: B: is missing"),
         ('ENV A="x', "line 2: ENV: a quote has no end"),
         ("CMD --port 80", "line 2: CMD: --port is no flag of this instruction"),
-        ("ENV A='x", "line 2: ENV: a quote has no end"),
-        ("WORKDIR /'x", "a quote has no end"),
         ("ENV A=${B:-x", "} is missing"),
         ("ENV A", "line 2: ENV: 'A': needs NAME=VALUE"),
         ("ENV A=a\\\n b", "line 2: ENV: 'b': needs NAME=VALUE"),

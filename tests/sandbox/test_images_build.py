@@ -110,22 +110,6 @@ def test_packages_of_the_machines_distribution_are_a_base(
     assert "downloading packages" in said
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"base": "/no/such"}, "image: /no/such does not exist"),
-        ({"base": "nosuch"}, "no image is named 'nosuch'"),
-        ({"base": "library://x/y"}, "base: .*is not supported"),
-    ],
-)
-def test_wrong_orders_are_refused_before_anything_is_built(
-    order: BuildRequest, store: ImageStore, runtime: Runtime, change: dict[str, object], reason: str
-) -> None:
-    with pytest.raises(CallerError, match=reason):
-        build(replace(order, **change), store, runtime, ignore_progress)  # type: ignore[arg-type]
-    assert not store.images.folder.exists()
-
-
 def test_a_failed_build_says_why_and_leaves_nothing(
     order: BuildRequest, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile
 from nemo_gym_prorl.sandbox.images.entries import ignore_progress
-from nemo_gym_prorl.sandbox.images.store import ImageStore, config_of
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.conftest import tiered
@@ -164,22 +164,6 @@ def test_a_base_with_devices_is_refused(
         pytest.skip("this user cannot make devices")
     with pytest.raises(CallerError, match="dev/null is a device, which cannot be copied; empty"):
         build_dockerfile(replace(order, replaced={BASE: str(tmp_path / "base")}), store, runtime, ignore_progress)
-
-
-async def test_a_command_after_user_runs_as_that_user(
-    order: DockerfileRequest, store: ImageStore, runtime: Runtime
-) -> None:
-    runtime.activate()
-    order.dockerfile.write_text(
-        "FROM python:3.13-slim\nRUN echo app:*:1000:1000::/home/app:/bin/sh >> /etc/passwd && mkdir -m 777 /home/app\n"
-        "USER app\nRUN echo $HOME $(id -u) > ~/who\n"
-    )
-    built = build_dockerfile(order, store, runtime, ignore_progress)
-    [who] = await said(built, "cat /home/app/who")
-    assert who in ("/home/app 1000\n", "/home/app 0\n")  # 0 where the builder has one user id
-    config = config_of(built)
-    assert config is not None
-    assert config.user == "app"
 
 
 USERS = """\

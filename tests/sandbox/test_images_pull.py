@@ -56,7 +56,7 @@ def tiny_layer(tiny_root: Path) -> bytes:
 
 @pytest.fixture
 def puller(store: ImageStore, runtime: Runtime) -> Puller:
-    return Puller(store, runtime, tries=2, pause_s=0.01)
+    return Puller(store, runtime, tries=2)
 
 
 @pytest.fixture

@@ -57,15 +57,6 @@ async def test_a_sif_is_unpacked_once_for_all_and_its_sandboxes_can_change_every
     assert not (tmp_path / "unpacked" / copies.all_copies()[0].entry.name / "root/etc/more").exists()
 
 
-async def test_what_takes_long_about_an_image_can_be_done_ahead(
-    provider: SingularityProvider, tiny_sif: Path, tmp_path: Path
-) -> None:
-    await asyncio.gather(*(provider.fetch_image(SandboxSpec(image=str(tiny_sif))) for _ in range(4)))
-    images = ImageStore(tmp_path / "images", tmp_path / "unpacked")
-    assert len(images.all_copies()) == 1
-    assert images.is_ready(tiny_sif)
-
-
 def test_an_unpacked_copy_is_the_callers_own_and_harmless(
     store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:

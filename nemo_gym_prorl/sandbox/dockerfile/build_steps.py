@@ -95,10 +95,6 @@ class Stage:
 def split_stages(instructions: Sequence[Instruction], machine: str) -> list[Stage]:
     """Return the stages of a Dockerfile in order.
 
-    Args:
-        instructions: result of :func:`.instructions.parse`.
-        machine: processor architecture, as ``uname -m`` prints it.
-
     Raises:
         CallerError: there is no ``FROM``, an instruction other than ``ARG`` precedes it, or a base is unusable.
     """
@@ -150,11 +146,6 @@ class _State:
 
 def plan(stage: Stage, base: OciConfig, machine: str) -> tuple[list[Step], OciConfig]:
     """Return a stage's build steps in order, and the configuration of the resulting image.
-
-    Args:
-        stage: a stage of :func:`split_stages`.
-        base: configuration of the base image.
-        machine: processor architecture, as ``uname -m`` prints it.
 
     Raises:
         CallerError: an instruction is wrong or not supported; names the line.

@@ -49,7 +49,7 @@ from nemo_gym_prorl.sandbox.dockerfile.context import (
 )
 from nemo_gym_prorl.sandbox.dockerfile.instructions import parse
 from nemo_gym_prorl.sandbox.images import build_tools
-from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, check_space, open_base_root
+from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, KEY_LENGTH, check_space, open_base_root
 from nemo_gym_prorl.sandbox.images.entries import Format, Progress, machine
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, is_settable
 from nemo_gym_prorl.sandbox.images.pull import Puller
@@ -64,8 +64,6 @@ _WORK = "/.prorl-build"
 """Folder in the image with the script and the archives of a build; the script removes the folder at the end."""
 
 _FOLDER_MODE = "755"
-
-_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name; 48 bits make collisions unlikely
 
 _PRELUDE = f"""\
 set -e
@@ -335,4 +333,4 @@ def _key(base: str, steps: Sequence[Step], copies: Mapping[int, CopyPlan], confi
     contents = [copies[number].digest() if number in copies else "" for number in range(len(steps))]
     parts = [[type(step).__name__, *astuple(step)[1:]] for step in steps]
     text = json.dumps([base, machine(), kind, _PRELUDE, parts, contents, config.to_json()], default=dict)
-    return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]

@@ -137,13 +137,8 @@ sys.exit(build_tools.main(sys.argv[1:]))
 
 
 def confined_command(command: Sequence[str], work: Path, seen: Sequence[Path]) -> list[str]:
-    """Return the command line that runs ``command`` in a user namespace without rights on the host.
-
-    Args:
-        command: program, as an absolute path, and its arguments.
-        work: working folder; the namespace's root becomes the owner of the folder and its contents.
-        seen: files and folders to read; in the namespace, files of machine root belong to the namespace's root.
-    """
+    """Return the command line that runs ``command`` in a user namespace without rights on the host. The namespace's
+    root owns the folder ``work``, and the files of machine root in ``seen``."""
     paths = [str(path) for path in (work, *seen)]
     return [sys.executable, "-ISc", _PROGRAM, _PACKAGES, *paths, "--", *command]
 

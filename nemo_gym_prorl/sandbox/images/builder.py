@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -58,7 +57,7 @@ Python checks the compiled files by modification time, so an agent's edit of a l
 ignored, since some packages contain invalid Python on purpose.
 """
 
-_KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name; 48 bits make collisions unlikely
+KEY_LENGTH = 12  # hexadecimal digits of the hash in an entry's name; 48 bits make collisions unlikely
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class BuildRequest:
     def entry(self, store: ImageStore) -> str:
         """Return the name of the image's entry in the store, with a hash of all inputs of the build."""
         parts = [_identity(self.base, store), machine(), self.definition, COMPILE_PYTHON, self.apt, self.wheels]
-        return f"{self.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:_KEY_LENGTH]}"
+        return f"{self.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:KEY_LENGTH]}"
 
 
 def build(request: BuildRequest, store: ImageStore, runtime: Runtime, progress: Progress) -> Path:
@@ -207,7 +206,7 @@ SELF_TEST_TIMEOUT_S = 120.0  # starts a container and imports packages, possibly
 def default_image_path() -> Path:
     store = ImageStore()
     # The image may have been built on another machine, with or without apt.
-    candidates = [_path(_default_request(base), store) for base in (APT_BASE, REGISTRY_BASE)]
+    candidates = [_path(_request(DEFAULT, base), store) for base in (APT_BASE, REGISTRY_BASE)]
     return next((path for path in candidates if path.is_dir()), candidates[0])
 
 
@@ -216,7 +215,7 @@ def image_path(name: str) -> Path | None:
     if name == DEFAULT:
         path = default_image_path()
     elif base := image_path(DERIVED_IMAGES[name][0]):
-        path = _path(_derived_request(base, name), ImageStore())
+        path = _path(_request(name, str(base)), ImageStore())
     else:
         return None
     return path if path.is_dir() else None
@@ -229,19 +228,21 @@ def ensure_image(name: str, progress: Progress) -> Path:
         InfrastructureError: there is no runtime, or the build fails with every base; quotes the reason for each base.
     """
     if path := image_path(name):
-        return _named(name, path)
+        # Another version of this package may have bound the name. A cache that another user maintains is not writable.
+        with suppress(OSError):
+            ImageStore().name(name, path.parent.name)
+        return path
     if name == DEFAULT:
         bases = [REGISTRY_BASE] if debian.missing_tools() else [APT_BASE, REGISTRY_BASE]
-        requests = [_default_request(base) for base in bases]
     else:
-        requests = [_derived_request(ensure_image(DERIVED_IMAGES[name][0], progress), name)]
+        bases = [str(ensure_image(DERIVED_IMAGES[name][0], progress))]
     runtime = require_runtime()
     reasons = []
-    for request in requests:
+    for base in bases:
         try:
-            return build(request, ImageStore(), runtime, progress)
+            return build(_request(name, base), ImageStore(), runtime, progress)
         except InfrastructureError as error:
-            reasons.append(f"from {request.base}: {error.reason}")
+            reasons.append(f"from {base}: {error.reason}")
     raise InfrastructureError(f"the {name} sandbox image could not be built; " + "; ".join(reasons))
 
 
@@ -260,22 +261,7 @@ def _path(request: BuildRequest, store: ImageStore) -> Path:
     return store.images.path(request.entry(store)) / ROOT
 
 
-def _named(name: str, image: Path) -> Path:
-    """Bind a short name to an image again if another version of this package has bound it; return the image."""
-    store = ImageStore()
-    # A cache that another user maintains is not writable.
-    if store.entry_named(name) != image.parent.name and os.access(store.images.folder, os.W_OK):
-        store.name(name, image.parent.name)
-    return image
-
-
-def _definition(name: str) -> str:
-    return (resources.files("nemo_gym_prorl.sandbox.images") / "definitions" / f"{name}.def").read_text()
-
-
-def _default_request(base: str) -> BuildRequest:
-    return BuildRequest(_definition(DEFAULT), base, DEFAULT)
-
-
-def _derived_request(base: Path, name: str) -> BuildRequest:
-    return BuildRequest(_definition(name), str(base), name, wheels=DERIVED_IMAGES[name][1])
+def _request(name: str, base: str) -> BuildRequest:
+    definition = resources.files("nemo_gym_prorl.sandbox.images") / "definitions" / f"{name}.def"
+    wheels = DERIVED_IMAGES[name][1] if name in DERIVED_IMAGES else ()
+    return BuildRequest(definition.read_text(), base, name, wheels=wheels)

@@ -112,10 +112,7 @@ def is_settable(name: str) -> bool:
 
 
 def read_pulled_config(downloads: Path) -> OciConfig:
-    """Return the configuration of a pulled image from Apptainer's download cache.
-
-    Args:
-        downloads: folder of the download cache, used for this image only.
+    """Return the configuration of a pulled image from Apptainer's download cache, used for this image only.
 
     Raises:
         CallerError: the configuration can't be applied; names the field ``image``.

@@ -41,7 +41,6 @@ class Puller:
         format: format to store; ``None`` for :meth:`.ImageStore.default_format`.
         credentials: whether to send the user's stored registry logins.
         tries: attempts for each image.
-        pause_s: backoff before the second attempt, in seconds; doubled for each further one.
     """
 
     store: ImageStore
@@ -49,7 +48,6 @@ class Puller:
     format: Format | None = None
     credentials: bool = False
     tries: int = 4
-    pause_s: float = FIRST_PAUSE_S
 
     def pull(self, wanted: RegistryImage, progress: Progress = ignore_progress) -> Path:
         """Pull an image unless the store has it; return its path.
@@ -92,7 +90,7 @@ class Puller:
                 if tried + 1 == self.tries or _says(error, (*_DENIED, *_UNKNOWN)):
                     raise _explained(wanted, error, self.credentials) from error
                 progress(f"pulling {wanted.uri} again, after {error}")
-                time.sleep(min(self.pause_s * 2**tried, MAX_PAUSE_S) + random.uniform(0, self.pause_s))
+                time.sleep(min(FIRST_PAUSE_S * 2**tried, MAX_PAUSE_S) + random.uniform(0, FIRST_PAUSE_S))
         check_usable(made)
         config = read_pulled_config(work / build_tools.DOWNLOADS_FOLDER)
         if kind == "folder":

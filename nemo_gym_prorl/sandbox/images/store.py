@@ -227,7 +227,6 @@ class ImageStore:
         Args:
             work: staging folder, of :meth:`.Entries.making`.
             made: root folder or SIF, on the file system of ``work``.
-            entry: name of the entry.
             info: description of the image, whose ``bytes`` are set here.
             base: root folder in this store on which the image is built; equal files become hard links to its files.
         """

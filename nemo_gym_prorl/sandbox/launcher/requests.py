@@ -321,12 +321,7 @@ def _rights(namespaces: SandboxNamespaces) -> int:
 
 
 def _message(kind: ReplyKind, number: int, step: str) -> Message:
-    """Return a reply of a launcher's child in the form of the supervisor's replies to its clients.
-
-    Args:
-        number: a pid, a result or an errno.
-        step: the step that failed, or its object.
-    """
+    """Return a reply of a launcher's child in the form of the supervisor's replies to its clients."""
     match kind:
         case ReplyKind.STARTED:
             return {"pid": number}

@@ -110,12 +110,7 @@ def parse_version(text: str) -> tuple[int, ...] | None:
 
 
 def lacks_capabilities(status: str, last_capability: int) -> bool:
-    """Return whether a process lacks a capability in its effective or bounding set.
-
-    Args:
-        status: text of ``/proc/PID/status``.
-        last_capability: number in ``/proc/sys/kernel/cap_last_cap``.
-    """
+    """Return whether a process with this ``/proc/PID/status`` lacks a capability in its effective or bounding set."""
     everything = (1 << (last_capability + 1)) - 1
     sets = dict(re.findall(r"^(CapEff|CapBnd):\s*([0-9a-fA-F]+)$", status, re.MULTILINE))
     return any(int(sets.get(name, "0"), 16) & everything != everything for name in ("CapEff", "CapBnd"))

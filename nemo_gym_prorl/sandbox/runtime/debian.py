@@ -50,34 +50,6 @@ def missing_tools() -> list[str]:
     return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 
-def fetch(packages: Sequence[str], work: Path, progress: Progress) -> list[Path]:
-    """Download packages and their dependencies.
-
-    Args:
-        packages: names of packages; recommended packages are left out.
-        work: existing folder for apt's state and a few hundred MB of archives; temporary.
-        progress: receives one line for each step.
-
-    Returns:
-        The ``.deb`` files.
-
-    Raises:
-        InfrastructureError: apt is missing, a mirror is unreachable, or the packages can't be resolved; quotes apt.
-    """
-    config = _private_apt(work)
-    progress("reading the package lists")
-    _apt("update", "-c", config)
-    progress("downloading packages")
-    try:
-        _apt("install", "-c", config, "--no-install-recommends", "--download-only", *packages)
-    except InfrastructureError as error:
-        raise InfrastructureError(f"{error.reason}; does 'apt-get update' reach the mirrors?") from error
-    archives = sorted((work / "cache" / "archives").glob("*.deb"))
-    size = sum(archive.stat().st_size for archive in archives) / 1e6
-    progress(f"downloaded {len(archives)} packages, {size:.0f} MB")
-    return archives
-
-
 def unpack(archives: Iterable[Path], root: Path) -> None:
     """Unpack packages into ``root`` in the merged-/usr layout, in which ``bin`` is a symlink to ``usr/bin``.
 
@@ -192,9 +164,17 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
     Raises:
         InfrastructureError: the packages can't be downloaded (quotes apt) or unpacked.
     """
-    (work / "apt").mkdir()
-    archives = fetch([*PACKAGES, *more], work / "apt", progress)
-    progress(f"unpacking {len(archives)} packages")
+    config = _private_apt(work / "apt")
+    progress("reading the package lists")
+    _apt("update", "-c", config)
+    progress("downloading packages")
+    try:
+        _apt("install", "-c", config, "--no-install-recommends", "--download-only", *PACKAGES, *more)
+    except InfrastructureError as error:
+        raise InfrastructureError(f"{error.reason}; does 'apt-get update' reach the mirrors?") from error
+    archives = sorted((work / "apt" / "cache" / "archives").glob("*.deb"))
+    size = sum(archive.stat().st_size for archive in archives) / 1e6
+    progress(f"unpacking {len(archives)} packages, {size:.0f} MB")
     root = work / "packages"
     unpack(archives, root)
     _finish(root)

@@ -22,7 +22,7 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -168,28 +168,15 @@ def _one(root: Path, pattern: str) -> Path:
 
 
 def fetch_pinned(packages: Mapping[str, str], mirrors: Sequence[str], work: Path, progress: Progress) -> list[Path]:
-    """Download packages into ``work``; return the paths of the files.
-
-    Args:
-        packages: SHA-256 by path in Debian's archive.
-        mirrors: URLs of archives, in the order of use.
+    """Download packages, given as SHA-256 by path in Debian's archive, into ``work``; return the paths of the files.
 
     Raises:
         InfrastructureError: no mirror has a package with the pinned checksum; quotes the error of each mirror.
     """
     progress(f"downloading {len(packages)} packages")
-    found: list[Path] = []
     with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
         asked = [pool.submit(_fetch, path, checksum, mirrors, work) for path, checksum in packages.items()]
-        try:
-            for done in as_completed(asked):
-                found.append(done.result())
-                size = sum(path.stat().st_size for path in found) / 1e6
-                progress(f"downloading: {len(found)} of {len(asked)} packages, {size:.1f} MB")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return found
+    return [each.result() for each in asked]
 
 
 def _fetch(path: str, checksum: str, mirrors: Sequence[str], work: Path) -> Path:

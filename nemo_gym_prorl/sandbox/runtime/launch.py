@@ -59,9 +59,7 @@ def become_runtime(
     """Replace this process by the runtime, in a new user namespace with one user; never returns.
 
     Args:
-        request: settings of the sandbox.
         command: command line of :func:`runtime_command`.
-        folder: the sandbox's folder on the host.
         channel: standard input and output of the container's first process.
         log: descriptor for the errors of this function and of the runtime.
         mount_namespace: descriptors of :func:`.mounts.namespace_without_overmounts`.
@@ -152,12 +150,7 @@ _EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mo
 
 
 def runtime_command(request: CreateRequest, folder: Path) -> list[str]:
-    """Return the runtime's command line for a sandbox, without the image and the program in the image.
-
-    Args:
-        request: settings of the sandbox, with validated binds.
-        folder: the sandbox's folder on the host.
-    """
+    """Return the runtime's command line for a sandbox, without the image and the program in the image."""
     command = [request.runtime, *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
     if request.network != HOST:
         command += ["--net", "--network", "none"]
