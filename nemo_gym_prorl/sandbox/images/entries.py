@@ -52,12 +52,10 @@ def ignore_progress(_message: str) -> None:
 
 def cache_dir() -> Path:
     """Return the cache folder, which need not exist: ``$PRORL_CACHE``, else ``$XDG_CACHE_HOME/nemo-gym-prorl``, else
-    ``~/.cache/nemo-gym-prorl``. A relative ``XDG_CACHE_HOME`` is ignored, as its specification demands."""
+    ``~/.cache/nemo-gym-prorl``."""
     if own := os.environ.get("PRORL_CACHE"):
         return Path(own).expanduser().absolute()
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(xdg) if Path(xdg).is_absolute() else Path("~/.cache").expanduser()
-    return base / "nemo-gym-prorl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nemo-gym-prorl"
 
 
 def machine() -> str:

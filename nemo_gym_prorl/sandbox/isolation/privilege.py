@@ -93,29 +93,22 @@ of all its processes. The supervisor's helpers cannot be traced: their memory be
 
 
 def capability_numbers(names: Iterable[str], *, root: bool, host_network: bool) -> frozenset[int]:
-    """Return the numbers of the requested capabilities that are not in :data:`DEFAULT_CAPABILITIES`.
-
-    Names are as in Compose files, in any case, with or without ``CAP_``. ``root`` is whether programs run as root.
+    """Return the numbers of the requested capabilities; ``root`` is whether programs run as root.
 
     Raises:
         CallerError: a capability can't be granted; names the field ``capabilities``.
     """
     found = set()
-    for given in names:
-        name = given.upper().removeprefix("CAP_")
-        if name in DEFAULT_CAPABILITIES:
-            continue
+    for name in names:
         if name not in GRANTABLE_CAPABILITIES:
             raise CallerError(
-                f"{given} can't be granted to a sandbox; choose from {', '.join(GRANTABLE_CAPABILITIES)}",
+                f"{name} can't be granted to a sandbox; choose from {', '.join(GRANTABLE_CAPABILITIES)}",
                 field="capabilities",
             )
         if not root:
-            raise CallerError(f"{given} needs root inside, but the sandbox has root: false", field="capabilities")
+            raise CallerError(f"{name} needs root inside, but the sandbox has root: false", field="capabilities")
         if name == "NET_ADMIN" and host_network:
-            raise CallerError(
-                f"{given} needs the sandbox's own network: leave network: host out", field="capabilities"
-            )
+            raise CallerError(f"{name} needs the sandbox's own network: leave network: host out", field="capabilities")
         found.add(GRANTABLE_CAPABILITIES[name])
     return frozenset(found)
 
