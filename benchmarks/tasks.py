@@ -24,7 +24,7 @@ from benchmarks.report import Row, median, parser, publish
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.code.code_rows import CodeProblem, CodeTestCase
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.task import Grade
@@ -67,13 +67,13 @@ def problem_of(source: str, tests: int) -> CodeProblem:
     return CodeProblem(cases, None, {"kind": "tokens"})
 
 
-async def by_us(sandbox: StartedSandbox, problem: CodeProblem, source: str) -> None:
+async def by_us(sandbox: Sandbox, problem: CodeProblem, source: str) -> None:
     grade = await grade_in(sandbox, problem, source, CodeLimits(), "/sandbox")
     if not isinstance(grade, Grade) or not grade.passed:
         raise RuntimeError(f"a right program was not rewarded: {grade}")
 
 
-async def by_loop(sandbox: StartedSandbox, problem: CodeProblem, source: str) -> None:
+async def by_loop(sandbox: Sandbox, problem: CodeProblem, source: str) -> None:
     job = json.dumps({"source": source, "tests": [[case.input, case.expected] for case in problem.tests]})
     command = f"exec python3 -I -c {shlex.quote(LOOP)} <<'END'\n{job}\nEND\n"
     result = await sandbox.exec(command, cwd="/", timeout_s=600)
@@ -87,7 +87,7 @@ async def tests_per_core_second(
     """Grade each program in a fresh sandbox, and return the tests per CPU second."""
     before = processes.core_seconds(os.getpid())
     for source in PROGRAMS:
-        sandbox = StartedSandbox(provider, await provider.create(SandboxSpec(image=image, workdir="/")))
+        sandbox = Sandbox(provider, await provider.create(SandboxSpec(image=image, workdir="/")))
         try:
             await grade(sandbox, problem_of(source, tests), source)
         finally:

@@ -22,106 +22,17 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_gym.sandbox.providers import create_provider
-from nemo_gym.sandbox.providers.base import (
-    SandboxExecResult,
-    SandboxHandle,
-    SandboxResources,
-    SandboxSpec,
-    SandboxStatus,
-)
+from nemo_gym.sandbox.providers.base import SandboxResources, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.sandbox.sessions.kernel import Kernel
-from nemo_gym_prorl.sandbox.sessions.shell import Shell
-from nemo_gym_prorl.sandbox.snapshots import SnapshotInfo
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import OpenTools, RunsScripts, SandboxNeeds
-
-
-class StartedSandbox:
-    """A started sandbox of :class:`.SingularityProvider`; implements :class:`.Sandbox`."""
-
-    def __init__(self, provider: Any, handle: SandboxHandle) -> None:
-        self._provider = provider
-        self._handle = handle
-
-    @property
-    def sandbox_id(self) -> str:
-        return str(self._handle.sandbox_id)
-
-    @property
-    def published(self) -> tuple[str, str]:
-        published: tuple[str, str] = self._provider.published(self._handle)
-        return published
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        env: dict[str, str] | None = None,
-        timeout_s: int | float | None = None,
-        user: str | int | None = None,
-    ) -> SandboxExecResult:
-        return await self._provider.exec(self._handle, command, cwd=cwd, env=env, timeout_s=timeout_s, user=user)
-
-    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> Shell:
-        shell: Shell = await self._provider.shell(self._handle, env=env, user=user)
-        return shell
-
-    async def kernel(self) -> Kernel:
-        kernel: Kernel = await self._provider.kernel(self._handle)
-        return kernel
-
-    async def upload(self, local_path: Path | str, remote_path: str) -> None:
-        await self._provider.upload_file(self._handle, Path(local_path), remote_path)
-
-    async def download(self, remote_path: str, local_path: Path) -> None:
-        await self._provider.download_file(self._handle, remote_path, local_path)
-
-    async def read_file(self, path: str, *, limit: int) -> bytes:
-        data: bytes = await self._provider.read_file(self._handle, path, limit=limit)
-        return data
-
-    async def write_file(self, path: str, data: bytes) -> bool:
-        existed: bool = await self._provider.write_file(self._handle, path, data)
-        return existed
-
-    async def check(self) -> list[str]:
-        limits: list[str] = await self._provider.check(self._handle)
-        return limits
-
-    async def has_room(self) -> bool:
-        has_room: bool = await self._provider.has_room(self._handle)
-        return has_room
-
-    async def egress(self) -> list[dict[str, Any]]:
-        hosts: list[dict[str, Any]] = await self._provider.egress(self._handle)
-        return hosts
-
-    async def open_policy(self, url: str, key: str) -> str:
-        base_url: str = await self._provider.open_policy(self._handle, url, key)
-        return base_url
-
-    async def close_policy(self) -> None:
-        await self._provider.close_policy(self._handle)
-
-    async def checkpoint(self, name: str) -> SnapshotInfo:
-        info: SnapshotInfo = await self._provider.checkpoint(self._handle, name)
-        return info
-
-    async def status(self) -> SandboxStatus:
-        return await self._provider.status(self._handle)
-
-    async def stop(self) -> None:
-        await self._provider.close(self._handle)
 
 
 PROGRESS = "prorl: "
@@ -189,7 +100,7 @@ class TaskSandboxes:
         """
         await self._of_row(needs, lambda spec: self._provider.fetch_image(spec))
 
-    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
+    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
         """Start a sandbox from an image, or from the snapshot of this name.
 
         Raises:
@@ -199,7 +110,7 @@ class TaskSandboxes:
         """
         try:
             handle = await self._of_row(needs, lambda spec: self._provider.create(_from(spec, snapshot)))
-            return StartedSandbox(self._provider, handle)
+            return Sandbox(self._provider, handle)
         except Exception as error:
             if isinstance(cause := error.__cause__, CallerError) and cause.field == specs.SNAPSHOT:
                 raise CallerError(cause.complaint, field="checkpoint.snapshot") from error

@@ -58,7 +58,8 @@ from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
-from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, StartedSandbox, TaskSandboxes, run_program
+from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes, run_program
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import Sessions
 from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, LimitsTime, SandboxNeeds, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
@@ -364,7 +365,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         call.__doc__ = schema["description"]
         return call
 
-    async def _start_sandbox(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
+    async def _start_sandbox(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
         if self._sandboxes is None:
             raise InfrastructureError("missing: the row needs a sandbox", field="sandbox_provider")
         return await self._sandboxes.start(needs, snapshot)

@@ -16,7 +16,7 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from tests.sandbox.egress import Origin, python
 
 
@@ -106,11 +106,11 @@ async def policy(tls: ssl.SSLContext | None = None) -> AsyncIterator[Policy]:
 
 
 @asynccontextmanager
-async def sandbox(image: Path, runtime: Runtime, **options: Any) -> AsyncIterator[StartedSandbox]:
+async def sandbox(image: Path, runtime: Runtime, **options: Any) -> AsyncIterator[Sandbox]:
     """A sandbox, by default without a network."""
     runtime.activate()
     provider = SingularityProvider(image=str(image), **options)
-    made = StartedSandbox(provider, await provider.create(SandboxSpec()))
+    made = Sandbox(provider, await provider.create(SandboxSpec()))
     try:
         yield made
     finally:
@@ -133,13 +133,13 @@ print(f"<{end}>" + data.decode("latin-1"), end="")
 """Program that sends bytes to the policy's port and prints how the connection ends, and what came back."""
 
 
-async def run(box: StartedSandbox, code: str, *arguments: object) -> str:
+async def run(box: Sandbox, code: str, *arguments: object) -> str:
     """Run a Python program inside, and return what it says."""
     done = await box.exec(python(code, *arguments), timeout_s=120)
     return (done.stdout or "") + (done.stderr or "")
 
 
-async def ask(box: StartedSandbox, request: str) -> str:
+async def ask(box: Sandbox, request: str) -> str:
     """Send a request with these lines from inside; an empty line and a body may follow."""
     head, _, body = request.partition("\n\n")
     return await run(box, ASK, f"{head}\n\n{body}".replace("\n", "\r\n"))

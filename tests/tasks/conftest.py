@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from tests.tasks import containers
 
 
 @pytest.fixture
-async def sandbox() -> AsyncIterator[StartedSandbox]:
+async def sandbox() -> AsyncIterator[Sandbox]:
     """A running container."""
     async with containers.running() as started:
         yield started

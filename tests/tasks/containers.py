@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.supervisor.state_dir import PID_NAMESPACE_FILE, state_root
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
 CONFIG_FILE = "resources_servers/prorl_code/configs/prorl_code.yaml"
@@ -38,15 +38,15 @@ def shipped_config() -> dict[str, Any]:
     return config
 
 
-async def start(image_path: str | None = None, **options: Any) -> StartedSandbox:
+async def start(image_path: str | None = None, **options: Any) -> Sandbox:
     """Start a sandbox like the server, with changed provider options."""
     [(name, shipped)] = shipped_config()["sandbox"].items()
     provider = create_provider({name: shipped | options})
-    return StartedSandbox(provider, await provider.create(SandboxSpec(image=image_path or image(), workdir="/")))
+    return Sandbox(provider, await provider.create(SandboxSpec(image=image_path or image(), workdir="/")))
 
 
 @asynccontextmanager
-async def running(**options: Any) -> AsyncIterator[StartedSandbox]:
+async def running(**options: Any) -> AsyncIterator[Sandbox]:
     sandbox = await start(**options)
     try:
         yield sandbox

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from nemo_gym_prorl.tasks.code.code_rows import (
     CodeProblem,
     HumanEvalProblem,
@@ -55,7 +54,7 @@ async def grade_all(sandbox: Sandbox, source: Callable[[HumanEvalProblem], str])
 
 
 @pytest.mark.longer("all problems, else every fifth")
-async def test_references_pass_and_empty_functions_fail(sandbox: StartedSandbox) -> None:
+async def test_references_pass_and_empty_functions_fail(sandbox: Sandbox) -> None:
     verdicts = await grade_all(sandbox, lambda problem: problem.reference_source)
     assert {task: verdict for task, verdict in verdicts.items() if not verdict.passed} == {}
     empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n")
@@ -63,7 +62,7 @@ async def test_references_pass_and_empty_functions_fail(sandbox: StartedSandbox)
 
 
 @asynccontextmanager
-async def attacked(attack: Callable[[StartedSandbox], Coroutine[Any, Any, None]]) -> AsyncIterator[Sandbox]:
+async def attacked(attack: Callable[[Sandbox], Coroutine[Any, Any, None]]) -> AsyncIterator[Sandbox]:
     async with containers.running() as sandbox:
         attacking = asyncio.create_task(attack(sandbox))
         try:
@@ -77,7 +76,7 @@ async def test_candidate_that_kills_its_grader_scores_zero() -> None:
     """The sandbox kills the grader at the candidate's request, since no direct way is known."""
     before = containers.instances()
 
-    async def kill_when_told(sandbox: StartedSandbox) -> None:
+    async def kill_when_told(sandbox: Sandbox) -> None:
         while True:
             told = await sandbox.exec("cat /tmp/work-*/tester")
             if tester := (told.stdout or "").strip():
@@ -105,7 +104,7 @@ async def test_machine_failure_during_a_solution_is_no_verdict(killed: str) -> N
     """The solution is graded again instead of scored 0, although a control program would pass."""
     opened = 0
 
-    async def kill_when_begun(sandbox: StartedSandbox) -> None:
+    async def kill_when_begun(sandbox: Sandbox) -> None:
         nonlocal opened
         opened += 1
         while True:

@@ -13,7 +13,7 @@ import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.images.builder import default_image_path
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.task import ExtractedFile
 from nemo_gym_prorl.tasks.workbench.workspace import (
@@ -36,7 +36,7 @@ IDLE = "Error: no command is running that could take input."
 
 
 class Agent:
-    def __init__(self, sandbox: StartedSandbox, limits: ToolLimits, installed: InstalledPrograms) -> None:
+    def __init__(self, sandbox: Sandbox, limits: ToolLimits, installed: InstalledPrograms) -> None:
         self.sandbox = sandbox
         self.workspace = Workspace(sandbox, "/sandbox/workspace", limits, installed)
 

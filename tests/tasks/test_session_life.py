@@ -37,7 +37,6 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.settings import Budgets, PipelineSettings
 from nemo_gym_prorl.servers import task_sandboxes
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import STOP_RETRY_S
@@ -469,9 +468,9 @@ def test_random_faults_leave_no_sandbox(plans: list[Plan], events: list[tuple[fl
     assert all(job.state.terminal for job in jobs.values())
 
 
-async def start(needs: SandboxNeeds, snapshot: str | None) -> StartedSandbox:
+async def start(needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
     provider = Provider()
-    return StartedSandbox(provider, await provider.create(SandboxSpec(image=needs.image)))
+    return Sandbox(provider, await provider.create(SandboxSpec(image=needs.image)))
 
 
 async def seeded(sessions: Sessions[Any, str]) -> str:

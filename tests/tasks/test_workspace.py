@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
 from nemo_gym_prorl.tasks.task import ExtractedFile
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -24,7 +24,7 @@ KEPT = "only files are kept for the next call"
 
 
 @pytest.fixture
-async def workspace(sandbox: StartedSandbox) -> AsyncIterator[Workspace]:
+async def workspace(sandbox: Sandbox) -> AsyncIterator[Workspace]:
     made = Workspace(sandbox, "/sandbox/workspace", LIMITS)
     await made.write({SOLUTION_FILE: "def f():\n    return 1\n"})
     yield made
@@ -185,5 +185,5 @@ async def test_agent_cannot_fake_a_disk_error() -> None:
         await workspace.close()
 
 
-async def _there(sandbox: StartedSandbox, path: str) -> None:
+async def _there(sandbox: Sandbox, path: str) -> None:
     await sandbox.exec(f"until [ -e {path} ]; do sleep 0.01; done", timeout_s=60)

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.servers.task_sandboxes import StartedSandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.patches import PatchLimits
@@ -131,7 +131,7 @@ def shared_task() -> SoftwareEngineering:
 
 
 @asynccontextmanager
-async def open_sandbox(needs: object = None, image_path: str | None = None) -> AsyncIterator[StartedSandbox]:
+async def open_sandbox(needs: object = None, image_path: str | None = None) -> AsyncIterator[Sandbox]:
     """Start a fresh sandbox of an image, by default the repository's."""
     sandbox = await containers.start(image_path or image())
     try:
