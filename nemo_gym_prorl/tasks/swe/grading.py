@@ -16,17 +16,17 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe.changes import Patch, ProtectedFiles, Solution, unquote
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweRow
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweLimits, SweRow
 from nemo_gym_prorl.tasks.swe.mutation_check import MutationCheck, mutation_check_for
 from nemo_gym_prorl.tasks.swe.patches import AppliedSolution, PatchExtractionError, Repositories, error_tail
 from nemo_gym_prorl.tasks.swe.report import LogParser, ParserTimeout, Report, compare
-from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, apply_mutations, run_before, run_tests
+from nemo_gym_prorl.tasks.swe.testing import Run, apply_mutations, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
 
@@ -52,23 +52,6 @@ class SweVerdict(StrEnum):
     LOG_UNREADABLE = "log_unreadable"
     """The log is too long, or the log parser did not finish."""
     EXHAUSTED = EXHAUSTED
-
-
-@dataclass(frozen=True, slots=True)
-class GradingLimits:
-    """Limits of grading.
-
-    Attributes:
-        tests: limits of a test run.
-        parse_timeout_s: CPU seconds for the log parser.
-        patch_field_kib: maximum size of the patch in the rollout's row; files that do not fit are omitted.
-        log_field_kib: size of the log's end in the rollout's row.
-    """
-
-    tests: TestLimits = field(default_factory=TestLimits)
-    parse_timeout_s: float = 60.0
-    patch_field_kib: int = 4096
-    log_field_kib: int = 8
 
 
 _POSSIBLY_ROW_FAULTS = (SweVerdict.FAILED, SweVerdict.CRASHED, SweVerdict.BROKE, SweVerdict.LOG_UNREADABLE)
@@ -98,7 +81,7 @@ class Trial:
 class Grader:
     """Grader of solutions: runs the tests and decides the verdict; see the module."""
 
-    def __init__(self, repositories: Repositories, limits: GradingLimits) -> None:
+    def __init__(self, repositories: Repositories, limits: SweLimits) -> None:
         self._repositories = repositories
         self._limits = limits
         self._logs = LogParser()
@@ -177,7 +160,7 @@ class Grader:
         """Run the tests and return the changed ones; with a ``check`` that can change no test, no test runs."""
         changed = frozenset[str]()
         if instance.before_tests:
-            if ended := await run_before(applied.work, instance, self._limits.tests):
+            if ended := await run_before(applied.work, instance, self._limits):
                 return ended, frozenset()
             try:
                 await self._repositories.apply_tests(applied, instance)
@@ -187,7 +170,7 @@ class Grader:
             applied, changed = await apply_mutations(instance, applied, check)
             if not changed:
                 return Run(), changed
-        return await run_tests(instance, applied, self._limits.tests), changed
+        return await run_tests(instance, applied, self._limits), changed
 
     async def _check_mutations(
         self, row: SweRow, solution: Solution, open_sandbox: OpenSandbox

@@ -139,6 +139,34 @@ class SweInstance(BaseModel):
         return Runner.UNITTEST if re.search(r"\bruntests\.py\b|-m unittest\b", self.test_command) else Runner.LOG
 
 
+class SweLimits(BaseModel):
+    """Limits of extraction and grading; a mixin for the server's configuration.
+
+    Attributes:
+        repository_timeout_s: seconds for each script of preparation, extraction and application.
+        patch_file_kib: maximum size of a new file; larger files are left out of the solution.
+        patch_total_kib: maximum size of all changed files together; a larger solution cannot be extracted.
+        patch_files: maximum number of changed files; a larger solution cannot be extracted.
+        test_timeout_s: seconds for the test command.
+        before_tests_timeout_s: seconds for ``before_tests``.
+        log_kib: maximum log size. Of a longer pytest log only the end is read; other longer logs are unreadable.
+        parse_timeout_s: CPU seconds for the log parser.
+        patch_field_kib: maximum size of the patch in the rollout's row; files that do not fit are omitted.
+        log_field_kib: size of the log's end in the rollout's row.
+    """
+
+    repository_timeout_s: float = Field(default=180.0, gt=0)
+    patch_file_kib: int = Field(default=4096, ge=1)
+    patch_total_kib: int = Field(default=32_768, ge=1)
+    patch_files: int = Field(default=5000, ge=1)
+    test_timeout_s: float = Field(default=1800.0, gt=0)
+    before_tests_timeout_s: float = Field(default=900.0, gt=0)
+    log_kib: int = Field(default=32_768, ge=16)
+    parse_timeout_s: float = Field(default=60.0, gt=0)
+    patch_field_kib: int = Field(default=4096, ge=1)
+    log_field_kib: int = Field(default=8, ge=0)
+
+
 class SweRow(ImageRow):
     """Row of ``prorl_swe``."""
 

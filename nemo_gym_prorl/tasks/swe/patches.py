@@ -36,7 +36,7 @@ from nemo_gym_prorl.tasks.swe.changes import (
     Solution,
     importable_modules,
 )
-from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweLimits
 from nemo_gym_prorl.tasks.swe.patch_scripts import (
     ACTIVATE_ENVIRONMENT,
     APPLY_SOLUTION,
@@ -156,27 +156,10 @@ class AppliedSolution:
     kept: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PatchLimits:
-    """Limits of extraction.
-
-    Attributes:
-        timeout_s: seconds for each script of preparation, extraction and application.
-        file_kib: maximum size of a new file; larger files are left out of the solution.
-        total_kib: maximum size of all changed files together; a larger solution cannot be extracted.
-        files: maximum number of changed files; a larger solution cannot be extracted.
-    """
-
-    timeout_s: float = 180.0
-    file_kib: int = 4096
-    total_kib: int = 32_768
-    files: int = 5000
-
-
 class Repositories:
     """Preparation of repositories, extraction and application of solutions; see the module."""
 
-    def __init__(self, limits: PatchLimits) -> None:
+    def __init__(self, limits: SweLimits) -> None:
         self._limits = limits
         self._listings: WeakValueDictionary[str, Listing] = WeakValueDictionary()
 
@@ -192,7 +175,7 @@ class Repositories:
                 row's field.
             InfrastructureError: the sandbox failed.
         """
-        work, timeout_s = WorkFolder(sandbox), self._limits.timeout_s
+        work, timeout_s = WorkFolder(sandbox), self._limits.repository_timeout_s
         await work.write(
             {
                 "attributes": RAW_ATTRIBUTES,
@@ -229,18 +212,18 @@ class Repositories:
         work, limits = WorkFolder(sandbox), self._limits
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
         await work.write({"attributes": RAW_ATTRIBUTES, "junk": "\n".join(JUNK) + "\n", "listing": listing})
-        await work.step(LIST_FILES, instance.repo_folder, str(limits.file_kib), timeout_s=limits.timeout_s)
+        await work.step(LIST_FILES, instance.repo_folder, str(limits.patch_file_kib), timeout_s=limits.repository_timeout_s)
         left_out = dict.fromkeys(
             (line.removeprefix("./") for line in (await work.text("large")).splitlines()),
-            f"larger than {limits.file_kib} KiB",
+            f"larger than {limits.patch_file_kib} KiB",
         )
         try:
             after = await asyncio.to_thread(changes.read_listing, await work.text("after"))
         except changes.BadListing as error:
             raise PatchExtractionError(str(error)) from error
         found = changes.compare_listings(base.listing, after)
-        if len(found) > limits.files:
-            raise PatchExtractionError(f"{len(found)} files were changed, the limit is {limits.files}")
+        if len(found) > limits.patch_files:
+            raise PatchExtractionError(f"{len(found)} files were changed, the limit is {limits.patch_files}")
         wanted = {change.entry.blob for change in found if change.entry is not None}
         settings = [change.path for change in found if rules.depends_on_settings(changes.unquote(change.path))]
         wanted |= {base.listing[path].blob for path in settings if path in base.listing}
@@ -263,14 +246,14 @@ class Repositories:
         stream = changes.import_stream(solution, base.commit)
         await work.write({"stream": base64.b64encode(stream).decode(), "tests": _names(tests)})
         arguments = (instance.repo_folder, base.commit, kept, *instance.hidden)
-        done = await work.run(APPLY_SOLUTION, *arguments, timeout_s=self._limits.timeout_s)
+        done = await work.run(APPLY_SOLUTION, *arguments, timeout_s=self._limits.repository_timeout_s)
         if done.return_code:
             raise InfrastructureError(f"the solution could not be applied to the base: {error_tail(done)}")
-        patch = await work.read("patch", limit=4 * self._limits.total_kib << 10)
+        patch = await work.read("patch", limit=4 * self._limits.patch_total_kib << 10)
         listing = changes.read_listing(await work.text("applied"))
         hidden = await work.text("kept.tar") if kept else ""
         if kept:
-            await work.run('rm "$1/kept.tar"', timeout_s=self._limits.timeout_s)
+            await work.run('rm "$1/kept.tar"', timeout_s=self._limits.repository_timeout_s)
         files = {path: entry.blob for path, entry in listing.items()}
         return AppliedSolution(
             work, changes.read_patch(patch.content or b"", solution, base.listing), files, tests, hidden
@@ -286,7 +269,7 @@ class Repositories:
             {"kept.tar": applied.kept, "tests": _names(applied.tests), "setup": ACTIVATE_ENVIRONMENT}
         )
         arguments = (instance.repo_folder, *instance.hidden)
-        await applied.work.step(APPLY_TESTS, *arguments, timeout_s=self._limits.timeout_s)
+        await applied.work.step(APPLY_TESTS, *arguments, timeout_s=self._limits.repository_timeout_s)
 
     async def _listing(self, work: WorkFolder, commit: str) -> Listing:
         known = self._listings.get(commit)
@@ -297,12 +280,12 @@ class Repositories:
 
     async def _contents(self, work: WorkFolder, instance: SweInstance, wanted: set[str]) -> dict[str, bytes]:
         await work.write({"wanted": "".join(f"{blob}\n" for blob in sorted(wanted))})
-        limit = self._limits.total_kib << 10
-        timeout_s = self._limits.timeout_s
+        limit = self._limits.patch_total_kib << 10
+        timeout_s = self._limits.repository_timeout_s
         await work.step(READ_CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
         taken = await work.read("contents", limit=limit)
         if taken.content is None:
-            raise PatchExtractionError(f"the changed files exceed {self._limits.total_kib} KiB: {taken.problem}")
+            raise PatchExtractionError(f"the changed files exceed {self._limits.patch_total_kib} KiB: {taken.problem}")
         return await asyncio.to_thread(changes.read_contents, taken.content)
 
 

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 from nemo_gym_prorl.network_access import HOST
 from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.swe.changes import ProtectedFiles, Solution
-from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweRow
-from nemo_gym_prorl.tasks.swe.patches import Base, PatchExtractionError, PatchLimits, Repositories
+from nemo_gym_prorl.tasks.swe.grading import Grader
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweLimits, SweRow
+from nemo_gym_prorl.tasks.swe.patches import Base, PatchExtractionError, Repositories
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench import Workbench, workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -69,10 +69,10 @@ class SoftwareEngineering:
         InfrastructureError: the extra ``swe`` is not installed.
     """
 
-    def __init__(self, tools: ToolLimits, patches: PatchLimits, grading: GradingLimits) -> None:
+    def __init__(self, tools: ToolLimits, limits: SweLimits) -> None:
         require_extras("swe")
-        self._repositories = Repositories(patches)
-        self._grader = Grader(self._repositories, grading)
+        self._repositories = Repositories(limits)
+        self._grader = Grader(self._repositories, limits)
         self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # a session has one workspace
         self.tools = Workbench(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION, submit_reply=SUBMIT_REPLY)
 

@@ -19,7 +19,7 @@ from importlib.resources import files as package_files
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.sandbox import ExecResult
 from nemo_gym_prorl.tasks.swe.changes import hash_of
-from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
+from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance, SweLimits
 from nemo_gym_prorl.tasks.swe.mutation_check import MAX_SOURCE_BYTES, MutationCheck
 from nemo_gym_prorl.tasks.swe.patches import BASH, AppliedSolution, WorkFolder
 from nemo_gym_prorl.tasks.swe.report import RunnerRecords, read_records
@@ -93,21 +93,6 @@ _END_OF_LOG = 'tail -c "$2" "$1/log" | tail -n +2 > "$1/log.end"'
 
 
 @dataclass(frozen=True, slots=True)
-class TestLimits:
-    """Limits of one test run.
-
-    Attributes:
-        timeout_s: seconds for the test command.
-        before_timeout_s: seconds for ``before_tests``.
-        log_kib: maximum log size. Of a longer pytest log only the end is read; other longer logs are unreadable.
-    """
-
-    timeout_s: float = 1800.0
-    before_timeout_s: float = 900.0
-    log_kib: int = 32_768
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """Results of a test run.
 
@@ -134,7 +119,7 @@ class Run:
         return [self.log] if self.records is None else [self.log, self.records.as_log()]
 
 
-async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits) -> Run | None:
+async def run_before(work: WorkFolder, instance: SweInstance, limits: SweLimits) -> Run | None:
     """Run ``before_tests``, such as the installation of the changed package.
 
     Returns:
@@ -149,7 +134,7 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits
         return None
     state = _STATE.format(work=shlex.quote(work.path))
     await work.write({"before": f"{instance.before_tests}\n{state}"})
-    timeout_s = limits.before_timeout_s
+    timeout_s = limits.before_tests_timeout_s
     done = await work.run(_BEFORE, instance.repo_folder, timeout_s=timeout_s + ANSWER_MARGIN_S, shell=BASH)
     if _timed_out(done):
         return Run(timed_out=True, problem=f"before_tests exceeded {timeout_s:g} s")
@@ -189,7 +174,7 @@ async def apply_mutations(
     return replace(applied, files=hashes), changed
 
 
-async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: TestLimits) -> Run:
+async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: SweLimits) -> Run:
     """Run the row's test command with the runner's plugin.
 
     Raises:
@@ -199,7 +184,7 @@ async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: Tes
     work = applied.work
     package, secret = f"prorl_{secrets.token_hex(6)}", secrets.token_hex(32)
     runner = instance.kind_of_runner
-    timeout_s = min(limits.timeout_s, instance.test_timeout_s or limits.timeout_s)
+    timeout_s = min(limits.test_timeout_s, instance.test_timeout_s or limits.test_timeout_s)
     options = f". {shlex.quote(work.path)}/options 2> /dev/null\n" if instance.before_tests else ""
     await work.write(
         {

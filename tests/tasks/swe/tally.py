@@ -15,12 +15,9 @@ from nemo_gym_prorl.sandbox.images.builder import BuildRequest, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.swe.grading import GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.patches import PatchLimits
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweLimits
 from nemo_gym_prorl.tasks.swe.report import answer, job_of
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering, tool_schemas
-from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from nemo_gym_prorl.tasks.task import Grade
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 from tests.tasks import containers
@@ -118,10 +115,8 @@ def row(**swe: Any) -> dict[str, Any]:
     }
 
 
-def make_task(
-    patches: PatchLimits = PatchLimits(), tests: TestLimits = TestLimits(timeout_s=60)
-) -> SoftwareEngineering:
-    return SoftwareEngineering(ToolLimits(), patches, GradingLimits(tests))
+def make_task(**limits: Any) -> SoftwareEngineering:
+    return SoftwareEngineering(ToolLimits(), SweLimits(test_timeout_s=60, **limits))
 
 
 @cache

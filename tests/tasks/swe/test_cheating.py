@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.patches import PatchLimits, Repositories
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, SweLimits
+from nemo_gym_prorl.tasks.swe.patches import Repositories
 from tests.conftest import tiered
 from tests.tasks.swe import tally
 
@@ -147,7 +147,7 @@ async def test_importable_modules_of_the_image() -> None:
     """New files that shadow these modules are ignored."""
     instance = SweInstance(**tally.row()["swe"])
     async with tally.open_sandbox() as sandbox:
-        base, _ = await Repositories(PatchLimits()).prepare(sandbox, instance, hide=True)
+        base, _ = await Repositories(SweLimits()).prepare(sandbox, instance, hide=True)
     modules = base.modules
     assert modules.installed >= {"pytest", "_pytest", "iniconfig", "json", "asyncio"}
     assert "tally" in modules.own

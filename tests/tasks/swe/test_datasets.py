@@ -13,9 +13,7 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
-from nemo_gym_prorl.tasks.swe.grading import GradingLimits
-from nemo_gym_prorl.tasks.swe.instance import SweRow
-from nemo_gym_prorl.tasks.swe.patches import PatchLimits
+from nemo_gym_prorl.tasks.swe.instance import SweLimits, SweRow
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
@@ -107,7 +105,7 @@ async def test_only_tests_reach_the_network() -> None:
         asked.append(needs)
         raise InfrastructureError("there is none")
 
-    task = SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits())
+    task = SoftwareEngineering(ToolLimits(), SweLimits())
     for before in ("python -m pip install .", "export LANG=C"):
         script = records.eval_script("pytest -rA", before)
         row = CONVERTERS["swe-bench"](records.swe_bench(eval_script=script), None)

@@ -7,7 +7,6 @@ import pytest
 from nemo_gym_prorl.failures import TaskError
 from nemo_gym_prorl.tasks.swe.grading import seed_of
 from nemo_gym_prorl.tasks.swe.instance import SweRow
-from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from tests.tasks.swe import tally
 from tests.tasks.swe.test_cheating import append
 
@@ -80,7 +79,6 @@ async def test_only_the_fix_earns_with_unittest(command: str, verdict: str) -> N
     assert (grade.verdict, grade.reward) == (verdict, float(verdict == "resolved")), (grade.detail, grade.fields)
 
 
-SMALL = TestLimits(timeout_s=60, log_kib=64)
 FLOOD = "python3 -c \"print(('x' * 99 + '\\n') * {lines})\"\n"
 LOUD = """
 _parse = parse
@@ -94,12 +92,12 @@ BY_LOG_ONLY = {"runner": "log"}
 async def test_row_with_too_much_output_is_not_charged() -> None:
     command = FLOOD.format(lines=2000) + tally.row()["swe"]["test_command"]
     with pytest.raises(TaskError, match="not even with the reference fix"):
-        await tally.play(tally.APPLY_FIX, task=tally.make_task(tests=SMALL), test_command=command, **BY_LOG_ONLY)
+        await tally.play(tally.APPLY_FIX, task=tally.make_task(log_kib=64), test_command=command, **BY_LOG_ONLY)
 
 
 async def test_flood_by_the_policy_scores_zero() -> None:
     commands = f"{tally.APPLY_FIX}\n{append('tally/money.py', LOUD)}"
-    grade, _ = await tally.play(commands, task=tally.make_task(tests=SMALL), **BY_LOG_ONLY)
+    grade, _ = await tally.play(commands, task=tally.make_task(log_kib=64), **BY_LOG_ONLY)
     assert (grade.reward, grade.verdict) == (0.0, "log_unreadable"), grade
 
 
