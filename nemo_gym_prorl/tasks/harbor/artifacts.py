@@ -20,7 +20,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.harbor.task_config import Artifact
@@ -62,15 +62,6 @@ _NAME_ERRNO = {errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ENA
 
 Archives = Mapping[int, tuple[str, Path]]
 """By index of an artifact: its path in the sandbox without the leading slash, and its untrusted archive."""
-
-
-class ScratchFolder(Protocol):
-    """Folder of the host for bind mounts; removed by ``close``, which blocks, and after the server's death."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def close(self) -> object: ...
 
 
 def paths_of(artifacts: Sequence[Artifact], folder: str) -> list[str]:

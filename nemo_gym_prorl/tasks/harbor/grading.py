@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed
@@ -48,8 +48,6 @@ from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 
 
 logger = logging.getLogger(__name__)
-
-Strict = Literal["auto"] | bool
 
 RETRY_CONTROL_S = 600.0
 """Seconds before a control run without a reward is repeated: the machine may have been at fault."""
@@ -127,14 +125,11 @@ class Grader:
 
     Args:
         settings: settings of verification.
-        strict: whether the tests of a shared verifier only see the working folder and declared artifacts; with
-            ``auto``, in a second grading of positive rewards only.
         snapshot_name: prefix of the names of snapshots.
     """
 
-    def __init__(self, settings: VerifierSettings, strict: Strict, snapshot_name: str) -> None:
+    def __init__(self, settings: VerifierSettings, snapshot_name: str) -> None:
         self._settings = settings
-        self._strict = strict
         self._snapshot_name = snapshot_name
         self._controls: OrderedDict[tuple[str, ...], tuple[float, asyncio.Task[_Control]]] = OrderedDict()
 
@@ -145,7 +140,7 @@ class Grader:
             TaskError: the task's own solution earns no reward here, or there is neither a verdict nor a solution.
             InfrastructureError: the machine failed.
         """
-        strict = self._strict is True
+        strict = self._settings.strict is True
         control = _Control()
         if task.has_solution:
             control = await self._control(task, work, open_sandbox)
@@ -190,7 +185,7 @@ class Grader:
     def _advice(self, task: LocatedTask) -> str:
         needs = task.row.harbor.downloads
         advice = []
-        if needs.sets and self._settings.tools is None:
+        if needs.sets and self._settings.verifier_tools is None:
             advice.append("the tests install Python packages, so set verifier_tools (prorl image tools); ")
         if needs.apt:
             advice.append(f"the tests install {', '.join(needs.apt)}, which the image could hold; ")
@@ -265,7 +260,7 @@ class Grader:
     async def _control(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> _Control:
         """Return the result of the task's control run, which continues if a waiting rollout is cancelled."""
         harbor = task.row.harbor
-        key = (task.row.image, harbor.digest, str(self._settings.tools))
+        key = (task.row.image, harbor.digest, str(self._settings.verifier_tools))
         began, playing = self._controls.get(key, (0.0, None))
         if playing is None or _is_stale(playing, began):
             playing = asyncio.create_task(self._play_solution(task, open_sandbox))
@@ -315,7 +310,7 @@ class Grader:
         except (AgentError, CallerError, SetupFailed) as error:
             return _Control(f"no verdict: it could not be played: {error.reason}", snapshots=snapshots)
         played = HarborWork(phase.folder, snapshots, [])
-        verified = await self._verify_steps(task, played, self._strict is True, open_sandbox)
+        verified = await self._verify_steps(task, played, self._settings.strict is True, open_sandbox)
         output = verified.outcomes[-1].output[-DETAIL_CHARS:] if verified.outcomes else ""
         ended += f"; the tests' output ended with: {output}" if output else ""
         if verified.no_verdict:
@@ -323,7 +318,7 @@ class Grader:
         reward = self._scalar(task, verified)
         if reward <= 0:
             return _Control(f"reward {reward:g}{ended}", snapshots=snapshots)
-        is_open = self._strict == "auto" and GradingMode.STRICT in modes_of(task, True) and phase.folder != "/"
+        is_open = self._settings.strict == "auto" and GradingMode.STRICT in modes_of(task, True) and phase.folder != "/"
         works_strictly, tries = False, 2 if is_open else 0
         while tries and not works_strictly:
             tries -= 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.harbor.agent_phase import AgentPhase, SetupFailed
-from nemo_gym_prorl.tasks.harbor.grading import Grader, HarborWork, Strict
+from nemo_gym_prorl.tasks.harbor.grading import Grader, HarborWork
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
 from nemo_gym_prorl.tasks.harbor.task_folder import SUBMIT_DESCRIPTION, TOOLS
 from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
@@ -94,7 +94,6 @@ class HarborTasks:
     Args:
         tools: limits of tool calls.
         verifier: settings of verification.
-        strict: see :class:`.grading.Grader`.
         root: base folder of a relative ``harbor.folder`` in rows.
         variables: environment variables of the server that ``env`` tables of tasks may use.
         snapshot_name: prefix of the names of snapshots.
@@ -104,18 +103,17 @@ class HarborTasks:
         self,
         tools: ToolLimits,
         verifier: VerifierSettings,
-        strict: Strict,
         *,
         root: Path,
         variables: Mapping[str, str],
         snapshot_name: str,
     ) -> None:
         self.tools = HarborToolSet(TOOLS, "/", tools, submit_description=SUBMIT_DESCRIPTION)
-        self._strict = strict
+        self._strict = verifier.strict
         self._root = root
         self._variables = variables
         self._snapshot_name = snapshot_name
-        self._grader = Grader(verifier, strict, snapshot_name)
+        self._grader = Grader(verifier, snapshot_name)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         return self._located(row).needs()

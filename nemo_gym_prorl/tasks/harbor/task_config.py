@@ -12,7 +12,6 @@ replaced by an environment variable of the environment server.
 
 from __future__ import annotations
 
-import ipaddress
 import posixpath
 import re
 import tomllib
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.network_access import parse_host
 from nemo_gym_prorl.tasks.task import validation_refusal
 
 
@@ -37,25 +37,8 @@ NetworkMode = Literal["public", "no-network", "allowlist"]
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", re.IGNORECASE)
 _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 _VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
-_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NOT_PORTABLE = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
-
-
-def _host(text: str) -> str:
-    """Normalize an entry of ``allowed_hosts``: a host name, ``*.NAME``, an IP address or a CIDR range."""
-    host = text.strip().lower().rstrip(".")
-    try:
-        if "/" in host:
-            return ipaddress.ip_network(host).compressed
-        if ":" in host:
-            return ipaddress.ip_address(host).compressed
-    except ValueError:
-        pass
-    else:
-        if all(map(_LABEL.fullmatch, host.removeprefix("*.").split("."))):
-            return host
-    raise ValueError(f"{text!r} is no host name, '*.NAME', IP address or CIDR range; URLs and ports are not allowed")
 
 
 def _main_service(name: str) -> str:
@@ -65,7 +48,7 @@ def _main_service(name: str) -> str:
 
 
 Service = Annotated[str, AfterValidator(_main_service)]
-Hosts = tuple[Annotated[str, AfterValidator(_host)], ...]
+Hosts = tuple[Annotated[str, AfterValidator(parse_host)], ...]
 
 
 class _Table(BaseModel):

@@ -25,9 +25,12 @@ import secrets
 import shlex
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.harbor.agent_phase import (
@@ -38,11 +41,11 @@ from nemo_gym_prorl.tasks.harbor.agent_phase import (
     upload_environment,
     usable_user,
 )
-from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE, Archives, ScratchFolder, collect, paths_of, sanitize
+from nemo_gym_prorl.tasks.harbor.artifacts import ARCHIVE, Archives, collect, paths_of, sanitize
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask, Step
 from nemo_gym_prorl.tasks.harbor.rewards import MAX_REPORT_BYTES, REWARD_FILES, STDOUT, Outcome, read_outcome
 from nemo_gym_prorl.tasks.harbor.task_folder import tree
-from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, verifier_environment
+from nemo_gym_prorl.tasks.harbor.verifier_tools import BIN, PYTHON, WHEELS, verifier_environment
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import OpenSandbox, SandboxNeeds
 
@@ -88,25 +91,42 @@ class GradingMode(StrEnum):
     """The declared artifacts, in the verifier's image."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerifierSettings:
-    """Settings of verification.
+class VerifierSettings(BaseModel):
+    """Settings of verification; a mixin for the server's configuration.
 
     Attributes:
-        make_scratch: creates a folder on the host for bind mounts.
-        tools: tools folder for tests without a network, see :mod:`.verifier_tools`; ``None`` for no tools.
-        output_kib: size of the end of the tests' output in the rollout's row.
-        logs_mib: maximum size that the tests may add to each writable mount.
+        make_scratch: creates a folder with ``path`` on the host for bind mounts, which a blocking ``close`` removes.
+        strict: whether the tests of a shared verifier only see the working folder and declared artifacts; with
+            ``auto``, in a second grading of positive rewards only.
+        verifier_tools: tools folder for tests without a network, see :mod:`.verifier_tools`; ``None`` for no tools.
         reward_key: key of the reward that the policy is trained on.
+        output_field_kib: size of the end of the tests' output in the rollout's row.
+        verifier_logs_mib: maximum size that the tests may add to each writable mount.
         artifacts_folder: folder of the host that receives the artifacts; ``None`` discards them.
     """
 
-    make_scratch: Callable[[], ScratchFolder]
-    tools: Path | None = None
-    output_kib: int = 32
-    logs_mib: int = 256
-    reward_key: str = "reward"
+    make_scratch: ClassVar[Callable[[], Any]]
+
+    strict: Literal["auto"] | bool = "auto"
+    verifier_tools: Path | None = None
+    reward_key: str = Field(default="reward", min_length=1)
+    output_field_kib: int = Field(default=32, ge=0)
+    verifier_logs_mib: int = Field(default=256, ge=1)
     artifacts_folder: Path | None = None
+
+    @model_validator(mode="after")
+    def _folders_are_complete(self) -> Self:
+        for setting in ("verifier_tools", "artifacts_folder"):
+            folder = getattr(self, setting)
+            if folder is not None and not (folder.is_absolute() and folder.is_dir()):
+                raise ValueError(f"{setting}: must be the absolute path of a folder that exists, not {folder}")
+        if self.verifier_tools is not None:
+            for name in (BIN, PYTHON, WHEELS):
+                if not (self.verifier_tools / name).is_dir():
+                    raise ValueError(
+                        f"verifier_tools: there is no folder {self.verifier_tools / name}: prorl image tools"
+                    )
+        return self
 
 
 async def verify(
@@ -157,7 +177,7 @@ async def verify(
             read_outcome,
             mounts.logs,
             mounts.script,
-            settings.output_kib << 10,
+            settings.output_field_kib << 10,
             settings.reward_key,
             mounts.named or REWARD_FILES,
         )
@@ -246,7 +266,7 @@ async def _run_tests(
         await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             return (
-                f"the tests wrote more than {mounts.settings.logs_mib} MiB, {MAX_LOG_FILES} files or "
+                f"the tests wrote more than {mounts.settings.verifier_logs_mib} MiB, {MAX_LOG_FILES} files or "
                 f"{MAX_LOG_DEPTH} levels to {LOGS} or {TESTS}, or closed a folder there"
             )
         done = running.result()
@@ -369,7 +389,7 @@ class _Mounts:
 
     def _limit(self, folder: Path) -> None:
         size, files = _usage(folder)
-        self.limits[folder] = (size + (self.settings.logs_mib << 20), files + MAX_LOG_FILES)
+        self.limits[folder] = (size + (self.settings.verifier_logs_mib << 20), files + MAX_LOG_FILES)
 
     def _add_artifacts(self, folder: Path) -> list[str]:
         if not self._task.config.is_separate(self._step):
@@ -379,7 +399,7 @@ class _Mounts:
         return [f"{self.artifacts}:{ARTIFACTS}:ro"]
 
     def _add_tools(self, folder: Path) -> list[str]:
-        tools = self.settings.tools
+        tools = self.settings.verifier_tools
         if tools is None:
             return []
         env = folder / "env"
