@@ -32,7 +32,7 @@ from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.task import OpenTools, RunsScripts, SandboxNeeds
+from nemo_gym_prorl.tasks.task import OpenTools, SandboxNeeds
 
 
 PROGRESS = "prorl: "
@@ -170,7 +170,7 @@ def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:
     name = cause.field.rpartition(".")[2]
     need = _NEED_OF_PROVIDER_FIELD.get(name, name)
     asked = {field.name for field in dataclasses.fields(needs) if getattr(needs, field.name) is not None}
-    return CallerError(cause.complaint, field=needs.row_field(need)) if need in asked else None
+    return CallerError(cause.complaint, field=need) if need in asked else None
 
 
 OUTPUT_TAIL_CHARS = 4_000
@@ -209,9 +209,8 @@ async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launc
         AgentError: the program exceeded a limit of its sandbox.
         InfrastructureError: the sandbox failed, or the machine ran out of memory and killed a process.
     """
-    if sandbox is None or not isinstance(tools, RunsScripts):
-        raise CallerError("this row starts no sandbox in which programs run")
     probed = await tools.run_script(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
+    assert sandbox is not None  # as the script has run
     if probed.return_code:
         raise InfrastructureError(f"the sandbox runs no shell: {(probed.stderr or '')[-500:]}")
     libc, _, home = (probed.stdout or "").partition("\n")

@@ -36,14 +36,11 @@ from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
-    CountsToolCalls,
     Grade,
     HoldsSnapshots,
     OpenTools,
     ResumableTask,
-    ResumableTools,
     SandboxNeeds,
-    StartsSessions,
     Task,
     UnreadableAnswer,
     offered_tools,
@@ -198,13 +195,13 @@ class Sessions[Opened: OpenTools, Artefacts]:
             InfrastructureError: ``session_lost``: the session is unknown or released, or the sandbox has ended.
         """
         session = self._require(key)
-        sandbox, tools = session.sandbox, cast(OpenTools, session.tools)
-        if not self.resumes or not isinstance(tools, ResumableTools):
+        sandbox = session.sandbox
+        if not self.resumes:
             raise CallerError("sessions of this environment do not support checkpoints")
         with session.in_use():
             if not session.open:
                 raise session.lost or InfrastructureError("the session was released", kind=FailureKind.SESSION_LOST)
-            state, lost = await tools.save()
+            state, lost = await session.tools.save()
             if sandbox is None:
                 return {"state": state, "lost": lost, "snapshot": None, "size": 0}
             try:
@@ -301,7 +298,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         """Return call counts by tool, and network connections by host; empty if not counted or the key is unknown."""
         if (session := self._sessions.get(key)) is None:
             return {}, []
-        return session.tools.tool_use() if isinstance(session.tools, CountsToolCalls) else {}, session.egress
+        return session.tools.tool_use(), session.egress
 
     def renew(self, leases: Collection[str]) -> None:
         for session in self._sessions.values():
@@ -410,10 +407,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 tools = await self._task.tools.open(sandbox, needs)
                 if checkpoint is None:
                     await self._task.prepare(row, tools)
-                elif isinstance(resumable := cast(OpenTools, tools), ResumableTools):
-                    await resumable.resume(checkpoint["state"], checkpoint["lost"])
-                if isinstance(starting := cast(OpenTools, tools), StartsSessions) and not program:
-                    await starting.start_sessions(offered_tools(row))
+                else:
+                    await tools.resume(checkpoint["state"], checkpoint["lost"])
+                if not program:
+                    await tools.start_sessions(offered_tools(row))
         except BaseException:
             await self._end(sandbox, tools)
             raise

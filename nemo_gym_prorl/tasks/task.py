@@ -78,8 +78,6 @@ class SandboxNeeds:
         env: environment variables of all commands.
         binds: bind mounts, as ``HOST_PATH:SANDBOX_PATH`` or ``HOST_PATH:SANDBOX_PATH:ro``; never taken from a row.
         snapshot_paths: paths in the sandbox that are restored from a snapshot; ``None`` restores all.
-        fields: name of the row's field by requirement, where the names differ, for example ``{"image":
-            "image_name"}``. Error messages name the row's field.
     """
 
     image: str | None = None
@@ -91,11 +89,6 @@ class SandboxNeeds:
     env: Mapping[str, str] | None = None
     binds: Sequence[str] | None = None
     snapshot_paths: Sequence[str] | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
-
-    def row_field(self, need: str) -> str:
-        """Return the name of the row's field that sets a requirement."""
-        return self.fields.get(need, need)
 
 
 class ImageRow(BaseModel):
@@ -241,13 +234,14 @@ class Grade:
         return self.reward >= 1.0
 
 
-class OpenTools(Protocol):
-    """Tools of one session, which the policy calls by name."""
+class OpenTools:
+    """Tools of one session, which the policy calls by name. A subclass defines :meth:`call`, and what else it has.
 
-    @property
-    def over(self) -> bool:
-        """Return whether the policy has submitted; later calls have no effect."""
-        ...
+    Attributes:
+        over: whether the policy has submitted; later calls have no effect.
+    """
+
+    over = False
 
     async def call(self, tool: str, arguments: object) -> str:
         """Execute a tool call and return the observation. Invalid arguments of any type produce an error observation.
@@ -256,58 +250,42 @@ class OpenTools(Protocol):
             AgentError: the policy exceeded a limit of its sandbox, and the sandbox has ended.
             InfrastructureError: ``session_lost``: the sandbox has ended.
         """
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Release all resources. Called after the sandbox has ended, for any reason."""
-        ...
-
-
-@runtime_checkable
-class CountsToolCalls(Protocol):
-    """Tools that count their calls."""
 
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
-        """Return counts by tool: ``{"bash": {"calls": 3, "errors": 1}}``. Available after :meth:`OpenTools.close`."""
-        ...
-
-
-@runtime_checkable
-class RunsScripts(Protocol):
-    """Tools that run a task's shell scripts in the same way as the policy's commands."""
-
-    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
-        """Run a script with the user, working folder and environment variables of the policy's commands."""
-        ...
-
-
-@runtime_checkable
-class StartsSessions(Protocol):
-    """Tools whose shells or kernels can start before the first call, so that the policy does not wait."""
+        """Return counts by tool: ``{"bash": {"calls": 3, "errors": 1}}``. Available after :meth:`close`."""
+        return {}
 
     async def start_sessions(self, offered: Collection[str]) -> None:
-        """Start the shells or kernels of the offered tools. Called once, after :meth:`Task.prepare` or ``resume``.
+        """Start the shells or kernels of the offered tools, so that the policy does not wait. Called once, after
+        :meth:`Task.prepare` or :meth:`resume`.
 
         Raises:
             InfrastructureError: ``session_lost``: the sandbox has ended.
         """
-        ...
 
+    async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
+        """Run a script with the user, working folder and environment variables of the policy's commands.
 
-@runtime_checkable
-class ResumableTools(Protocol):
-    """Tools whose state can be saved and restored in another sandbox with the same files."""
+        Raises:
+            CallerError: the tools run no scripts.
+        """
+        raise CallerError("this row starts no sandbox in which programs run")
 
     async def save(self) -> tuple[dict[str, Any], list[str]]:
         """Return the tools' state as a JSON object, and names of parts that cannot be saved, such as ``kernel``.
 
         Called between two tool calls, while the sandbox lives.
         """
-        ...
+        return {}, []
 
     async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
-        """Restore a saved state before the first call. A tool named in ``lost`` reports the loss to the policy."""
-        ...
+        """Restore a saved state, in a sandbox with the same files, before the first call. A tool named in ``lost``
+        reports the loss to the policy.
+        """
 
 
 class ToolSet[Opened: OpenTools](Protocol):
@@ -432,7 +410,7 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
 class ResumableTask(Protocol):
     """A task whose sessions can be restored in a new sandbox without :meth:`Task.prepare`.
 
-    All state of such a session is in its sandbox and in its :class:`ResumableTools`.
+    All state of such a session is in its sandbox and in its tools.
 
     Attributes:
         resumes: whether sessions of this task can be restored.

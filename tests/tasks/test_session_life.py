@@ -41,7 +41,7 @@ from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sandbox_lifecycle import STOP_RETRY_S
 from nemo_gym_prorl.tasks.sessions import LEASE_SWEEPS, Sessions
-from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, OpenTools, SandboxNeeds
 from tests.conftest import LONG
 from tests.prorl_code.conftest import task_server
 from tests.rollout.virtual_time import VirtualTimeLoop, run_in_virtual_time
@@ -141,9 +141,7 @@ class Provider:
 register_provider("moody", Provider)
 
 
-class Work:
-    over = False
-
+class Work(OpenTools):
     def __init__(self) -> None:
         self.schemas = [{"name": "work", "description": "Works."}]
 
@@ -157,9 +155,6 @@ class Work:
         assert isinstance(arguments, dict)
         await asyncio.sleep(arguments["seconds"])
         return "done"
-
-    async def close(self) -> None:
-        pass
 
 
 class Steps:

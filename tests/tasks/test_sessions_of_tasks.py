@@ -16,7 +16,7 @@ from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, Infras
 from nemo_gym_prorl.servers.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import Sessions
-from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds, UnreadableAnswer
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, OpenTools, SandboxNeeds, UnreadableAnswer
 from nemo_gym_prorl.tasks.workbench.observations import Arguments, BadArguments, parse_arguments, tool_schema
 from tests.prorl_code.conftest import Client, saying, task_server
 from tests.rollout.serving import serve
@@ -28,9 +28,8 @@ class AddArguments(Arguments):
     number: int = Field(description="The number.")
 
 
-class Sum:
+class Sum(OpenTools):
     def __init__(self) -> None:
-        self.over = False
         self.closed = False
         self.total = 0
 

@@ -87,7 +87,7 @@ class Workbench:
             reason = f"the image lacks {' and '.join(missing)}, required by the tools {', '.join(self._tools)}"
             if needs.image is None:
                 raise InfrastructureError(reason, field="image")
-            raise CallerError(reason, field=needs.row_field("image"))
+            raise CallerError(reason, field="image")
         if "python" in self._tools and not installed.kernel:
             named = "the server's image" if needs.image is None else f"the image {needs.image}"
             logger.warning("%s has no IPython: the python tool keeps nothing between calls", named)

@@ -24,7 +24,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS, AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
-from nemo_gym_prorl.tasks.task import ExtractedFile, FurtherTool
+from nemo_gym_prorl.tasks.task import ExtractedFile, FurtherTool, OpenTools
 from nemo_gym_prorl.tasks.workbench.editor import Editor
 from nemo_gym_prorl.tasks.workbench.interactive_tools import (
     ANSWER_MARGIN_S,
@@ -127,8 +127,8 @@ async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
     return InstalledPrograms(bash="bash" in found, python="python" in found, kernel="kernel" in found)
 
 
-class Workspace:
-    """Working folder and tools in a running sandbox; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
+class Workspace(OpenTools):
+    """Working folder and tools in a running sandbox.
 
     Args:
         sandbox: a started sandbox with ``sh``.
@@ -194,7 +194,6 @@ class Workspace:
             raise InfrastructureError(f"could not set up the workspace: {error}") from error
 
     async def run_script(self, script: str, *, timeout_s: float) -> ExecResult:
-        """Run a shell script in the working folder with the tools' variables; see :class:`.task.RunsScripts`."""
         folder = shlex.quote(self.folder)
         exports = (f"export {name}={shlex.quote(value)}" for name, value in self._variables.items())
         begin = f"mkdir -p -- {folder} && cd -- {folder} || exit 126"
@@ -207,7 +206,6 @@ class Workspace:
         await self._python.close()
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Execute a call of one of :data:`.observations.TOOLS`; see :meth:`.task.OpenTools.call`."""
         if self.over:
             return ALREADY_SUBMITTED
         try:
