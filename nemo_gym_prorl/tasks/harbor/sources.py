@@ -37,9 +37,6 @@ GIT_TIMEOUT_S = 1800.0  # large repositories over slow connections
 MAX_TASK_BYTES = 2 << 30
 """Maximum bytes of an unpacked archive; protects the disk from decompression bombs."""
 
-MAX_HEADER_BYTES = 16 << 10
-"""Maximum bytes of an extended tar header, which contains a long name; bounds memory."""
-
 _GIT_URL = re.compile(
     r"(?P<url>(?:(?:https?|ssh|git|file)://[^/#\s]*/|[\w.-]+@[\w.-]+:)[^#\s]+?)"
     r"(?:@(?P<ref>\w[\w./+-]*))?(?:#(?P<path>[^#]+))?"
@@ -47,8 +44,6 @@ _GIT_URL = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _GZIP = b"\x1f\x8b"
-_PAX = re.compile(r"\d+ ([^=\n]+)=([^\n]*)\n")
-_KINDS = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 
 Progress = Callable[[str], None]
 
@@ -228,50 +223,25 @@ def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
 
 
 def _extract(packed: bytes, target: Path) -> None:
-    """Write the files and folders of an archive; raises an error if the archive is unsafe or broken.
-
-    ``tarfile`` is not used, since it follows the archive's links, and limits neither headers nor sparse files.
-    """
-    source, left = io.BytesIO(packed), MAX_TASK_BYTES
+    """Write the files and folders of an archive; raises an error if the archive is unsafe or broken."""
+    source = io.BytesIO(packed)
     stream = gzip.GzipFile(fileobj=source) if packed.startswith(_GZIP) else source
-
-    def take(size: int) -> bytes:
-        nonlocal left
-        left -= size
-        if left < 0 or len(data := stream.read(size)) < size:
-            raise ValueError("its end is missing" if left >= 0 else f"it has more than {MAX_TASK_BYTES >> 30} GiB")
-        return data
-
-    target.mkdir()
-    pax: dict[str, str] = {}
-    for _ in range(MAX_FILES):
-        if not any(block := take(tarfile.BLOCKSIZE)):
-            return
-        member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
-            if not 0 <= member.size <= MAX_HEADER_BYTES:
-                raise ValueError(f"it has a header of {member.size} bytes")
-            text = take(member.size + -member.size % tarfile.BLOCKSIZE)[: member.size].decode(errors="surrogateescape")
-            if member.type == tarfile.GNUTYPE_LONGNAME:
-                pax = {"path": text.rstrip("\0")}
-            elif member.type == tarfile.XHDTYPE:
-                pax = dict(_PAX.findall(text))
-            continue
-        name, size = pax.get("path", member.name), int(pax.get("size", member.size))
-        parts = [part for part in name.split("/") if part not in ("", ".")]
-        if name.startswith("/") or ".." in parts or len(parts) > MAX_DEPTH:
-            raise ValueError(f"{name!r:.100} leads out of it, or is too deep")
-        if member.type not in _KINDS or size < 0 or any(key.startswith("GNU.sparse") for key in pax):
-            raise ValueError(f"{name!r:.100} is not a regular file or folder; pack the file in place of a link")
-        pax, path = {}, target.joinpath(*parts)
-        (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
-        if not member.isdir():
-            with path.open("wb") as file:
-                for start in range(0, size, 1 << 20):
-                    file.write(take(min(1 << 20, size - start)))
-            path.chmod(0o755 if member.mode & 0o100 else 0o644)
-            take(-size % tarfile.BLOCKSIZE)
-    raise ValueError(f"it has more than {MAX_FILES} files")
+    with tempfile.TemporaryFile(dir=target.parent) as plain:
+        while block := stream.read(1 << 20):
+            plain.write(block)
+            if plain.tell() > MAX_TASK_BYTES:
+                raise ValueError(f"it has more than {MAX_TASK_BYTES >> 30} GiB")
+        plain.seek(0)
+        with tarfile.open(fileobj=plain, mode="r:") as archive:
+            for number, member in enumerate(archive):
+                parts = member.name.split("/")
+                if member.name.startswith("/") or ".." in parts or len(parts) > MAX_DEPTH:
+                    raise ValueError(f"{member.name!r:.100} leads out of it, or is too deep")
+                if not (member.isreg() or member.isdir()) or member.issparse():
+                    raise ValueError(f"{member.name!r:.100} is not a regular file or folder; pack the file itself")
+                if number >= MAX_FILES:
+                    raise ValueError(f"it has more than {MAX_FILES} files")
+                archive.extract(member, target, filter="data")
 
 
 @contextmanager
