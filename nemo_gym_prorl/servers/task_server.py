@@ -47,7 +47,7 @@ from starlette.requests import ClientDisconnect
 
 from nemo_gym_prorl.agent.gym_http import HARNESS_HEADER, LEASE_HEADER, RENEW_S
 from nemo_gym_prorl.async_tasks import BackgroundLoops
-from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, suggest
+from nemo_gym_prorl.failures import AgentError, CallerError, suggest
 from nemo_gym_prorl.harness.bundles import find_bundles
 from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness, Launch, Libc, load_harness
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
@@ -59,9 +59,8 @@ from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes, run_program
-from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import Sessions
-from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, LimitsTime, SandboxNeeds, Task
+from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, LimitsTime, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
@@ -209,11 +208,9 @@ class TaskServer(ServerBase, SimpleResourcesServer):
                 provider, config.image, rows_name_images=self.rows_name_images, own_image=self.own_image
             )
         self._task = self.make_task()
-        fetch_image, delete_snapshot = None, None
-        if self._sandboxes is not None:
-            fetch_image, delete_snapshot = self._sandboxes.fetch_image, self._sandboxes.delete_snapshot
-        limits: Any = {"max_starts": config.max_sandbox_starts, "ttl_s": config.session_ttl_s}
-        self._sessions = Sessions(self._task, self._start_sandbox, fetch_image, delete_snapshot, **limits)
+        self._sessions = Sessions(
+            self._task, self._sandboxes, max_starts=config.max_sandbox_starts, ttl_s=config.session_ttl_s
+        )
 
     def setup_webserver(self) -> FastAPI:
         """Return the application with Gym's routes, the session routes and one route per tool."""
@@ -364,11 +361,6 @@ class TaskServer(ServerBase, SimpleResourcesServer):
 
         call.__doc__ = schema["description"]
         return call
-
-    async def _start_sandbox(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
-        if self._sandboxes is None:
-            raise InfrastructureError("missing: the row needs a sandbox", field="sandbox_provider")
-        return await self._sandboxes.start(needs, snapshot)
 
     def _lifespan(self, inner: Any) -> Any:
         @asynccontextmanager

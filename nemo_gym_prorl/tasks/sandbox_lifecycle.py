@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 
@@ -52,38 +52,19 @@ class ShieldedTasks:
             logger.info("work on a session failed: %s", error)
 
 
-async def egress_of(sandbox: Sandbox | None) -> list[dict[str, Any]]:
-    """Return a sandbox's network connections by host. Empty without a proxy or a live sandbox."""
-    with suppress(RolloutError):
-        return [] if sandbox is None else await sandbox.egress()
-    return []
-
-
 class SandboxLifecycle:
     """Lifecycle of one environment's sandboxes: every sandbox that starts is also stopped.
 
     Args:
-        start_sandbox: starts a sandbox, fresh or from a snapshot. A :class:`CallerError` blames the row; other
-            exceptions become ``provider_unavailable``.
-        fetch_image: downloads or builds the image of a sandbox, which may be slow; fails like ``start_sandbox``.
-            ``None`` if there is nothing to fetch.
-        delete_snapshot: deletes a snapshot by name; idempotent. ``None`` if there are no snapshots.
+        sandboxes: :class:`.TaskSandboxes`, which fetches images, starts sandboxes and deletes snapshots. A
+            :class:`CallerError` blames the row; other exceptions become ``provider_unavailable``. ``None`` if no row
+            needs a sandbox.
         max_starts: limit on concurrent starts, for agents and graders together.
         tasks: runs starts and stops.
     """
 
-    def __init__(
-        self,
-        start_sandbox: Callable[[SandboxNeeds, str | None], Awaitable[Sandbox]],
-        fetch_image: Callable[[SandboxNeeds], Awaitable[None]] | None,
-        delete_snapshot: Callable[[str], Awaitable[None]] | None = None,
-        *,
-        max_starts: int,
-        tasks: ShieldedTasks,
-    ) -> None:
-        self._start_sandbox = start_sandbox
-        self._fetch_image = fetch_image
-        self._delete_snapshot = delete_snapshot
+    def __init__(self, sandboxes: Any, *, max_starts: int, tasks: ShieldedTasks) -> None:
+        self._sandboxes = sandboxes
         self._starts = asyncio.Semaphore(max_starts)
         self._tasks = tasks
 
@@ -122,19 +103,20 @@ class SandboxLifecycle:
 
     async def delete_snapshots(self, names: Iterable[str]) -> None:
         """Delete snapshots; errors are logged and not raised."""
-        for name in names if self._delete_snapshot is not None else ():
-            assert self._delete_snapshot is not None
+        for name in names:
             try:
-                await self._delete_snapshot(name)
+                await self._sandboxes.delete_snapshot(name)
             except Exception:
                 logger.exception("could not delete snapshot %s; the sweeper deletes it", name)
 
     async def _start(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
         try:
-            if self._fetch_image is not None:
-                await self._fetch_image(needs)
+            if self._sandboxes is None:
+                raise InfrastructureError("missing: the row needs a sandbox", field="sandbox_provider")
+            await self._sandboxes.fetch_image(needs)
             async with self._starts:
-                return await self._start_sandbox(needs, snapshot)
+                sandbox: Sandbox = await self._sandboxes.start(needs, snapshot)
+                return sandbox
         except CallerError:
             raise
         except Exception as error:

@@ -23,8 +23,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -33,7 +33,7 @@ from weakref import WeakValueDictionary
 from nemo_gym_prorl.async_tasks import is_cancelled
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks, egress_of
+from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTasks
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
     Grade,
@@ -105,26 +105,17 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     Args:
         task: validates rows, prepares sessions, and extracts and grades artefacts.
-        start_sandbox, fetch_image, delete_snapshot, max_starts: see :class:`.SandboxLifecycle`.
+        sandboxes, max_starts: see :class:`.SandboxLifecycle`.
         ttl_s: seconds without a call after which a session is closed.
     """
 
     def __init__(
-        self,
-        task: Task[Opened, Artefacts],
-        start_sandbox: Callable[[SandboxNeeds, str | None], Awaitable[Sandbox]],
-        fetch_image: Callable[[SandboxNeeds], Awaitable[None]] | None = None,
-        delete_snapshot: Callable[[str], Awaitable[None]] | None = None,
-        *,
-        max_starts: int = 4,
-        ttl_s: float = 3600.0,
+        self, task: Task[Opened, Artefacts], sandboxes: Any, *, max_starts: int = 4, ttl_s: float = 3600.0
     ) -> None:
         self._task = task
         self._ttl_s = ttl_s
         self._work = ShieldedTasks()
-        self._sandboxes = SandboxLifecycle(
-            start_sandbox, fetch_image, delete_snapshot, max_starts=max_starts, tasks=self._work
-        )
+        self._sandboxes = SandboxLifecycle(sandboxes, max_starts=max_starts, tasks=self._work)
         self._sessions: dict[str, _Session[Opened, Artefacts]] = {}
         self._seeding = WeakValueDictionary[str, asyncio.Lock]()
         """Lock of each key that is being seeded."""
@@ -446,7 +437,9 @@ class Sessions[Opened: OpenTools, Artefacts]:
             finally:
                 sandbox, session.sandbox, session.open = session.sandbox, None, False
                 try:
-                    session.egress = await egress_of(sandbox) if keep else []
+                    if keep and sandbox is not None:
+                        with suppress(RolloutError):  # without a live sandbox, there is nothing to read
+                            session.egress = await sandbox.egress()
                 finally:
                     await self._end(sandbox, session.tools)
 

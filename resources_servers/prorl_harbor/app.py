@@ -3,7 +3,6 @@
 """Gym resources server of Harbor task folders: settings and task."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
 class ProRLHarborConfig(TaskServerConfig, VerifierSettings):
     """Configuration of the server; see the comments in ``configs/prorl_harbor.yaml``."""
 
-    make_scratch: ClassVar[Callable[[], Any]] = ScratchFolder
+    make_scratch: ClassVar[Any] = ScratchFolder
 
     host_variables: list[str] = Field(default_factory=list)
 

@@ -463,9 +463,9 @@ def test_random_faults_leave_no_sandbox(plans: list[Plan], events: list[tuple[fl
     assert all(job.state.terminal for job in jobs.values())
 
 
-async def start(needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
-    provider = Provider()
-    return Sandbox(provider, await provider.create(SandboxSpec(image=needs.image)))
+class Boxes(Provider):
+    async def start(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
+        return Sandbox(self, await self.create(SandboxSpec(image=needs.image)))
 
 
 async def seeded(sessions: Sessions[Any, str]) -> str:
@@ -492,7 +492,7 @@ async def test_session_cut_at_any_step_leaves_no_sandbox(
     """
     for steps in range(0, 60, 1 if LONG else 2):
         world = Provider.world = World({"a": AT_ONCE})
-        sessions: Sessions[Any, str] = Sessions(Steps(), start)
+        sessions: Sessions[Any, str] = Sessions(Steps(), Boxes())
         first = asyncio.create_task(life(sessions))
         second = asyncio.create_task(life(sessions)) if beside else None
         for _ in range(steps):
@@ -516,7 +516,7 @@ async def test_session_cut_at_any_step_leaves_no_sandbox(
 
 async def test_idle_session_without_a_lease_is_closed() -> None:
     world = Provider.world = World({"a": AT_ONCE})
-    sessions: Sessions[Any, str] = Sessions(Steps(), start, ttl_s=0.05)
+    sessions: Sessions[Any, str] = Sessions(Steps(), Boxes(), ttl_s=0.05)
     await sessions.seed("s", {"name": "a"})
     working = asyncio.create_task(sessions.call("s", "work", {"seconds": 0.5}))
     while not working.done():

@@ -91,12 +91,8 @@ class Sums:
             raise row[step]() if callable(row[step]) else row[step]
 
 
-async def no_sandbox(needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
-    raise AssertionError("nobody asked for one")
-
-
 def sessions_of(task: Sums) -> Sessions[Sum, int]:
-    return Sessions(task, no_sandbox)
+    return Sessions(task, None)
 
 
 class SumServer(TaskServer):
@@ -224,19 +220,19 @@ class Housed(Sums):
         return SandboxNeeds()
 
 
-async def fails_to_start(needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
-    raise OSError("no sandbox today")
-
-
 async def test_start_does_not_wait_for_another_image() -> None:
     asked, pulled = asyncio.Event(), asyncio.Event()
 
-    async def fetch(needs: SandboxNeeds) -> None:
-        if not asked.is_set():
-            asked.set()
-            await pulled.wait()
+    class Boxes:
+        async def fetch_image(self, needs: SandboxNeeds) -> None:
+            if not asked.is_set():
+                asked.set()
+                await pulled.wait()
 
-    sessions = Sessions(Housed(), fails_to_start, fetch, max_starts=1)
+        async def start(self, needs: SandboxNeeds, snapshot: str | None) -> Sandbox:
+            raise OSError("no sandbox today")
+
+    sessions = Sessions(Housed(), Boxes(), max_starts=1)
     pulling = asyncio.create_task(sessions.seed("pulls", {}))
     await asked.wait()
     with pytest.raises(InfrastructureError, match="no sandbox today"):

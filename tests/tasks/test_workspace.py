@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.code.code_rows import SOLUTION_FILE
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import ExtractedFile
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 from tests.tasks import containers

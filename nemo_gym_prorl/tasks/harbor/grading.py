@@ -318,7 +318,9 @@ class Grader:
         reward = self._scalar(task, verified)
         if reward <= 0:
             return _Control(f"reward {reward:g}{ended}", snapshots=snapshots)
-        is_open = self._settings.strict == "auto" and GradingMode.STRICT in modes_of(task, True) and phase.folder != "/"
+        is_open = (
+            self._settings.strict == "auto" and GradingMode.STRICT in modes_of(task, True) and phase.folder != "/"
+        )
         works_strictly, tries = False, 2 if is_open else 0
         while tries and not works_strictly:
             tries -= 1

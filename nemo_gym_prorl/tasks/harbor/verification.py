@@ -24,7 +24,7 @@ import posixpath
 import secrets
 import shlex
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -105,7 +105,7 @@ class VerifierSettings(BaseModel):
         artifacts_folder: folder of the host that receives the artifacts; ``None`` discards them.
     """
 
-    make_scratch: ClassVar[Callable[[], Any]]
+    make_scratch: ClassVar[Any]
 
     strict: Literal["auto"] | bool = "auto"
     verifier_tools: Path | None = None

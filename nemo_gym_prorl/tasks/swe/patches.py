@@ -212,7 +212,9 @@ class Repositories:
         work, limits = WorkFolder(sandbox), self._limits
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
         await work.write({"attributes": RAW_ATTRIBUTES, "junk": "\n".join(JUNK) + "\n", "listing": listing})
-        await work.step(LIST_FILES, instance.repo_folder, str(limits.patch_file_kib), timeout_s=limits.repository_timeout_s)
+        await work.step(
+            LIST_FILES, instance.repo_folder, str(limits.patch_file_kib), timeout_s=limits.repository_timeout_s
+        )
         left_out = dict.fromkeys(
             (line.removeprefix("./") for line in (await work.text("large")).splitlines()),
             f"larger than {limits.patch_file_kib} KiB",
