@@ -81,11 +81,7 @@ class TaskModel:
         self._server = GymServer(server, address, self._http)
 
     async def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of the last message in the model's response.
-
-        Raises:
-            InfrastructureError: kind ``verifier_error``; the request failed, or the response has no complete message.
-        """
+        """Return the text of the last message in the model's response."""
         request = self._params | {"input": list(messages)}
         what = f"{self.name} {RESPONSES_PATH}"
         try:
@@ -116,14 +112,7 @@ class JudgeModelConfig(BaseModel):
     judge_concurrency: int = Field(default=32, ge=1)
 
     def judge_model(self, global_config: Any) -> TaskModel | None:
-        """Return the client of the judge model; ``None`` if none is configured.
-
-        Args:
-            global_config: Gym's merged configuration.
-
-        Raises:
-            InfrastructureError: the configuration has no such server; the error's field is ``judge_model_server``.
-        """
+        """Return the client of the judge model of Gym's merged configuration; ``None`` if none is configured."""
         if self.judge_model_server is None:
             return None
         config: Any = OmegaConf.to_container(global_config, resolve=True)

@@ -91,13 +91,7 @@ class TaskSandboxes:
         print(f"{PROGRESS}sandbox image {self._own_image}: {message}", flush=True)
 
     async def fetch_image(self, needs: SandboxNeeds) -> None:
-        """Pull the image of a sandbox before the sandbox starts.
-
-        Raises:
-            CallerError: the row's image or another requirement cannot be met; names the field.
-            InfrastructureError: the runtime is missing, or there is no image for a row without one.
-            Exception: any error of the provider.
-        """
+        """Pull the image of a sandbox before the sandbox starts; errors as of :meth:`start`."""
         await self._of_row(needs, lambda spec: self._provider.fetch_image(spec))
 
     async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:

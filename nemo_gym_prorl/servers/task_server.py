@@ -101,14 +101,7 @@ class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):
 
 
 class SessionCheckpoint(BaseModel):
-    """Reply of ``/checkpoint_session``.
-
-    Attributes:
-        state: JSON state of the session's tools.
-        lost: parts of the session that are not saved, such as ``programs``.
-        snapshot: name of the sandbox's snapshot; ``None`` without a sandbox.
-        size: bytes of the snapshot.
-    """
+    """Reply of ``/checkpoint_session``; see :meth:`.Sessions.checkpoint`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -69,12 +69,8 @@ class SandboxLifecycle:
         self._tasks = tasks
 
     async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
-        """Start a sandbox, from a snapshot if named. A cancelled call returns after the sandbox is stopped.
-
-        Raises:
-            CallerError: the row asks for a sandbox that the provider cannot start; names the row's field.
-            InfrastructureError: the sandbox could not be started.
-        """
+        """Start a sandbox, from a snapshot if named; errors as of :class:`.OpenSandbox`. A cancelled call returns after
+        the sandbox is stopped."""
         starting = self._tasks.spawn(self._start(needs, snapshot))
         try:
             return await asyncio.shield(starting)
@@ -83,11 +79,8 @@ class SandboxLifecycle:
             raise
 
     async def stop(self, sandbox: Sandbox) -> None:
-        """Stop a sandbox; cancelling the caller does not interrupt the stop.
-
-        Raises:
-            InfrastructureError: ``session_release_failed``: the sandbox did not stop in time; further stops follow.
-        """
+        """Stop a sandbox; cancelling the caller does not interrupt the stop. Raises ``session_release_failed`` if the
+        sandbox does not stop in time; further stops follow."""
         await asyncio.shield(self._tasks.spawn(self._stop(sandbox)))
 
     @asynccontextmanager

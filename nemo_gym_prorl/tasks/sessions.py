@@ -203,11 +203,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
             return {"state": state, "lost": lost, "snapshot": kept.name, "size": kept.size}
 
     async def call(self, key: str, tool: str, arguments: object) -> str:
-        """Execute a tool call of the policy and return the observation, also if the policy exceeds a sandbox limit.
-
-        Raises:
-            InfrastructureError: ``session_lost``: the session is unknown or released, or the sandbox has ended.
-        """
+        """Execute a tool call of the policy and return the observation, also if the policy exceeds a sandbox limit;
+        raises ``session_lost`` if the session is unknown or released, or the sandbox has ended."""
         session = self._require(key)
         with session.in_use():
             if not session.open and not session.tools.over:
@@ -248,24 +245,14 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 raise released from None
 
     async def release(self, key: str) -> None:
-        """Extract the artefacts, and return once the agent's sandbox has stopped. Unknown keys are ignored.
-
-        Raises:
-            InfrastructureError: ``session_release_failed``: the sandbox could not be stopped.
-        """
+        """Extract the artefacts, and return once the agent's sandbox has stopped; raises ``session_release_failed`` if
+        it does not stop. Unknown keys are ignored."""
         session = self._sessions.get(key)
         if session is not None:
             await asyncio.shield(self._work.spawn(self._release(session, keep=True)))
 
     async def close(self, key: str, *, once: bool = False) -> None:
-        """Delete a session. Unknown keys are ignored.
-
-        Args:
-            once: whether the caller chose the key; such a key cannot be seeded again.
-
-        Raises:
-            InfrastructureError: ``session_release_failed``: the sandbox could not be stopped.
-        """
+        """Delete a session; errors as of :meth:`release`. A key with ``once`` cannot be seeded again."""
         if once:
             self._closed[key] = None
             while len(self._closed) > MAX_CLOSED_KEYS:
@@ -273,10 +260,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
         await asyncio.shield(self._work.spawn(self._close(key)))
 
     async def verify(self, key: str, response: Mapping[str, Any]) -> Grade:
-        """Release and grade the session. Further calls return the same grade.
-
-        Args:
-            response: the policy's last Responses object.
+        """Release and grade the session with the policy's last Responses object. Further calls return the same grade.
 
         Raises:
             TaskError: no policy could be graded on this row.

@@ -92,17 +92,11 @@ class SandboxNeeds:
 
 
 class ImageRow(BaseModel):
-    """Fields of a row that names its image; other fields are ignored.
+    """Fields of a row that names its image; other fields are ignored. The requirements are those of
+    :class:`SandboxNeeds`.
 
     Attributes:
         instance_id: name of the task.
-        image: image of the task, in the sandbox provider's format.
-        network: network access of the policy's sandbox, such as ``package-mirrors`` or a list of hosts. ``None`` here
-            and below means the server's value.
-        cpu: number of cores.
-        memory_mib: memory limit in MiB.
-        disk_gib: disk limit in GiB.
-        processes: limit on processes and threads.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -128,15 +122,8 @@ class ImageRow(BaseModel):
             raise validation_refusal(error) from error
 
     def needs(self, env: Mapping[str, str] | None = None) -> SandboxNeeds:
-        return SandboxNeeds(
-            image=self.image,
-            network=self.network,
-            cpu=self.cpu,
-            memory_mib=self.memory_mib,
-            disk_gib=self.disk_gib,
-            processes=self.processes,
-            env=env,
-        )
+        names = ("image", "network", "cpu", "memory_mib", "disk_gib", "processes")
+        return SandboxNeeds(**{name: getattr(self, name) for name in names}, env=env)
 
 
 def validation_refusal(error: ValidationError) -> CallerError:
@@ -157,12 +144,7 @@ class UnreadableAnswer(AgentError):
 
 @dataclass(frozen=True, slots=True)
 class ExtractedFile:
-    """A file extracted from the sandbox.
-
-    Attributes:
-        content: the file's bytes; ``None`` if it could not be read.
-        problem: the reason if it could not be read.
-    """
+    """Content of a file extracted from the sandbox; ``None``, with the reason as ``problem``, if it is unreadable."""
 
     content: bytes | None
     problem: str | None = None
@@ -311,21 +293,16 @@ class ToolSet[Opened: OpenTools](Protocol):
 
 
 class FurtherTool(Protocol):
-    """Tool of a :class:`.Workbench` that needs no sandbox; all sessions share it.
-
-    Attributes:
-        schema: function schema of the Responses API.
-    """
+    """Tool of a :class:`.Workbench` that needs no sandbox; all sessions share it."""
 
     schema: Mapping[str, Any]
+    """Function schema of the Responses API."""
 
     async def prepare(self) -> None:
         """Prepare the tool for a session; raises :class:`InfrastructureError` if this fails."""
         ...
 
-    async def call(self, arguments: object) -> str:
-        """Execute a call; see :meth:`OpenTools.call`."""
-        ...
+    async def call(self, arguments: object) -> str: ...
 
 
 class OpenSandbox(Protocol):
@@ -352,9 +329,7 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
     """A family of tasks. All sessions share one instance, so a task keeps no state of a session."""
 
     @property
-    def tools(self) -> ToolSet[Opened]:
-        """Tools that the policy may call."""
-        ...
+    def tools(self) -> ToolSet[Opened]: ...
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds | None:
         """Validate a row and return its sandbox requirements; ``None`` if the row needs no sandbox. Called first on
@@ -390,13 +365,8 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
         response: Mapping[str, Any],
         open_sandbox: OpenSandbox,
     ) -> Grade:
-        """Score the policy's work.
-
-        Args:
-            row: the seeded row.
-            artefacts: result of :meth:`artefacts`.
-            response: the policy's last Responses object.
-            open_sandbox: starts sandboxes that the policy never touched.
+        """Score the policy's work from the seeded row, its artefacts and its last Responses object. The sandboxes of
+        ``open_sandbox`` were never touched by the policy.
 
         Raises:
             AgentError: the reward is 0, with the verdict ``unreadable`` (:class:`UnreadableAnswer`) or ``exhausted``.
@@ -408,12 +378,8 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
 
 @runtime_checkable
 class ResumableTask(Protocol):
-    """A task whose sessions can be restored in a new sandbox without :meth:`Task.prepare`.
-
-    All state of such a session is in its sandbox and in its tools.
-
-    Attributes:
-        resumes: whether sessions of this task can be restored.
+    """A task whose sessions can be restored in a new sandbox without :meth:`Task.prepare`, since all state of a
+    session is in its sandbox and in its tools.
     """
 
     resumes: bool
@@ -430,22 +396,17 @@ class LimitsTime(Protocol):
 
 @runtime_checkable
 class HoldsSnapshots(Protocol):
-    """Tools or artefacts that own snapshots. The session deletes the snapshots after grading or on closing.
-
-    Attributes:
-        snapshots: names of the snapshots, which may grow while a task grades.
-    """
+    """Tools or artefacts that own snapshots. The session deletes the snapshots after grading or on closing."""
 
     snapshots: Sequence[str]
+    """Names of the snapshots, which may grow while a task grades."""
 
 
 @runtime_checkable
 class AsyncCloseable(Protocol):
-    """A task with resources shared by all sessions, such as worker processes."""
+    """A task with resources that all sessions share, released when the server ends."""
 
-    async def aclose(self) -> None:
-        """Release the resources. Called when the server ends, after all sessions."""
-        ...
+    async def aclose(self) -> None: ...
 
 
 def offered_tools(row: Mapping[str, Any]) -> frozenset[str]:

@@ -43,10 +43,6 @@ class SetupFailed(InfrastructureError):
 class AgentPhase:
     """Steps of a task in the agent's sandbox of one session.
 
-    Args:
-        sandbox: a fresh sandbox of the task's image.
-        snapshot_name: prefix of the names of snapshots.
-
     Attributes:
         folder: working folder of the agent.
         user: user of the agent; ``None`` for the sandbox's own.
@@ -72,34 +68,22 @@ class AgentPhase:
         return self.number == len(self.task.steps) - 1
 
     async def set_up(self) -> None:
-        """Prepare the sandbox for the first step.
-
-        Raises:
-            SetupFailed: an upload, a health check or ``setup.sh`` failed, or the image lacks the agent's user.
-        """
+        """Prepare the sandbox for the first step. Raises :class:`SetupFailed` if an upload, a health check or
+        ``setup.sh`` fails, or if the image lacks the agent's user."""
         self.folder = self.task.working_folder(self._sandbox.published[0])
         await self._require(_MAKE_FOLDERS.format(folder=shlex.quote(self.folder)), FILES_TIMEOUT_S)
         await upload_environment(self._sandbox, self.task, self.folder)
         await self._begin()
 
     async def begin_next(self) -> str:
-        """Prepare the next step and return its instruction.
-
-        Raises:
-            SetupFailed: as :meth:`set_up`.
-            AgentError: the agent exceeded a limit of its sandbox.
-        """
+        """Prepare the next step, like :meth:`set_up`, and return its instruction."""
         self.number += 1
         await self._begin()
         return self.task.row.harbor.instructions[self.number]
 
     async def finish(self) -> None:
-        """Run the collect hooks of the current step, and take a snapshot. A failing hook is only logged.
-
-        Raises:
-            AgentError: the agent wrote files that cannot be saved.
-            InfrastructureError: the sandbox has ended.
-        """
+        """Run the collect hooks of the current step, and take a snapshot; errors as of :meth:`.Sandbox.checkpoint`. A
+        failing hook is only logged."""
         for hook in self.task.hooks(self.step):
             try:
                 user = await usable_user(self._sandbox, hook.user)
@@ -113,11 +97,7 @@ class AgentPhase:
         self.snapshots.append(taken.name)
 
     async def solve(self) -> str:
-        """Run the reference solution of the current step; return its exit status and the end of its output.
-
-        Raises:
-            SetupFailed: the solution could not be uploaded.
-        """
+        """Run the reference solution of the current step; return its exit status and the end of its output."""
         source = self.task.solution(self.step)
         assert source is not None
         await self._upload(source, "/solution")
@@ -173,12 +153,7 @@ async def bash(
 
 
 async def upload_tree(sandbox: Sandbox, source: Path, target: str, root: Path) -> None:
-    """Copy the files below ``source``, a folder of the task in ``root``, into the sandbox's folder ``target``.
-
-    Raises:
-        SetupFailed: a path in the sandbox cannot be written.
-        InfrastructureError: the sandbox failed.
-    """
+    """Copy the files below ``source``, a folder of the task in ``root``, into the sandbox's folder ``target``."""
     try:
         for name, path in await asyncio.to_thread(lambda: list(tree(source, root))):
             await sandbox.upload(path, posixpath.join(target, name))
@@ -188,22 +163,15 @@ async def upload_tree(sandbox: Sandbox, source: Path, target: str, root: Path) -
 
 
 async def upload_environment(sandbox: Sandbox, task: LocatedTask, folder: str) -> None:
-    """Copy the files of the task's ``environment`` into the working folder, if no image is built from these files.
-
-    Raises:
-        SetupFailed: as :func:`upload_tree`.
-    """
+    """Copy the files of the task's ``environment`` into the working folder, if no image is built from these files."""
     source = task.folder / "environment"
     if is_uploaded(task.folder) and source.is_dir():
         await upload_tree(sandbox, source, folder, task.folder)
 
 
 async def usable_user(sandbox: Sandbox, user: str | int | None) -> str | int | None:
-    """Return ``user`` if the sandbox has this user; ``None`` for root, and if the sandbox only has one user.
-
-    Raises:
-        SetupFailed: the image has no such user.
-    """
+    """Return ``user``; ``None`` for root, and if the sandbox only has one user. Raises SetupFailed for a user that the
+    image lacks."""
     if user in (None, "", "root", "0", 0):
         return None
     done = await sandbox.exec("true", cwd="/", timeout_s=FILES_TIMEOUT_S, user=user)
@@ -216,11 +184,8 @@ async def usable_user(sandbox: Sandbox, user: str | int | None) -> str | int | N
 
 
 async def check_health(sandbox: Sandbox, check: Healthcheck | None, folder: str) -> None:
-    """Run a health check, if any, until success; failures within ``start_period_sec`` do not count.
-
-    Raises:
-        SetupFailed: the check failed ``retries`` times.
-    """
+    """Run a health check, if any, until success. Raises SetupFailed after ``retries`` failures; those within
+    ``start_period_sec`` do not count."""
     if check is None:
         return
     begin, failures = time.monotonic(), 0

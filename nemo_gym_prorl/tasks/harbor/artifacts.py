@@ -70,11 +70,7 @@ def paths_of(artifacts: Sequence[Artifact], folder: str) -> list[str]:
 
 
 async def collect(sandbox: Sandbox, artifacts: Sequence[Artifact], folder: str, target: Path) -> Archives:
-    """Copy artifacts from the sandbox into the folder ``target`` of the host.
-
-    Raises:
-        AgentError: the artifacts exceed a limit of the sandbox.
-    """
+    """Copy artifacts from the sandbox into the folder ``target`` of the host."""
     found = {}
     deadline = time.monotonic() + COLLECT_TIMEOUT_S
     for number, (path, artifact) in enumerate(zip(paths_of(artifacts, folder), artifacts, strict=True)):

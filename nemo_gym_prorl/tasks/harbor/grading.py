@@ -75,7 +75,6 @@ class HarborWork:
     """Result of the agent's phase.
 
     Attributes:
-        folder: working folder of the agent.
         states: names of the snapshots after the steps that have ended, in order.
         snapshots: names of all snapshots to delete with the session: ``states``, and those of control runs.
         failed: why the next step could not be set up; empty otherwise.
@@ -121,12 +120,7 @@ class _Verified:
 
 
 class Grader:
-    """Grader of rollouts; see the module.
-
-    Args:
-        settings: settings of verification.
-        snapshot_name: prefix of the names of snapshots.
-    """
+    """Grader of rollouts; see the module."""
 
     def __init__(self, settings: VerifierSettings, snapshot_name: str) -> None:
         self._settings = settings

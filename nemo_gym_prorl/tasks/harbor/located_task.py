@@ -34,28 +34,17 @@ Step = StepConfig | None
 
 @dataclass(frozen=True, slots=True)
 class LocatedTask:
-    """A task on this machine.
-
-    Attributes:
-        row: the task's row.
-        folder: the task's folder.
-        variables: environment variables of the server that ``env`` tables may use.
-    """
+    """A task on this machine."""
 
     row: HarborRow
     folder: Path
     variables: Mapping[str, str]
+    """Environment variables of the server that ``env`` tables may use."""
 
     @classmethod
     def of(cls, row: Mapping[str, object], root: Path, variables: Mapping[str, str]) -> LocatedTask:
-        """Return the task of a row; the folder is not read.
-
-        Args:
-            root: base folder of a relative ``harbor.folder``.
-
-        Raises:
-            CallerError: the row is invalid, or names an environment variable that is not set; names the field.
-        """
+        """Return the task of a row, whose folder may be relative to ``root`` and is not read. Raises CallerError with
+        the field if the row is invalid, or names an environment variable that is not set."""
         parsed = HarborRow.parse(row)
         task = cls(parsed, root / parsed.harbor.folder, variables)
         for step in task.steps:
@@ -65,11 +54,7 @@ class LocatedTask:
         return task
 
     def check_folder(self) -> None:
-        """Check that the folder exists and has not changed since the row was made.
-
-        Raises:
-            CallerError: the folder is missing or has changed; names the field.
-        """
+        """Check that the folder exists and has not changed since the row was made; raises CallerError otherwise."""
         if not self.folder.is_dir():
             raise CallerError(f"there is no folder {self.folder} on this machine", field="harbor.folder")
         if folder_digest(self.folder) != self.row.harbor.digest:

@@ -98,11 +98,7 @@ def reports_of(script: str) -> list[str]:
 
 
 def read_file(folder: Path, name: str, limit: int) -> bytes:
-    """Return the content of a regular file below a folder, without following symlinks.
-
-    Raises:
-        Unreadable: the file is missing, no regular file, or longer than ``limit``.
-    """
+    """Return the content of a regular file of at most ``limit`` bytes below a folder, without following symlinks."""
     opened = []
     try:
         opened.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))

@@ -109,8 +109,6 @@ def tasks_of_registry(file: Path, wanted: str | None, cache: Path, progress: Pro
     Args:
         file: registry: a JSON list of datasets.
         wanted: ``NAME`` or ``NAME@VERSION`` of the dataset; ``None`` if the registry has only one.
-        cache: folder for repositories.
-        progress: receives a line for each download.
 
     Raises:
         CallerError: the file is no registry, or ``wanted`` does not match exactly one dataset.
@@ -145,12 +143,8 @@ def tasks_of_registry(file: Path, wanted: str | None, cache: Path, progress: Pro
 
 
 def checked_out(url: str, ref: str, cache: Path, progress: Progress) -> Path:
-    """Return the folder with a repository's files at a commit, tag or branch. A commit is fetched only once.
-
-    Raises:
-        CallerError: ``url`` or ``ref`` looks like an option of git.
-        InfrastructureError: git failed; quotes git's message.
-    """
+    """Return the folder with a repository's files at a commit, tag or branch. A commit is fetched only once. Raises
+    InfrastructureError with git's message if git fails."""
     name = re.sub(r"[^\w.]+", "-", url.rstrip("/").removesuffix(".git"))[-50:].strip("-.")
     key = f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
     if _COMMIT.fullmatch(ref) and (cache / f"{key}-{ref}").is_dir():
@@ -185,11 +179,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def inside(folder: Path, path: str) -> Path:
-    """Return a path below a folder, with symlinks resolved.
-
-    Raises:
-        CallerError: the path leads out of the folder.
-    """
+    """Return a path below a folder, with symlinks resolved; raises CallerError if the path leads out of the folder."""
     found = (folder / path).resolve()
     if not found.is_relative_to(folder.resolve()):
         raise CallerError(f"{path!r} leaves the repository", field="path")
@@ -197,11 +187,7 @@ def inside(folder: Path, path: str) -> Path:
 
 
 def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
-    """Unpack a packed task into the cache and return its folder.
-
-    Args:
-        record: ``path`` and ``task_binary``, a tar archive, which may be compressed with gzip.
-        cache: folder for unpacked tasks.
+    """Unpack the ``task_binary`` of a record (a tar archive, perhaps compressed with gzip) and return the folder.
 
     Raises:
         CallerError: ``task_binary`` is missing, or the archive is broken, too large, contains other entries than files

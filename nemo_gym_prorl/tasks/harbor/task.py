@@ -92,8 +92,6 @@ class HarborTasks:
     """Harbor task folders.
 
     Args:
-        tools: limits of tool calls.
-        verifier: settings of verification.
         root: base folder of a relative ``harbor.folder`` in rows.
         variables: environment variables of the server that ``env`` tables of tasks may use.
         snapshot_name: prefix of the names of snapshots.
@@ -122,12 +120,8 @@ class HarborTasks:
         return self._located(row).agent_total_s()
 
     async def prepare(self, row: Mapping[str, Any], tools: HarborTools) -> None:
-        """Set up the sandbox for the first step.
-
-        Raises:
-            CallerError: the task's folder has changed, or ``strict`` without a working folder.
-            SetupFailed: see :meth:`.AgentPhase.set_up`.
-        """
+        """Set up the sandbox for the first step. Raises CallerError if the task's folder has changed, or for ``strict``
+        without a working folder."""
         task = self._located(row)
         await asyncio.to_thread(task.check_folder)
         phase = AgentPhase(task, tools.sandbox, self._snapshot_name)

@@ -123,13 +123,8 @@ class HarborRow(ImageRow):
 
 @dataclass(frozen=True, slots=True)
 class DockerfileFacts:
-    """Images and settings in a Dockerfile that rows depend on.
-
-    Attributes:
-        images: all images that the Dockerfile names in ``FROM`` and ``--from``.
-        user: user that the Dockerfile's last stage sets; empty without a ``USER``.
-        workdir: working folder that the last stage sets; empty without a ``WORKDIR``.
-    """
+    """All images that a Dockerfile names in ``FROM`` and ``--from``, and user and working folder that its last stage
+    sets; empty where it sets none."""
 
     images: frozenset[str] = frozenset()
     user: str = ""
@@ -212,8 +207,6 @@ def folder_digest(folder: Path) -> str:
     These are the files of ``tests``, ``solution`` and ``steps``, and those of ``environment`` if they are uploaded
     rather than built. The row itself contains the instruction and ``task.toml``.
 
-    Raises:
-        CallerError: as :func:`tree`.
     """
     folder = folder.resolve()
     names = ["solution", "steps", "tests", *(["environment"] if is_uploaded(folder) else [])]
@@ -226,16 +219,7 @@ def is_uploaded(folder: Path) -> bool:
 
 
 def built_image(folder: Path, context: str, replaced: Mapping[str, str]) -> str:
-    """Return the name of the image that is built from a folder of a task with a Dockerfile.
-
-    Args:
-        folder: the task's folder.
-        context: build context, relative to ``folder``.
-        replaced: by base image of the Dockerfile, the base to use instead.
-
-    Raises:
-        CallerError: as :func:`tree`.
-    """
+    """Return the name of the image that is built from the folder ``context`` of a task, with replaced base images."""
     summary = _digest(folder.resolve() / context, [""], root=folder.resolve())
     for name, base in sorted(replaced.items()):
         summary.update(f"\0{name}\0{base}".encode())
@@ -420,11 +404,7 @@ def _is_canary(line: str) -> bool:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Return the path of a task's regular file, with symlinks resolved.
-
-    Raises:
-        CallerError: the file is missing, or as :func:`tree`.
-    """
+    """Return the path of a task's regular file, with symlinks resolved; raises CallerError if there is none."""
     found = dict(tree(folder / name, folder)) if os.path.lexists(folder / name) else {}
     if "" not in found:
         raise CallerError("missing", field=name)

@@ -138,21 +138,10 @@ async def verify(
     open_sandbox: OpenSandbox,
     settings: VerifierSettings,
 ) -> Outcome:
-    """Run the tests on the state of a step.
+    """Run the tests on the snapshot ``state`` after a step. The mode is ``SEPARATE`` if and only if the step has a
+    separate verifier; ``folder`` is the agent's working folder.
 
-    Args:
-        step: the step; ``None`` for a task without steps.
-        state: name of the snapshot after the step.
-        mode: agent's files in the sandbox; ``SEPARATE`` if and only if the step has a separate verifier.
-        folder: working folder of the agent.
-        open_sandbox: starts sandboxes.
-        settings: settings of verification.
-
-    Returns:
-        The outcome, without rewards if the tests did not run to their end for a reason other than the machine.
-
-    Raises:
-        InfrastructureError: the machine failed.
+    The outcome has no rewards if the tests did not run to their end for a reason other than the machine.
     """
     mounts = _Mounts(task, step, settings)
     async with mounts.created_files() as binds:
@@ -188,11 +177,8 @@ async def verify(
 async def collected(
     task: LocatedTask, step: Step, state: str, folder: str, open_sandbox: OpenSandbox, settings: VerifierSettings
 ) -> AsyncIterator[Archives]:
-    """Collect the artifacts of a step from the step's snapshot, and delete the archives after the block.
-
-    Raises:
-        AgentError, SetupFailed: the agent's files exceed a limit, or no sandbox starts from these files.
-    """
+    """Collect the artifacts of a step from the step's snapshot, and delete the archives after the block. Raises
+    AgentError or SetupFailed if the agent's files exceed a limit, or if no sandbox starts from these files."""
     artifacts = task.artifacts(step)
     made = await asyncio.to_thread(settings.make_scratch)
     try:
@@ -332,7 +318,6 @@ class _Mounts:
         named: reward files that the tests name; empty if the image contains the tests.
         env: environment variables with which the tests find the tools.
         exports: shell commands before the tests, with which the tests find the tools.
-        settings: settings of verification.
     """
 
     def __init__(self, task: LocatedTask, step: Step, settings: VerifierSettings) -> None:

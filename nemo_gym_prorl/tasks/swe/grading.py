@@ -89,12 +89,7 @@ class Grader:
         self._effective_mutations: OrderedDict[str, frozenset[str]] = OrderedDict()
 
     async def grade(self, row: SweRow, solution: Solution | PatchExtractionError, open_sandbox: OpenSandbox) -> Grade:
-        """Grade a solution: reward 1.0 if resolved, else 0.0.
-
-        Raises:
-            TaskError: the row is at fault: image, log parser, reference fix or tests.
-            InfrastructureError: the sandbox, the machine or the log parser failed.
-        """
+        """Grade a solution: reward 1.0 if resolved, else 0.0. The module lists the errors."""
         if isinstance(solution, PatchExtractionError):
             return Grade(0.0, SweVerdict.NOT_TAKEN, str(solution))
         fields = _solution_fields(solution)
@@ -141,13 +136,8 @@ class Grader:
         if run.timed_out or run.problem or run.ended_early or (check and not changed):
             return Trial(patch, run)
         try:
-            parsed = await self._logs.parse(
-                instance,
-                run.logs,
-                self._limits.parse_timeout_s,
-                exit_code=run.exit_code,
-                instance_id=row.instance_id,
-            )
+            timeout_s = self._limits.parse_timeout_s
+            parsed = await self._logs.parse(instance, run.logs, timeout_s, run.exit_code, row.instance_id)
         except ParserTimeout as error:
             return Trial(patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)))
         except CallerError as error:

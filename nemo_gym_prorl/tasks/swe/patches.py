@@ -75,11 +75,7 @@ class WorkFolder:
         return await self._files.extract_file(name, limit=limit)
 
     async def text(self, name: str) -> str:
-        """Read a required text file of the folder.
-
-        Raises:
-            PatchExtractionError: the file is missing, unreadable or larger than :data:`MAX_LISTING_BYTES`.
-        """
+        """Read a text file of the folder; raises PatchExtractionError if that is not possible."""
         taken = await self.read(name, limit=MAX_LISTING_BYTES)
         if taken.content is None:
             raise PatchExtractionError(taken.problem or name)
@@ -123,14 +119,8 @@ class Listing(dict[str, Entry]):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Repository and environment from which a policy starts.
-
-    Attributes:
-        commit: id of the only commit of the new repository.
-        listing: files of the commit.
-        variables: environment variables that activation of the image's environment sets.
-        modules: modules that the image's Python can import.
-    """
+    """Repository and environment from which a policy starts: the new repository's only commit with its files, the
+    variables that activation of the image's environment sets, and the modules that the image's Python can import."""
 
     commit: str
     listing: Listing
@@ -205,9 +195,8 @@ class Repositories:
         """Extract the policy's changes.
 
         Raises:
-            PatchExtractionError: a limit is exceeded, or a script failed although the sandbox lives.
-            AgentError: the policy exceeded a limit of its sandbox.
-            InfrastructureError: the sandbox has ended.
+            PatchExtractionError: a limit is exceeded, or as :meth:`.WorkFolder.step`.
+            AgentError, InfrastructureError: as :meth:`.WorkFolder.step`.
         """
         work, limits = WorkFolder(sandbox), self._limits
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
@@ -262,11 +251,8 @@ class Repositories:
         )
 
     async def apply_tests(self, applied: AppliedSolution, instance: SweInstance) -> None:
-        """Apply the hidden tests and restore the activation script, after ``before_tests`` has run the policy's code.
-
-        Raises:
-            PatchExtractionError, AgentError, InfrastructureError: as :meth:`.WorkFolder.step`.
-        """
+        """Apply the hidden tests and restore the activation script, after ``before_tests`` has run the policy's code;
+        errors as of :meth:`.WorkFolder.step`."""
         await applied.work.write(
             {"kept.tar": applied.kept, "tests": _names(applied.tests), "setup": ACTIVATE_ENVIRONMENT}
         )

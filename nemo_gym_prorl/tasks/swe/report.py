@@ -41,12 +41,7 @@ class ParserTimeout(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Parsed logs of one run.
-
-    Attributes:
-        maps: status by test, one map per log.
-        resolved: whether the dataset's own harness accepts the first log.
-    """
+    """Status by test, one map per log of a run, and whether the dataset's own harness accepts the first log."""
 
     maps: Sequence[Mapping[str, str]]
     resolved: bool
@@ -63,17 +58,11 @@ class LogParser:
         instance: SweInstance,
         logs: Sequence[str],
         timeout_s: float,
-        *,
-        exit_code: int = 0,
-        instance_id: str = "a__b-1",
+        exit_code: int,
+        instance_id: str,
     ) -> Parsed:
-        """Parse the logs of one run.
-
-        Args:
-            logs: output of the test command, then the plugin's records in the same format, if any.
-            timeout_s: CPU seconds for all logs.
-            exit_code: exit code of the test command.
-            instance_id: name of the task; some of swebench's parsers depend on the name.
+        """Parse the logs of one run in ``timeout_s`` CPU seconds: the output of the test command, then the plugin's
+        records in the same format, if any. Some of swebench's parsers depend on ``instance_id``.
 
         Raises:
             ParserTimeout: parsing exceeded its CPU time.

@@ -149,14 +149,8 @@ async def run_before(work: WorkFolder, instance: SweInstance, limits: SweLimits)
 async def apply_mutations(
     instance: SweInstance, applied: AppliedSolution, check: MutationCheck
 ) -> tuple[AppliedSolution, frozenset[str]]:
-    """Change the expectations of the hidden tests (:meth:`.MutationCheck.mutate`).
-
-    Returns:
-        The applied solution with the hashes of the changed files, and the names of the changed tests.
-
-    Raises:
-        InfrastructureError: the sandbox failed.
-    """
+    """Change the expectations of the hidden tests (:meth:`.MutationCheck.mutate`); return the applied solution with
+    the hashes of the changed files, and the names of the changed tests."""
     work, hashes, changed = applied.work, dict(applied.files), frozenset[str]()
     paths = sorted(applied.tests & applied.files.keys())
     if instance.hidden:
@@ -175,12 +169,7 @@ async def apply_mutations(
 
 
 async def run_tests(instance: SweInstance, applied: AppliedSolution, limits: SweLimits) -> Run:
-    """Run the row's test command with the runner's plugin.
-
-    Raises:
-        AgentError: the policy's code exceeded a limit of the sandbox.
-        InfrastructureError: the sandbox has ended or failed.
-    """
+    """Run the row's test command with the runner's plugin; errors as of :func:`run_before`."""
     work = applied.work
     package, secret = f"prorl_{secrets.token_hex(6)}", secrets.token_hex(32)
     runner = instance.kind_of_runner

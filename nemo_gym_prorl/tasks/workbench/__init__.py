@@ -63,13 +63,7 @@ class Workbench:
         return self._schemas
 
     async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Workspace:
-        """Open the tools in a sandbox.
-
-        Raises:
-            CallerError: the row's image lacks a program that a tool needs; names the row's field.
-            InfrastructureError: the server's own image lacks a program, or the probe or a further tool failed.
-            ValueError: the task asked for no sandbox.
-        """
+        """Open the tools in a sandbox; see :meth:`.ToolSet.open`. The task must have asked for a sandbox."""
         if sandbox is None or needs is None:
             raise ValueError("the tools of a workbench need a sandbox: Task.needs must return SandboxNeeds")
         for tool in self._further.values():

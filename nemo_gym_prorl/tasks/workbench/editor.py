@@ -9,10 +9,14 @@ import posixpath
 import re
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nemo_gym_prorl.failures import MACHINE_ERRNOS
 from nemo_gym_prorl.tasks.workbench.observations import EditorArguments
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.tasks.workbench.workspace import Workspace
 
 
 UNDO = "undo_edit"
@@ -29,16 +33,6 @@ BYTE_ORDER_MARK = "\ufeff"
 NOT_REGULAR_FILE = "is not a regular file"
 
 
-class EditorFiles(Protocol):
-    """Files of a sandbox; see :class:`.Sandbox`."""
-
-    async def read_file(self, path: str, *, limit: int) -> bytes: ...
-
-    async def write_file(self, path: str, data: bytes) -> bool: ...
-
-    async def list_folder(self, path: str) -> str: ...
-
-
 class Editor:
     """Editor of one session.
 
@@ -48,19 +42,14 @@ class Editor:
         limit: maximum characters of a view.
     """
 
-    def __init__(self, files: EditorFiles, folder: str, limit: int) -> None:
+    def __init__(self, files: Workspace, folder: str, limit: int) -> None:
         self._files = files
         self._folder = folder
         self._limit = limit
         self._undo_stack: deque[tuple[str, bytes | None]] = deque(maxlen=MAX_UNDOS)
 
     async def call(self, arguments: EditorArguments) -> str:
-        """Execute a call, and return the text for the policy.
-
-        Raises:
-            RolloutError: the sandbox has failed.
-            OSError: the machine has failed. Errors of the file become text.
-        """
+        """Execute a call, and return the text for the policy; an OSError is one of the machine, not of the file."""
         path = posixpath.join(self._folder, arguments.path)
         try:
             return await self._edit(arguments, path)

@@ -95,12 +95,6 @@ RequireSandbox = Callable[[object], Awaitable[Sequence[str]]]
 """Function that raises ``session_lost`` with a given reason if the sandbox has ended; returns limits newly reached."""
 
 
-class RunScript(Protocol):
-    """Function that runs a shell script in the tools' working folder."""
-
-    async def __call__(self, script: str, *, timeout_s: float) -> ExecResult: ...
-
-
 class _SessionUnavailable(Exception):
     """The session cannot be replaced although its sandbox lives; the message contains the reason."""
 
@@ -203,14 +197,10 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
 
 
 class Bash(_InteractiveTool[ShellSession, BashArguments]):
-    """Tool ``bash`` as a persistent shell.
+    """Tool ``bash`` as a persistent shell; further arguments as of :class:`_InteractiveTool`.
 
     Args:
-        sandbox: the sandbox of the shell.
-        folder: initial working folder.
         silence_s: seconds without output after which a command is reported as waiting.
-        limit: maximum bytes of an observation.
-        require_sandbox: raises if the sandbox has ended.
         variables: environment variables, overriding the image's.
         user: user of the shell; ``None`` for the sandbox's own.
     """
@@ -236,13 +226,8 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         """State that the next shell restores when it starts."""
 
     async def start(self) -> None:
-        """Start the shell before the first call. A failed start in a live sandbox is not raised.
-
-        Without a shell, the first call tries again, and reports its own failure.
-
-        Raises:
-            InfrastructureError: ``session_lost``: the sandbox has ended.
-        """
+        """Start the shell before the first call. A failed start in a live sandbox is not raised: the first call tries
+        again, and reports its own failure."""
         async with self._lock:
             with suppress(_SessionUnavailable):
                 await self._require_session()
@@ -404,17 +389,13 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
 
 
 class StatelessPython:
-    """Tool ``python`` with a new process for each call, for images without IPython.
-
-    Args:
-        run_script: runs a shell script in the working folder.
-        limit: maximum bytes of an observation.
-        require_sandbox: raises if the sandbox has ended.
-    """
+    """Tool ``python`` with a new process for each call, for images without IPython."""
 
     begun = False
 
-    def __init__(self, run_script: RunScript, limit: int, require_sandbox: RequireSandbox) -> None:
+    def __init__(
+        self, run_script: Callable[..., Awaitable[ExecResult]], limit: int, require_sandbox: RequireSandbox
+    ) -> None:
         self._run_script = run_script
         self._limit = limit
         self._require_sandbox = require_sandbox

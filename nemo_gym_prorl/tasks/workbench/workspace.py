@@ -94,13 +94,7 @@ class ToolLimits:
 
 @dataclass(frozen=True, slots=True)
 class InstalledPrograms:
-    """Programs of an image that tools need.
-
-    Attributes:
-        bash: whether ``bash`` is installed.
-        python: whether ``python3`` is installed.
-        kernel: whether ``python3`` (3.7 or later) has IPython.
-    """
+    """Programs of an image that tools need; ``kernel``: whether its Python (3.7 or later) has IPython."""
 
     bash: bool = True
     python: bool = True
@@ -115,11 +109,7 @@ _PROBE_IMAGE = (
 
 
 async def probe_image(sandbox: Sandbox) -> InstalledPrograms:
-    """Return the programs that a fresh sandbox's image has installed.
-
-    Raises:
-        InfrastructureError: the probe failed.
-    """
+    """Return the programs that a fresh sandbox's image has installed."""
     result = await sandbox.exec(_PROBE_IMAGE, cwd="/", timeout_s=ANSWER_MARGIN_S)
     if result.error_type is not None:
         raise InfrastructureError(f"could not probe the image: {(result.stderr or '')[:MAX_REASON_CHARS]}")
@@ -181,11 +171,7 @@ class Workspace(OpenTools):
         )
 
     async def write(self, contents: Mapping[str, str | bytes]) -> None:
-        """Write files by path; relative paths are relative to the working folder.
-
-        Raises:
-            InfrastructureError: the sandbox failed.
-        """
+        """Write files by path; relative paths are relative to the working folder."""
         try:
             for name, content in contents.items():
                 data = content if isinstance(content, bytes) else content.encode()
@@ -330,11 +316,7 @@ class Workspace(OpenTools):
 
 
 def raise_if_machine_error(error: OSError) -> None:
-    """Raise if the machine, and not the agent, caused a file error.
-
-    Raises:
-        InfrastructureError: the machine's disk failed or is full, or no more files can be opened.
-    """
+    """Raise InfrastructureError if the machine, and not the agent, caused a file error."""
     if error.errno in MACHINE_ERRNOS:
         reason = f"the machine failed to access the sandbox's files: {error}"
         raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST) from error
