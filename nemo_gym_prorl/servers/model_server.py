@@ -269,17 +269,10 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
         return NeMoGymResponse.model_validate_json(answer)
 
     def _envelope(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
-        sampling = ("temperature", "top_p", "max_output_tokens")
-        echoed: tuple[str, ...] = (
-            "tools",
-            "tool_choice",
-            "parallel_tool_calls",
-            "metadata",
-            "instructions",
-            "user",
-            *sampling,
+        echoed = (
+            *("tools", "tool_choice", "parallel_tool_calls", "metadata", "instructions", "user", "temperature"),
+            *("top_p", "max_output_tokens", "text", "reasoning", "service_tier", "truncation"),
         )
-        echoed = (*echoed, "text", "reasoning", "service_tier", "truncation")
         return {name: getattr(body, name) for name in echoed} | {"model": self.config.model, "object": "response"}
 
     def _request_template(self, params: dict[str, Any], more: Mapping[str, Any]) -> RequestTemplate:

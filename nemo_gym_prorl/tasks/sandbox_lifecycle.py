@@ -69,8 +69,8 @@ class SandboxLifecycle:
         self._tasks = tasks
 
     async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
-        """Start a sandbox, from a snapshot if named; errors as of :class:`.OpenSandbox`. A cancelled call returns after
-        the sandbox is stopped."""
+        """Start a sandbox, from a snapshot if named; errors as of :class:`.OpenSandbox`. A cancelled call returns
+        after the sandbox is stopped."""
         starting = self._tasks.spawn(self._start(needs, snapshot))
         try:
             return await asyncio.shield(starting)

@@ -21,7 +21,6 @@ import logging
 import re
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -51,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_CONTROL_S = 600.0
 """Seconds before a control run without a reward is repeated: the machine may have been at fault."""
-
-MAX_REMEMBERED_CONTROLS = 10_000  # control runs; bounds memory
 
 DETAIL_CHARS = 1000
 
@@ -125,7 +122,7 @@ class Grader:
     def __init__(self, settings: VerifierSettings, snapshot_name: str) -> None:
         self._settings = settings
         self._snapshot_name = snapshot_name
-        self._controls: OrderedDict[tuple[str, ...], tuple[float, asyncio.Task[_Control]]] = OrderedDict()
+        self._controls: dict[tuple[str, ...], tuple[float, asyncio.Task[_Control]]] = {}
 
     async def grade(self, task: LocatedTask, work: HarborWork, open_sandbox: OpenSandbox) -> Grade:
         """Grade a rollout.
@@ -260,8 +257,6 @@ class Grader:
             playing = asyncio.create_task(self._play_solution(task, open_sandbox))
             self._controls[key] = time.monotonic(), playing
             playing.add_done_callback(partial(self._forget_failed, key))
-            while len(self._controls) > MAX_REMEMBERED_CONTROLS:
-                self._controls.popitem(last=False)
         control = await asyncio.shield(playing)
         work.snapshots += control.snapshots
         control.snapshots.clear()

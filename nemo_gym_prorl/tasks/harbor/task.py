@@ -15,7 +15,6 @@ from nemo_gym_prorl.tasks.harbor.grading import Grader, HarborWork
 from nemo_gym_prorl.tasks.harbor.located_task import LocatedTask
 from nemo_gym_prorl.tasks.harbor.task_folder import SUBMIT_DESCRIPTION, TOOLS
 from nemo_gym_prorl.tasks.harbor.verification import VerifierSettings
-from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -82,11 +81,6 @@ class HarborToolSet(Workbench):
 
     workspace = HarborTools
 
-    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> HarborTools:
-        tools = await super().open(sandbox, needs)
-        assert isinstance(tools, HarborTools)
-        return tools
-
 
 class HarborTasks:
     """Harbor task folders.
@@ -120,8 +114,8 @@ class HarborTasks:
         return self._located(row).agent_total_s()
 
     async def prepare(self, row: Mapping[str, Any], tools: HarborTools) -> None:
-        """Set up the sandbox for the first step. Raises CallerError if the task's folder has changed, or for ``strict``
-        without a working folder."""
+        """Set up the sandbox for the first step. Raises CallerError if the task's folder has changed, or if ``strict``
+        lacks a working folder."""
         task = self._located(row)
         await asyncio.to_thread(task.check_folder)
         phase = AgentPhase(task, tools.sandbox, self._snapshot_name)

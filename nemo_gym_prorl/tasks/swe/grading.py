@@ -14,7 +14,6 @@ expectations (:mod:`.mutation_check`). Failures for which the policy is not char
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -57,8 +56,6 @@ class SweVerdict(StrEnum):
 _POSSIBLY_ROW_FAULTS = (SweVerdict.FAILED, SweVerdict.CRASHED, SweVerdict.BROKE, SweVerdict.LOG_UNREADABLE)
 """Verdicts for which the row is at fault if no test has an outcome, not even with the reference fix."""
 
-MAX_REMEMBERED_ROWS = 10_000  # rows whose fix was tried; bounds memory
-
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -85,8 +82,8 @@ class Grader:
         self._repositories = repositories
         self._limits = limits
         self._logs = LogParser()
-        self._gradable: OrderedDict[str, bool] = OrderedDict()
-        self._effective_mutations: OrderedDict[str, frozenset[str]] = OrderedDict()
+        self._gradable: dict[str, bool] = {}
+        self._effective_mutations: dict[str, frozenset[str]] = {}
 
     async def grade(self, row: SweRow, solution: Solution | PatchExtractionError, open_sandbox: OpenSandbox) -> Grade:
         """Grade a solution: reward 1.0 if resolved, else 0.0. The module lists the errors."""
@@ -176,11 +173,8 @@ class Grader:
             passed &= await self._passing_despite_failure(row, solution, check, open_sandbox)
         elif passed:
             if row.instance_id not in self._effective_mutations:
-                _remember(
-                    self._effective_mutations,
-                    row.instance_id,
-                    await self._mutations_failing_with_fix(row, check, open_sandbox),
-                )
+                effective = await self._mutations_failing_with_fix(row, check, open_sandbox)
+                self._effective_mutations[row.instance_id] = effective
             passed &= self._effective_mutations[row.instance_id]
         return len(failed.intersection(check.tests)), passed
 
@@ -208,11 +202,9 @@ class Grader:
         """Raise TaskError if no test has an outcome with the reference fix; no-op without a fix."""
         if not row.swe.patch:
             return
-        known = self._gradable.get(row.instance_id)
-        if known is None:
-            known = await self._is_gradable(row, open_sandbox)
-            _remember(self._gradable, row.instance_id, known)
-        if not known:
+        if row.instance_id not in self._gradable:
+            self._gradable[row.instance_id] = await self._is_gradable(row, open_sandbox)
+        if not self._gradable[row.instance_id]:
             raise TaskError(f"{row.instance_id}: no test has an outcome, not even with the reference fix")
 
     async def _is_gradable(self, row: SweRow, open_sandbox: OpenSandbox) -> bool:
@@ -236,12 +228,6 @@ def seed_of(row: SweRow) -> str:
     The seed depends on the hidden tests and the reference fix, which the policy does not know.
     """
     return hashlib.sha256(f"{row.instance_id}\n{row.swe.model_dump_json()}".encode()).hexdigest()
-
-
-def _remember[Known](rows: OrderedDict[str, Known], name: str, known: Known) -> None:
-    rows[name] = known
-    while len(rows) > MAX_REMEMBERED_ROWS:
-        rows.popitem(last=False)
 
 
 def verdict_of(run: Run, report: Report | None, by_dataset: bool) -> tuple[SweVerdict, str]:
