@@ -58,10 +58,8 @@ class TaskModel:
 
     Args:
         config: Gym's merged configuration, which contains the servers' addresses and keys.
-        server: instance name of the model server.
         params: parameters of each request besides ``input``, in the format of the Responses API.
         timeout_s: seconds for one request, including the wait for a free slot.
-        concurrency: maximum number of concurrent requests.
 
     Raises:
         InfrastructureError: ``config`` has no such server; the error's field is ``judge_model_server``.

@@ -40,12 +40,8 @@ IMAGE = "tests/verifier_image.def"
 
 
 def verifier_fixture(app: str, server: type[TaskServer]) -> Any:
-    """Return the ``VERIFIER_FIXTURE`` of a server's module; ``None`` before Gym 0.7.
-
-    Args:
-        app: ``__file__`` of the module, whose folder contains :data:`CASES` and the shipped configuration.
-        server: class of the server.
-    """
+    """Return the ``VERIFIER_FIXTURE`` of the server's module ``app``, whose folder contains :data:`CASES` and the
+    shipped configuration; ``None`` before Gym 0.7."""
     if VerifierFixture is None:
         return None
     folder = Path(app).parent
@@ -72,16 +68,8 @@ def as_shipped(folder: Path, server: type[TaskServer]) -> TaskServer:
 
 
 async def play(server: TaskServer, request: TaskVerifyRequest, recipe: Path) -> dict[str, Any]:
-    """Execute a case on a new server, close the server, and return the graded row.
-
-    Args:
-        request: a row with a response, whose tool calls are executed in order.
-        recipe: file with the recipe of the image ``prorl_NAME-verifier``; without the file no image is built.
-
-    Raises:
-        ValueError: a route failed; the message has the route's path and error.
-        InfrastructureError: the image could not be built.
-    """
+    """Execute the tool calls of a case's response on a new server, and return the graded row. Without the file
+    ``recipe``, no image is built."""
     await asyncio.to_thread(_build_image, server.config.name, recipe)
     row = request.model_dump(mode="json", exclude_unset=True)
     response = row.pop("response")

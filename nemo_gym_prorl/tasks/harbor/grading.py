@@ -101,18 +101,11 @@ class _Control:
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """Result of verifying the steps.
+    """Result of verifying the steps."""
 
-    Attributes:
-        rewards: reward by key, for each step that counts.
-        outcomes: outcome of each step that was verified.
-        note: why later steps do not count, or why there is no verdict.
-        no_verdict: whether a step got no verdict.
-    """
-
-    rewards: Sequence[Mapping[str, float]]
-    outcomes: Sequence[Outcome]
-    note: str = ""
+    rewards: Sequence[Mapping[str, float]]  # by key, for each step that counts
+    outcomes: Sequence[Outcome]  # of each step that was verified
+    note: str = ""  # why later steps do not count, or why there is no verdict
     no_verdict: bool = False
 
 

@@ -44,17 +44,11 @@ _COUNT = re.compile(r'\b(tests|failures|errors|skipped)="(\d{1,9})"')
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one verification.
+    """Result of one verification."""
 
-    Attributes:
-        rewards: reward by key; ``None`` without a verdict.
-        problem: why there is no verdict, or which reward file was ignored; empty otherwise.
-        output: end of the tests' output.
-    """
-
-    rewards: Mapping[str, float] | None = None
-    problem: str = ""
-    output: str = ""
+    rewards: Mapping[str, float] | None = None  # by key; ``None`` without a verdict
+    problem: str = ""  # why there is no verdict, or which reward file was ignored
+    output: str = ""  # end of the tests' output
 
 
 class Unreadable(Exception):
@@ -64,13 +58,10 @@ class Unreadable(Exception):
 def read_outcome(
     folder: Path, script: str, output_bytes: int, key: str, named: Collection[str] = REWARD_FILES
 ) -> Outcome:
-    """Return the outcome of a verification.
+    """Return the outcome of a verification whose ``/logs/verifier`` was this folder of the host.
 
     Args:
-        folder: the host's folder that was mounted as ``/logs/verifier``.
         script: text of the test script, whose options name test reports.
-        output_bytes: maximum bytes of ``output``.
-        key: key of the reward that the policy is trained on.
         named: names of reward files that occur in the tests.
     """
     output = note = ""

@@ -120,13 +120,8 @@ def files_of_tests(names: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class ImportableModules:
-    """Modules that the image's Python can import.
-
-    Attributes:
-        folders: entries of ``sys.path`` within the repository, relative to its root.
-        own: top-level modules of the base commit in these folders.
-        installed: top-level modules in the other entries of ``sys.path``.
-    """
+    """Modules that the image's Python can import: the ``sys.path`` entries within the repository, the base commit's
+    top-level modules in these folders, and the top-level modules in the other entries."""
 
     folders: frozenset[str] = frozenset({"", "src"})
     own: frozenset[str] = frozenset()
@@ -139,12 +134,8 @@ class ImportableModules:
 
 
 def importable_modules(paths: Iterable[str], report: str) -> ImportableModules:
-    """Return the modules that the image's Python can import.
-
-    Args:
-        paths: paths of the base commit.
-        report: lines ``folder PATH`` and ``module NAME`` of :data:`.patch_scripts.READ_ENVIRONMENT`.
-    """
+    """Return the importable modules for the base commit's paths and the lines ``folder PATH`` and ``module NAME`` of
+    :data:`.patch_scripts.READ_ENVIRONMENT`."""
     said = [line.split(" ", 1) for line in report.splitlines() if " " in line]
     folders = frozenset({"", "src"} | {name for kind, name in said if kind == "folder"})
     modules = [path for path in paths if path.endswith(_MODULE_FILES)]
@@ -173,11 +164,8 @@ class ProtectedFiles:
         self._commanded = {word.removeprefix("./") for word in re.findall(r"[\w./+-]+", instance.test_command)}
 
     def ignore_reason(self, path: str, base: ImportableModules | None = None) -> str | None:
-        """Return why a change of a path is ignored; ``None`` if no rule on paths applies.
-
-        Args:
-            base: importable modules of the base commit, if the path is new; ``None`` if the base contains the path.
-        """
+        """Return why a change of a path is ignored; ``None`` if no rule on paths applies. ``base`` is set for a new
+        path only."""
         if path in self.tests:
             return "a test"
         if any(name.startswith(path + "/") for name in self.tests):
@@ -219,12 +207,7 @@ def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
 
 
 def pytest_settings(path: str, content: bytes | None) -> Any:
-    """Return the pytest settings in a file: the table ``tool.pytest``, or the sections of an INI file.
-
-    Raises:
-        ValueError, RecursionError: the file cannot be parsed.
-        AttributeError: ``tool`` is not a table.
-    """
+    """Return the pytest settings in a file: the table ``tool.pytest``, or the sections of an INI file."""
     text = (content or b"").decode()
     if path.endswith(".toml"):
         return tomllib.loads(text).get("tool", {}).get("pytest")

@@ -43,14 +43,8 @@ from nemo_gym_prorl.tasks.task import validation_refusal
 
 @dataclass(frozen=True, slots=True)
 class TestSpec:
-    """Commands that run a record's tests.
-
-    Attributes:
-        command: test command; in :data:`_SWE_GYM` without the test files.
-        before: shell lines that run before the tests.
-        parser: swebench's name of the log parser.
-        network: whether ``command`` or ``before`` needs the network.
-    """
+    """Commands that run a record's tests, which in :data:`_SWE_GYM` lack the test files; ``parser`` is swebench's name
+    of the log parser."""
 
     command: str
     before: str = "python -m pip install -e ."
@@ -167,11 +161,7 @@ _DATA = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml",
 
 
 def of_swe_gym(repo: str, version: str, test_patch: str) -> TestSpec:
-    """Return the test spec of a SWE-Gym record.
-
-    Raises:
-        CallerError: the repository is unknown, or the patch changes no test; names the field.
-    """
+    """Return the test spec of a SWE-Gym record; raises CallerError for an unknown repository, or without a test."""
     if repo.lower() not in _SWE_GYM:
         raise CallerError(f"no test command is known for the repository {repo!r:.200}", field="repo")
     [first, *later] = _SWE_GYM[repo.lower()]
@@ -190,11 +180,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def test_files(test_patch: str) -> list[str]:
-    """Return the test files that a patch changes, without data files.
-
-    Raises:
-        CallerError: the patch changes no test file.
-    """
+    """Return the test files that a patch changes, without data files; raises CallerError if there are none."""
     files = [file for file in _CHANGED.findall(test_patch) if not file.endswith(_DATA)]
     if not files:
         raise CallerError("changes no test file", field="test_patch")
@@ -212,11 +198,7 @@ _DOWNLOADS = re.compile(
 
 
 def of_script(script: str, parser: str) -> TestSpec:
-    """Return the test spec of a SWE-bench record's ``eval_script``.
-
-    Raises:
-        CallerError: the script contains no command between the markers of the test output.
-    """
+    """Return the test spec of a SWE-bench record's ``eval_script``; raises CallerError without a test command."""
     lines = [line for line in script.strip().split("\n") if line not in ("#!/bin/bash", OPTIONS)]
     start = next((number for number, line in enumerate(lines) if START in line), len(lines))
     end = next((number for number, line in enumerate(lines) if END in line and number > start), start)

@@ -59,20 +59,13 @@ _POSSIBLY_ROW_FAULTS = (SweVerdict.FAILED, SweVerdict.CRASHED, SweVerdict.BROKE,
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Test results of a solution.
+    """Test results of a solution."""
 
-    Attributes:
-        patch: all changes, including ignored ones.
-        maps: status by test, one map per source; ``None`` if no log was parsed.
-        by_dataset: whether the dataset's own harness accepts the solution.
-        changed: names of the tests with changed expectations.
-    """
-
-    patch: Patch
+    patch: Patch  # all changes, including ignored ones
     run: Run
-    maps: Sequence[Mapping[str, str]] | None = None
-    by_dataset: bool = False
-    changed: frozenset[str] = frozenset()
+    maps: Sequence[Mapping[str, str]] | None = None  # status by test, one map per source, if a log was parsed
+    by_dataset: bool = False  # whether the dataset's own harness accepts the solution
+    changed: frozenset[str] = frozenset()  # tests with changed expectations
 
 
 class Grader:

@@ -64,14 +64,8 @@ Edit = tuple[int, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class MutationCheck:
-    """Tests of a row to change, and how.
-
-    Attributes:
-        tests: names of the deciding tests in the row, without parameters.
-        others: sample of the tests that must keep passing.
-        seed: seed of all random choices.
-        fail_at_end: append a failing line to each test instead of changing a value.
-    """
+    """Deciding tests to change, without parameters, and a sample of the tests that must keep passing. With
+    ``fail_at_end``, a failing line is appended to each test instead."""
 
     tests: tuple[str, ...]
     others: tuple[str, ...]
@@ -109,12 +103,8 @@ class MutationCheck:
     def outcomes(
         self, changed: Collection[str], maps: Sequence[Mapping[str, str]]
     ) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the changed tests of which no case passed, and those of which a case passed in all maps.
-
-        Args:
-            changed: names of the changed tests, without parameters.
-            maps: status by test with parameters, one map per source (log, plugin records).
-        """
+        """Return the changed tests of which no case passed, and those of which a case passed in all maps (status by
+        test with parameters; one map per source)."""
         names = [name for seen in maps for name in seen]
         passed = {name for name in names if all(seen.get(name) in PASSING for seen in maps)}
         ran, good = ({name.partition("[")[0] for name in some} & frozenset(changed) for some in (names, passed))

@@ -172,21 +172,13 @@ _MAX_NAME_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class RunnerRecords:
-    """Test outcomes that the plugin in the runner's process recorded.
-
-    Attributes:
-        statuses: status by the runner's test name.
-        begun: whether tests were collected.
-        ended: whether the runner completed.
-        forged: why the records are not authentic; ``None`` if they are.
-        tampering: one message for each function of the runner that was replaced.
-    """
+    """Test outcomes that the plugin in the runner's process recorded."""
 
     statuses: Mapping[str, str] = field(default_factory=dict)
-    begun: bool = False
-    ended: bool = False
-    forged: str | None = None
-    tampering: tuple[str, ...] = ()
+    begun: bool = False  # tests were collected
+    ended: bool = False  # the runner completed
+    forged: str | None = None  # why the records are not authentic
+    tampering: tuple[str, ...] = ()  # functions of the runner that were replaced
 
     def as_log(self) -> str:
         """Format the statuses like pytest's and unittest's output, for the parser of the log.
@@ -274,11 +266,7 @@ class Report:
 
 
 def compare(instance: SweInstance, sources: Iterable[Mapping[str, str]]) -> Report:
-    """Compare outcomes with the row. The expected outcome must be in all sources.
-
-    Args:
-        sources: status by test, one map per source, the log first; tests are named as by the log parser.
-    """
+    """Compare outcomes with the row. The expected outcome must be in all sources, of which the log is the first."""
     maps = list(sources)
     if instance.expected_output is not None:
         return _compare_maps(instance.expected_output, maps)

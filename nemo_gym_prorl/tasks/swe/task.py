@@ -36,13 +36,7 @@ def tool_schemas() -> list[dict[str, Any]]:
 
 
 def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, Any]:
-    """Return a row of ``prorl_swe``.
-
-    Args:
-        instance_id: name of the task.
-        image: image of the task, in the sandbox provider's format.
-        instance: the task; the row omits fields with default values.
-    """
+    """Return a row of ``prorl_swe``, without the task's fields that have default values."""
     return {
         "responses_create_params": {
             "input": [
@@ -63,11 +57,7 @@ SUBMIT_REPLY = "Submitted. The repository is tested as it is now. The task is ov
 
 
 class SoftwareEngineering:
-    """Software engineering tasks graded by hidden tests.
-
-    Raises:
-        InfrastructureError: the extra ``swe`` is not installed.
-    """
+    """Software engineering tasks graded by hidden tests; needs the extra ``swe``."""
 
     def __init__(self, tools: ToolLimits, limits: SweLimits) -> None:
         require_extras("swe")

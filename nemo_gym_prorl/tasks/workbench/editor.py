@@ -34,13 +34,7 @@ NOT_REGULAR_FILE = "is not a regular file"
 
 
 class Editor:
-    """Editor of one session.
-
-    Args:
-        files: access to files in the sandbox.
-        folder: base of relative paths.
-        limit: maximum characters of a view.
-    """
+    """Editor of one session; ``limit`` is the maximum characters of a view."""
 
     def __init__(self, files: Workspace, folder: str, limit: int) -> None:
         self._files = files

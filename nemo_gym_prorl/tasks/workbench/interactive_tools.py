@@ -112,7 +112,6 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         what: kind of the session, ``shell`` or ``kernel``, for messages.
         folder: initial working folder.
         limit: maximum bytes of an observation.
-        require_sandbox: raises if the sandbox has ended.
     """
 
     def __init__(self, what: str, sandbox: Sandbox, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
@@ -201,8 +200,6 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
 
     Args:
         silence_s: seconds without output after which a command is reported as waiting.
-        variables: environment variables, overriding the image's.
-        user: user of the shell; ``None`` for the sandbox's own.
     """
 
     def __init__(

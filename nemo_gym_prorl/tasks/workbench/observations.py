@@ -44,11 +44,7 @@ class Arguments(BaseModel):
 
 
 def tool_schema(name: str, model: type[Arguments], description: str | None = None) -> dict[str, Any]:
-    """Return a tool's function schema of the Responses API.
-
-    Args:
-        description: replaces the model's docstring if not ``None``.
-    """
+    """Return a tool's function schema of the Responses API; ``description`` replaces the model's docstring."""
     return {
         "type": "function",
         "name": name,
@@ -59,11 +55,7 @@ def tool_schema(name: str, model: type[Arguments], description: str | None = Non
 
 
 def parse_arguments[A: Arguments](tool: str, model: type[A], arguments: object) -> A:
-    """Validate the arguments that the policy passed to a tool.
-
-    Raises:
-        BadArguments: the arguments are invalid; the text is the policy's observation.
-    """
+    """Validate the arguments that the policy passed to a tool; raises :class:`BadArguments`."""
     if not isinstance(arguments, Mapping):
         raise BadArguments(f"Error: the arguments of {tool} must be a JSON object. {_usage(tool, model)}")
     try:
@@ -224,13 +216,7 @@ class Output:
 
 
 def observation(output: Output, status: str, notes: Sequence[str] = (), *, limit: int) -> str:
-    """Format an observation of at most ``limit`` bytes.
-
-    Args:
-        status: text from :func:`exit_code`, :func:`timed_out` and the like.
-        notes: texts from :func:`ended`, :func:`restarted` and the like.
-        limit: maximum bytes; at least 1000.
-    """
+    """Format an observation of at most ``limit`` bytes, at least 1000."""
     room = limit - len(_mark(_MAX_OMITTED)) - len(_last_line(status, notes, _MAX_OMITTED)) - 1
     kept = output.within(room)
     return _with_newline(str(kept)) + _last_line(status, notes, kept.omitted)

@@ -121,12 +121,8 @@ class Workspace(OpenTools):
     """Working folder and tools in a running sandbox.
 
     Args:
-        sandbox: a started sandbox with ``sh``.
         folder: absolute path of the working folder in the sandbox; created on first use.
-        limits: limits of tool calls.
-        installed: programs of the image.
         submitted: observation of ``submit``.
-        further: further tools by name.
     """
 
     def __init__(
@@ -245,11 +241,8 @@ class Workspace(OpenTools):
         return self._submitted
 
     async def extract_file(self, path: str, *, limit: int) -> ExtractedFile:
-        """Return a regular file's content, or the reason why the policy's file cannot be read.
-
-        Args:
-            path: relative to the working folder, or absolute.
-            limit: maximum bytes.
+        """Return the content of a regular file of at most ``limit`` bytes, or the reason why the policy's file cannot
+        be read. The path is absolute, or relative to the working folder.
 
         Raises:
             AgentError: the agent exceeded a limit of its sandbox.
