@@ -118,18 +118,22 @@ async def test_each_step_keeps_its_artifacts_also_for_a_separate_verifier(tmp_pa
     }
 
 
+def archive_of(folder: Path, names: list[str]) -> artifacts.Archives:
+    (folder / "a").write_bytes(b"x" * 3000)
+    with tarfile.open(folder / "raw", "w") as archive:
+        for name in names:
+            archive.add(folder / "a", name)
+    return {0: ("data", folder / "raw")}
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
 def test_a_full_disk_of_the_host_is_no_fault_of_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    (tmp_path / "a").write_text("x")
-    with tarfile.open(tmp_path / "raw", "w") as archive:
-        archive.add(tmp_path / "a", "data/a")
-
     def fail(*_arguments: object, **_more: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    declared, archives = [Artifact(source="/data")], {0: ("data", tmp_path / "raw")}
+    declared, archives = [Artifact(source="/data")], archive_of(tmp_path, ["data/a"])
     monkeypatch.setattr(Path, "open", lambda path, mode="r": fail() if "w" in mode else open(path, mode))  # noqa: PTH123, SIM115
     with pytest.raises(OSError, match=os.strerror(number)):
         artifacts.keep(declared, archives, tmp_path / "kept")
@@ -150,21 +154,13 @@ def test_a_full_disk_of_the_host_is_no_fault_of_the_agent(
     ],
 )
 def test_an_absent_artifact_is_missing(tmp_path: Path, members: list[str] | None, expected: tuple[str, str]) -> None:
-    (tmp_path / "a").write_text("x")
-    with tarfile.open(tmp_path / "raw", "w") as archive:
-        for name in members or ():
-            archive.add(tmp_path / "a", name)
-    archives = {} if members is None else {0: ("data", tmp_path / "raw")}
+    archives = {} if members is None else archive_of(tmp_path, members)
     [entry] = artifacts.keep([Artifact(source="/data")], archives, tmp_path / "kept")
     assert (entry["status"], entry["type"]) == expected
 
 
 def test_an_archive_that_is_cut_off_ends_early(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x" * 3000)
-    with tarfile.open(tmp_path / "raw", "w") as archive:
-        for name in ("data/a", "data/b"):
-            archive.add(tmp_path / "a", name)
+    archives = archive_of(tmp_path, ["data/a", "data/b"])
     os.truncate(tmp_path / "raw", 7000)
-    archives = {0: ("data", tmp_path / "raw")}
     [entry] = artifacts.keep([Artifact(source="/data")], archives, tmp_path / "kept")
     assert (entry["status"], entry["files"], entry["left_out"]) == ("ok", 1, 1)

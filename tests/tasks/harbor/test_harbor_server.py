@@ -94,6 +94,11 @@ BEHAVIOURS = {
         PASSED,
     ),
     "the exit code means nothing": ({"test": TEST + "exit 3"}, ANSWER, PASSED),
+    "tests can write beside themselves": (
+        {"test": says("mkdir /tests/d/e && echo x >> /tests/d/a && touch /tests/.b"), "files": {"tests/d/a": "x\n"}},
+        "true",
+        PASSED,
+    ),
     "files of environment are uploaded": (
         {"files": {"environment/in/data": "7"}, "test": says("[ $(cat /app/in/data) = 7 ]")},
         "true",
@@ -244,13 +249,6 @@ async def test_logs_of_the_verifier_are_limited_and_removed(tmp_path: Path) -> N
     assert shown(reply) == REFUSED
     assert "wrote more than 8 MiB" in reply[1]["detail"]
     assert list((state_root() / SCRATCH).iterdir()) == []
-
-
-async def test_tests_can_write_beside_themselves(tmp_path: Path) -> None:
-    writes = says("mkdir /tests/deep/build && echo x >> /tests/deep/data && touch /tests/.cache")
-    row = row_of(make_task(tmp_path / "t", test=writes, files={"tests/deep/data": "x\n"}))
-    async with serving("prorl_harbor") as base_url:
-        assert shown(await play(base_url, row, "true")) == PASSED
 
 
 USERS = """

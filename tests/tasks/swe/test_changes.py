@@ -67,6 +67,11 @@ def write(folder: str, tree: dict[str, tuple[str, bytes]]) -> str:
     return git(folder, "ls-files", "-s").decode()
 
 
+def contents_of(folder: str, listing: dict[str, Entry]) -> dict[str, bytes]:
+    wanted = "".join(f"{entry.blob}\n" for entry in listing.values()).encode()
+    return read_contents(git(folder, "cat-file", "--batch", given=wanted))
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), trees())
 def test_extracted_and_applied_changes_are_identical(
@@ -80,14 +85,13 @@ def test_extracted_and_applied_changes_are_identical(
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         commit = git(folder, *author, "commit-tree", tree, "-m", "base").decode().strip()
         listing = write(folder, after)
-        wanted = "".join(f"{entry.blob}\n" for entry in read_listing(listing).values()).encode()
-        contents = read_contents(git(folder, "cat-file", "--batch", given=wanted))
-        solution = Solution(tuple(compare_listings(base, read_listing(listing))), contents)
+        after_listing = read_listing(listing)
+        solution = Solution(tuple(compare_listings(base, after_listing)), contents_of(folder, after_listing))
         git(folder, "fast-import", "--quiet", given=import_stream(solution, commit))
         for ref in ("solution", "applied"):
             git(folder, "read-tree", f"refs/prorl/{ref}")
             assert git(folder, "ls-files", "-s").decode() == listing
-        assert {unquote(path) for path in read_listing(listing)} == after.keys()
+        assert {unquote(path) for path in after_listing} == after.keys()
 
 
 @pytest.mark.parametrize(
@@ -216,35 +220,20 @@ AFTER = {
 
 
 def test_reported_patch_reproduces_the_files(tmp_path: Path) -> None:
-    def git(*words: str, given: bytes = b"") -> bytes:
-        options = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.quotePath=true"]
-        return subprocess.run(
-            ["git", *options, *words], cwd=tmp_path, input=given, check=True, capture_output=True
-        ).stdout
-
-    def commit(files: dict[str, bytes]) -> str:
-        for path in tmp_path.glob("[!.]*"):
-            path.unlink()
-        for name, content in files.items():
-            (tmp_path / name).write_bytes(content)
-        git("add", "-A")
-        git("commit", "-qm", "x")
-        return git("ls-files", "-s").decode()
-
-    git("init", "-q", "--template=")
-    base, now = read_listing(commit(BEFORE)), read_listing(commit(AFTER))
-    contents = read_contents(
-        git("cat-file", "--batch", given="".join(f"{entry.blob}\n" for entry in now.values()).encode())
-    )
-    solution = Solution(tuple(compare_listings(base, now)), contents)
-    patch = read_patch(git("diff", "--binary", "--no-renames", "HEAD~1", "HEAD"), solution, base)
+    folder, listings, trees = str(tmp_path), [], []
+    git(folder, "init", "-q", "--template=")
+    for files in (BEFORE, AFTER):
+        listings.append(read_listing(write(folder, {name: ("100644", content) for name, content in files.items()})))
+        trees.append(git(folder, "write-tree").decode().strip())
+    solution = Solution(tuple(compare_listings(*listings)), contents_of(folder, listings[1]))
+    patch = read_patch(git(folder, "diff", "--binary", "--no-renames", *trees), solution, listings[0])
     text, left_out = patch.within(1 << 20)
     assert (left_out, patch.parts.keys()) == ([], {change.path for change in solution.changes})
     text = orjson.loads(orjson.dumps(text))
     assert "+one = 1  # Grüße\n" in text
-    git("read-tree", "HEAD~1")
-    git("apply", "--cached", "--whitespace=nowarn", given=text.encode())
-    assert git("write-tree") == git("rev-parse", "HEAD^{tree}")
+    git(folder, "read-tree", trees[0])
+    git(folder, "apply", "--cached", "--whitespace=nowarn", given=text.encode())
+    assert git(folder, "write-tree").decode().strip() == trees[1]
 
 
 def test_truncated_patch_has_whole_files_only() -> None:

@@ -32,20 +32,6 @@ for found in gc.get_objects():
         found.register(Helper())
 """
 
-FORGED_NAME = """
-import gc, _pytest.python
-from _pytest.config import PytestPluginManager
-class Helper:
-    def pytest_pyfunc_call(self, pyfuncitem):
-        return True if pyfuncitem in pyfuncitem.session.items else None
-    pytest_pyfunc_call.__code__ = pytest_pyfunc_call.__code__.replace(co_filename=_pytest.python.__file__)
-    pytest_pyfunc_call.pytest_impl = {"tryfirst": True, "specname": None, "wrapper": False, "hookwrapper": False,
-                                      "optionalhook": False, "trylast": False}
-for found in gc.get_objects():
-    if isinstance(found, PytestPluginManager):
-        found.register(Helper())
-"""
-
 REPORTS = f"""
 import atexit, gc
 def cheat():
@@ -99,9 +85,6 @@ ATTACKS = {
         "> /dev/null 2>&1 &",
         "no_patch|failed|not_taken",
         "",
-    ),
-    "skips all but tests that can only fail": Attack(
-        append("tally/__init__.py", FORGED_NAME), "any_answer", "regardless"
     ),
     "makes reports of its own": Attack(append("tally/__init__.py", REPORTS), "tampered", "records follow the end"),
     "has git run a hook": Attack(
