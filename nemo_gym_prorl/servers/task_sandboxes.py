@@ -22,7 +22,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxResources, SandboxSpec
@@ -178,21 +178,8 @@ printf %s "$home\""""
 _PROBE_TIMEOUT_S = 30.0  # enough to start a shell on a loaded machine
 
 
-class Launcher(Protocol):
-    """Agent program whose command depends on the sandbox; ``url`` and ``key`` are those of the rollout's policy."""
-
-    url: str
-    key: str
-    timeout_s: float
-
-    def launch(self, *, origin: str, home: str, libc: Any) -> Any:
-        """Return an object with ``command``, ``env`` and ``files``, for the policy's base URL ``origin`` in the
-        sandbox, a writable folder ``home``, and the image's C library ``libc`` (``glibc`` or ``musl``)."""
-        ...
-
-
-async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Launcher) -> dict[str, Any]:
-    """Run an agent program until the program ends, or until its time limit.
+async def run_program(tools: OpenTools, sandbox: Sandbox | None, launcher: Any) -> dict[str, Any]:
+    """Run the agent program of a :class:`.ProgramRequest` until the program ends, or until its time limit.
 
     Returns:
         ``exit_code``, ``None`` after the time limit; ``seconds``; ``output``, the end of both streams. If a signal

@@ -60,7 +60,7 @@ from nemo_gym_prorl.sandbox.snapshots import is_named
 from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
 from nemo_gym_prorl.servers.task_sandboxes import OWN_PROVIDER, TaskSandboxes, run_program
 from nemo_gym_prorl.tasks.sessions import Sessions
-from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, LimitsTime, Task
+from nemo_gym_prorl.tasks.task import EGRESS, TOOL_NUMBERS, TOOL_USE, AsyncCloseable, Task
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
@@ -304,7 +304,8 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         offers: dict[str, Any] = {"release_path": RELEASE_PATH}
         if self._sessions.resumes:
             offers["checkpoint_path"] = CHECKPOINT_PATH
-        if isinstance(self._task, LimitsTime) and (limit_s := self._task.time_limit_s(row)):
+        time_limit_s = getattr(self._task, "time_limit_s", None)
+        if time_limit_s is not None and (limit_s := time_limit_s(row)):
             offers["time_limit_s"] = limit_s
         if lease and self._sandboxes is not None:
             offers["program_path"] = PROGRAM_PATH

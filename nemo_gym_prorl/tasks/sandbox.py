@@ -14,8 +14,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_gym_prorl.sandbox_results import CellResult, ShellResult
-
 
 class ExecResult(Protocol):
     """Result of a command; ``error_type`` is ``None`` if the command ended by itself, else for example ``timeout``."""
@@ -31,42 +29,6 @@ class ExecResult(Protocol):
 
     @property
     def error_type(self) -> str | None: ...
-
-
-class ShellSession(Protocol):
-    """Persistent shell on a terminal; runs one command at a time."""
-
-    @property
-    def running(self) -> bool: ...
-
-    @property
-    def exited(self) -> bool: ...
-
-    async def run(
-        self, command: str, *, timeout_s: float, silence_s: float | None, output_limit: int = ...
-    ) -> ShellResult: ...
-
-    async def aside(self, command: str, *, timeout_s: float, output_limit: int = ...) -> ShellResult: ...
-
-    async def wait(self, *, timeout_s: float, silence_s: float | None) -> ShellResult: ...
-
-    async def send(self, text: str) -> None: ...
-
-    async def interrupt(self) -> None: ...
-
-    async def restart(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class KernelSession(Protocol):
-    """Persistent IPython kernel; runs one cell at a time."""
-
-    async def run(self, code: str, *, timeout_s: float, output_limit: int = ...) -> CellResult: ...
-
-    async def restart(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class Sandbox:
@@ -104,15 +66,13 @@ class Sandbox:
         )
         return done
 
-    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> ShellSession:
-        """Start a persistent shell in the sandbox's working folder."""
-        shell: ShellSession = await self._provider.shell(self._handle, env=env, user=user)
-        return shell
+    async def shell(self, *, env: Mapping[str, str] | None = None, user: str | int | None = None) -> Any:
+        """Start a persistent :class:`.Shell` in the sandbox's working folder."""
+        return await self._provider.shell(self._handle, env=env, user=user)
 
-    async def kernel(self) -> KernelSession:
-        """Start an IPython kernel in the sandbox's working folder."""
-        kernel: KernelSession = await self._provider.kernel(self._handle)
-        return kernel
+    async def kernel(self) -> Any:
+        """Start an IPython :class:`.Kernel` in the sandbox's working folder."""
+        return await self._provider.kernel(self._handle)
 
     async def upload(self, local_path: Path | str, remote_path: str) -> None:
         await self._provider.upload_file(self._handle, Path(local_path), remote_path)

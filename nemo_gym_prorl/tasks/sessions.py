@@ -37,9 +37,7 @@ from nemo_gym_prorl.tasks.sandbox_lifecycle import SandboxLifecycle, ShieldedTas
 from nemo_gym_prorl.tasks.task import (
     EXHAUSTED,
     Grade,
-    HoldsSnapshots,
     OpenTools,
-    ResumableTask,
     SandboxNeeds,
     Task,
     UnreadableAnswer,
@@ -96,8 +94,7 @@ class _Session[Opened: OpenTools, Artefacts]:
     @property
     def snapshots(self) -> set[str]:
         """Names of the snapshots that tools and artefacts own."""
-        owners = [part for part in (self.tools, self.artefacts) if isinstance(part, HoldsSnapshots)]
-        return {name for part in owners for name in part.snapshots}
+        return {name for part in (self.tools, self.artefacts) for name in getattr(part, "snapshots", ())}
 
 
 class Sessions[Opened: OpenTools, Artefacts]:
@@ -124,7 +121,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     @property
     def resumes(self) -> bool:
-        return isinstance(self._task, ResumableTask) and self._task.resumes
+        return bool(getattr(self._task, "resumes", False))
 
     @property
     def snapshots(self) -> list[str]:

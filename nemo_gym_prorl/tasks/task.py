@@ -326,7 +326,18 @@ class OpenSandbox(Protocol):
 
 
 class Task[Opened: OpenTools, Artefacts](Protocol):
-    """A family of tasks. All sessions share one instance, so a task keeps no state of a session."""
+    """A family of tasks. All sessions share one instance, so a task keeps no state of a session.
+
+    Optional attributes of a task:
+
+    - ``resumes = True``: sessions can be restored in a new sandbox without :meth:`prepare`, since all their state is
+      in sandbox and tools.
+    - ``time_limit_s(row)``: the seconds that the agent may take, or ``None``.
+    - ``aclose()``: see :class:`AsyncCloseable`.
+
+    Tools and artefacts may own snapshots. The session deletes the names in their attribute ``snapshots``, which may
+    grow while a task grades, after grading or on closing.
+    """
 
     @property
     def tools(self) -> ToolSet[Opened]: ...
@@ -374,32 +385,6 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
             InfrastructureError: ``verifier_error``, or an error of ``open_sandbox``.
         """
         ...
-
-
-@runtime_checkable
-class ResumableTask(Protocol):
-    """A task whose sessions can be restored in a new sandbox without :meth:`Task.prepare`, since all state of a
-    session is in its sandbox and in its tools.
-    """
-
-    resumes: bool
-
-
-@runtime_checkable
-class LimitsTime(Protocol):
-    """A task whose rows limit the agent's time."""
-
-    def time_limit_s(self, row: Mapping[str, Any]) -> float | None:
-        """Return the seconds that the agent may take; ``None`` if the row sets no limit."""
-        ...
-
-
-@runtime_checkable
-class HoldsSnapshots(Protocol):
-    """Tools or artefacts that own snapshots. The session deletes the snapshots after grading or on closing."""
-
-    snapshots: Sequence[str]
-    """Names of the snapshots, which may grow while a task grades."""
 
 
 @runtime_checkable

@@ -22,11 +22,11 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox_results import CellResult, ShellResult
-from nemo_gym_prorl.tasks.sandbox import ExecResult, KernelSession, Sandbox, ShellSession
+from nemo_gym_prorl.tasks.sandbox import ExecResult, Sandbox
 from nemo_gym_prorl.tasks.workbench.observations import (
     FAILED,
     OK,
@@ -99,13 +99,7 @@ class _SessionUnavailable(Exception):
     """The session cannot be replaced although its sandbox lives; the message contains the reason."""
 
 
-class _Session(Protocol):
-    async def restart(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class _InteractiveTool[Session: _Session, Asked](ABC):
+class _InteractiveTool[Asked](ABC):
     """Tool with one session: serializes calls, and replaces the session when it ends.
 
     Args:
@@ -120,7 +114,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         self._folder = folder
         self._limit = limit
         self._require_sandbox = require_sandbox
-        self._session: Session | None = None
+        self._session: Any = None
         self._lock = asyncio.Lock()
         self._pending_notes: list[str] = []
         """Notes for the next observation about state that was lost with a checkpoint."""
@@ -160,17 +154,16 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         """Execute a call; errors of the session are handled in :meth:`call`."""
 
     @abstractmethod
-    async def _open(self) -> Session:
-        """Start the first session."""
+    async def _open(self) -> Any:
+        """Start the first session, a shell or a kernel."""
 
     @abstractmethod
-    async def _enter(self, session: Session) -> None:
+    async def _enter(self, session: Any) -> None:
         """Prepare a fresh session, for example its working folder, which the agent may have removed."""
 
-    async def _require_session(self) -> Session:
+    async def _require_session(self) -> Any:
         if self._session is None:
             await self._restart(f"no {self._what} could be started")
-        assert self._session is not None
         return self._session
 
     async def _replace(self, output: Output, status: str, notes: Sequence[str] = ()) -> str:
@@ -195,7 +188,7 @@ class _InteractiveTool[Session: _Session, Asked](ABC):
         return error_text(reason, limit=self._limit)
 
 
-class Bash(_InteractiveTool[ShellSession, BashArguments]):
+class Bash(_InteractiveTool[BashArguments]):
     """Tool ``bash`` as a persistent shell; further arguments as of :class:`_InteractiveTool`.
 
     Args:
@@ -285,7 +278,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
         )
         return await self._report(action, timeout_s, left, notes)
 
-    async def _send_input(self, shell: ShellSession, line: str, timeout_s: float) -> str:
+    async def _send_input(self, shell: Any, line: str, timeout_s: float) -> str:
         if not shell.running or shell.exited:
             return self._error("no command is running that could take input.")
         if line:
@@ -316,10 +309,10 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
             return Output.of(text, action.omitted)
         return Output(text[len(seen) :])
 
-    async def _open(self) -> ShellSession:
+    async def _open(self) -> Any:
         return await self._sandbox.shell(env=self._variables, user=self._user)
 
-    async def _enter(self, session: ShellSession) -> None:
+    async def _enter(self, session: Any) -> None:
         self._seen, self._code = "", 0
         saved, self._saved = self._saved, {}
         # A program runs here, since the first program of a bash starts slowly and would delay the policy.
@@ -338,7 +331,7 @@ class Bash(_InteractiveTool[ShellSession, BashArguments]):
             await session.run(f"(exit {self._code})", timeout_s=ANSWER_MARGIN_S, silence_s=None)
 
 
-class Python(_InteractiveTool[KernelSession, PythonArguments]):
+class Python(_InteractiveTool[PythonArguments]):
     """Tool ``python`` as a persistent IPython kernel; arguments as of :class:`_InteractiveTool`."""
 
     def __init__(self, sandbox: Sandbox, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
@@ -378,10 +371,10 @@ class Python(_InteractiveTool[KernelSession, PythonArguments]):
         notes += await self._require_sandbox(None)
         return await self._replace(output, status, [*notes, ended("kernel")])
 
-    async def _open(self) -> KernelSession:
+    async def _open(self) -> Any:
         return await self._sandbox.kernel()
 
-    async def _enter(self, session: KernelSession) -> None:
+    async def _enter(self, session: Any) -> None:
         await session.run(_KERNEL_SETUP.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)
 
 
