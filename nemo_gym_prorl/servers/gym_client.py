@@ -31,10 +31,8 @@ from nemo_gym_prorl.http.keys import authorization
 def send_keys(caller: object = None) -> None:
     """Make Gym's client send each server that server's own key, and no other key.
 
-    Call the function after Gym has read its configuration, because the keys are read once.
-
-    Args:
-        caller: unused; Ray passes the actor to functions called through ``__ray_call__``.
+    Call the function after Gym has read its configuration, because the keys are read once. Ray passes the actor as
+    ``caller``.
     """
     from nemo_gym import server_utils
     from nemo_gym.global_config import get_global_config_dict

@@ -3,16 +3,7 @@
 """Serve any :class:`~nemo_gym_prorl.tasks.task.Task` as a Gym resources server.
 
 This module connects HTTP routes to :class:`~nemo_gym_prorl.tasks.sessions.Sessions`. An environment's server defines
-its settings and its task:
-
-    class MyConfig(TaskServerConfig):
-        my_setting: int = 3
-
-    class MyServer(TaskServer):
-        config: MyConfig
-
-        def make_task(self) -> MyTask:
-            return MyTask(self.config.my_setting)
+its settings and its task (``cli/new_environment/app.py`` is an example).
 
 An infrastructure failure is HTTP 500 with a problem document and the failure kind in a header, so an agent server
 never treats the failure as an observation or reward. An invalid row is 422 with the wrong field. A row that cannot be
@@ -150,13 +141,7 @@ class TaskVerifyRequest(BaseVerifyRequest):
 
 
 class TaskVerifyResponse(BaseVerifyResponse):
-    """The row with its reward and verdict; a task may add fields.
-
-    Attributes:
-        passed: whether the policy's solution is right.
-        verdict: short label of the outcome, such as ``wrong``.
-        verdict_detail: explanation of the verdict for people.
-    """
+    """The row with its reward and verdict (see :class:`.Grade`); a task may add fields."""
 
     model_config = ConfigDict(extra="allow")
 

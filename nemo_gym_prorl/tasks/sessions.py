@@ -215,12 +215,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
     async def use[T](
         self, key: str, lease: str | None, work: Callable[[Opened, Sandbox | None], Coroutine[Any, Any, T]]
     ) -> T:
-        """Run ``work`` with the tools and the sandbox of a session; releasing the session cancels ``work``.
+        """Run ``work`` with the tools and the sandbox of a session; releasing the session cancels ``work``. An
+        AgentError of ``work`` is raised, and the session is graded as exhausted.
 
-        Raises:
-            CallerError: the lease is not the session's. Policies do not know the lease, so they cannot make this call.
-            AgentError: ``work`` exceeded a limit of the sandbox; the session is then graded as exhausted.
-            InfrastructureError: ``session_lost``: the session is unknown or released.
+        Policies do not know the lease, so they cannot make this call.
         """
         session = self._require(key)
         if lease is None or lease != session.lease:

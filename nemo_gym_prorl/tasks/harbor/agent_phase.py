@@ -90,7 +90,7 @@ class AgentPhase:
             except SetupFailed as error:
                 logger.warning("%s: a collect hook did not run: %s", self.task.row.instance_id, error.reason)
                 continue
-            done = await self._bash(hook.command, hook.timeout_sec, user=user)
+            done = await bash(self._sandbox, hook.command, cwd=self.folder, timeout_s=hook.timeout_sec, user=user)
             if done.return_code:
                 logger.warning("%s: a collect hook failed: %s", self.task.row.instance_id, excerpt(done))
         taken = await self._sandbox.checkpoint(self._snapshot_name)
@@ -100,12 +100,14 @@ class AgentPhase:
         """Run the reference solution of the current step; return its exit status and the end of its output."""
         source = self.task.solution(self.step)
         assert source is not None
-        await self._upload(source, "/solution")
+        await upload_tree(self._sandbox, source, "/solution", self.task.folder)
         await self._require("chmod +x /solution/solve.sh", FILES_TIMEOUT_S)
         timeout_s = self.task.agent_timeout_s(self.step) or SOLUTION_TIMEOUT_S
         log = "/logs/agent/oracle.txt"
         command = f"(/solution/solve.sh) > {log} 2>&1; s=$?; tail -c {_EXCERPT_CHARS} {log}; exit $s"
-        return excerpt(await self._bash(command, timeout_s, user=self.user, env=self.task.solution_env()))
+        env = self.task.solution_env()
+        done = await bash(self._sandbox, command, cwd=self.folder, timeout_s=timeout_s, user=self.user, env=env)
+        return excerpt(done)
 
     async def _begin(self) -> None:
         step, image_user = self.step, self.task.row.harbor.image_user or self._sandbox.published[1]
@@ -117,15 +119,10 @@ class AgentPhase:
             return
         workdir = self.task.step_folder(step) / "workdir"
         if workdir.is_dir():
-            await self._upload(workdir, self.folder)
+            await upload_tree(self._sandbox, workdir, self.folder, self.task.folder)
             if (workdir / "setup.sh").is_file():
                 await self._require(f"bash {shlex.quote(self.folder.rstrip('/') + '/setup.sh')}", SETUP_TIMEOUT_S)
         await check_health(self._sandbox, step.healthcheck, self.folder)
-
-    async def _bash(
-        self, command: str, timeout_s: float, *, user: str | int | None = None, env: dict[str, str] | None = None
-    ) -> ExecResult:
-        return await bash(self._sandbox, command, cwd=self.folder, timeout_s=timeout_s, user=user, env=env)
 
     async def _require(self, command: str, timeout_s: float) -> None:
         # ``cd`` may fail, since one of these commands creates the folder.
@@ -134,9 +131,6 @@ class AgentPhase:
         )
         if done.return_code or done.error_type:
             raise SetupFailed(f"the sandbox could not be set up: {command[:200]}: {excerpt(done)}")
-
-    async def _upload(self, source: Path, target: str) -> None:
-        await upload_tree(self._sandbox, source, target, self.task.folder)
 
 
 async def bash(

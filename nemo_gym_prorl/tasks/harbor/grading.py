@@ -85,18 +85,11 @@ class HarborWork:
 
 @dataclass(frozen=True, slots=True)
 class _Control:
-    """Result of a control run.
+    """Result of a control run."""
 
-    Attributes:
-        problem: why the solution earns no reward; empty if it earns one.
-        works_strictly: whether ``strict: auto`` may use the mode ``strict``: the solution earns no less in that mode,
-            or at least 1.
-        snapshots: names of the run's snapshots, until a rollout takes them over to delete them.
-    """
-
-    problem: str = ""
-    works_strictly: bool = False
-    snapshots: list[str] = field(default_factory=list)
+    problem: str = ""  # why the solution earns no reward
+    works_strictly: bool = False  # in the mode ``strict`` the solution earns no less, or at least 1
+    snapshots: list[str] = field(default_factory=list)  # until a rollout takes them over to delete them
 
 
 @dataclass(frozen=True, slots=True)

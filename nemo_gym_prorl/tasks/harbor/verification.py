@@ -308,28 +308,18 @@ def _refuse_closed(error: OSError) -> None:
 
 
 class _Mounts:
-    """Files of the host that are mounted for one verification.
-
-    Attributes:
-        logs: folder that is mounted as ``/logs/verifier``.
-        artifacts: folder with the archive for a separate verifier.
-        limits: by folder that the tests can write to, the maximum bytes and number of files.
-        script: text of the test script; empty if the image contains the tests.
-        named: reward files that the tests name; empty if the image contains the tests.
-        env: environment variables with which the tests find the tools.
-        exports: shell commands before the tests, with which the tests find the tools.
-    """
+    """Files of the host that are mounted for one verification."""
 
     def __init__(self, task: LocatedTask, step: Step, settings: VerifierSettings) -> None:
         self._task = task
         self._step = step
         self.settings = settings
-        self.logs = Path()
-        self.artifacts = Path()
-        self.limits: dict[Path, tuple[float, float]] = {}
-        self.script = ""
-        self.named: set[str] = set()
-        self.env: dict[str, str] = {}
+        self.logs = Path()  # mounted as ``/logs/verifier``
+        self.artifacts = Path()  # has the archive for a separate verifier
+        self.limits: dict[Path, tuple[float, float]] = {}  # bytes and files, by folder that the tests can write to
+        self.script = ""  # text of the test script, unless the image contains the tests
+        self.named: set[str] = set()  # reward files that the tests name
+        self.env: dict[str, str] = {}  # with ``exports``, leads the tests to the tools
         self.exports = ""
 
     @contextlib.asynccontextmanager

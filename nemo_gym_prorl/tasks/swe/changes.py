@@ -269,19 +269,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """File changes that the policy made to the repository.
+    """File changes that the policy made to the repository."""
 
-    Attributes:
-        changes: changed files in the reported patch.
-        contents: content by blob id, of those files and of the base's versions of pytest settings files.
-        left_out: reason by path, for changed files missing from the patch.
-        ignored: reason by path, for reported changes that are not applied.
-    """
-
-    changes: tuple[Change, ...] = ()
-    contents: Mapping[str, bytes] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    ignored: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()  # in the reported patch
+    contents: Mapping[str, bytes] = field(default_factory=dict)  # by blob id, with the base's pytest settings files
+    left_out: Mapping[str, str] = field(default_factory=dict)  # reason by path of files that the patch lacks
+    ignored: Mapping[str, str] = field(default_factory=dict)  # reason by path of changes that are not applied
 
 
 def read_listing(text: str) -> dict[str, Entry]:

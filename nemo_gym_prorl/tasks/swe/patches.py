@@ -130,20 +130,13 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class AppliedSolution:
-    """A solution applied in a sandbox, with the hidden tests.
-
-    Attributes:
-        patch: all changes, including ignored ones.
-        files: blob id by path, of every file after application.
-        tests: paths of the test files.
-        kept: base64 archive of tests and hidden files that are not in the sandbox yet; empty if all are.
-    """
+    """A solution applied in a sandbox, with the hidden tests."""
 
     work: WorkFolder
-    patch: Patch
-    files: Mapping[str, str]
+    patch: Patch  # all changes, including ignored ones
+    files: Mapping[str, str]  # blob id by path, of every file after application
     tests: frozenset[str]
-    kept: str = ""
+    kept: str = ""  # base64 archive of tests and hidden files that are not in the sandbox yet
 
 
 class Repositories:

@@ -237,17 +237,11 @@ def _status(phases: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Comparison of outcomes with the row's lists of tests, such as ``FAIL_TO_PASS``.
+    """Comparison of outcomes with the row's lists of tests, such as ``FAIL_TO_PASS``."""
 
-    Attributes:
-        wrong: for each list, the unexpected outcomes by test.
-        right: for each list, the number of tests with the expected outcome.
-        seen: number of the row's tests with an outcome.
-    """
-
-    wrong: Mapping[str, Mapping[str, str]]
-    right: Mapping[str, int]
-    seen: int
+    wrong: Mapping[str, Mapping[str, str]]  # for each list, the unexpected outcomes by test
+    right: Mapping[str, int]  # for each list, the number of tests with the expected outcome
+    seen: int  # number of the row's tests with an outcome
 
     @property
     def resolved(self) -> bool:

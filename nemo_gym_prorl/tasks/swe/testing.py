@@ -94,24 +94,15 @@ _END_OF_LOG = 'tail -c "$2" "$1/log" | tail -n +2 > "$1/log.end"'
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Results of a test run.
+    """Results of a test run."""
 
-    Attributes:
-        timed_out: whether ``before_tests`` or the test command exceeded its time limit.
-        exit_code: exit code of the test command, or of ``before_tests`` if no tests ran.
-        records: records of the plugin; ``None`` if the runner has no plugin or did not start.
-        rewritten: test files that were modified during the run.
-        problem: why the log cannot be parsed; ``None`` if it can.
-        ended_early: why no tests ran; ``None`` if tests ran.
-    """
-
-    timed_out: bool = False
-    exit_code: int = 0
+    timed_out: bool = False  # also if ``before_tests`` exceeded its time limit
+    exit_code: int = 0  # of the test command, or of ``before_tests`` if no tests ran
     log: str = ""
-    records: RunnerRecords | None = None
-    rewritten: tuple[str, ...] = ()
-    problem: str | None = None
-    ended_early: str | None = None
+    records: RunnerRecords | None = None  # ``None`` if the runner has no plugin or did not start
+    rewritten: tuple[str, ...] = ()  # test files that were modified during the run
+    problem: str | None = None  # why the log cannot be parsed
+    ended_early: str | None = None  # why no tests ran
 
     @property
     def logs(self) -> list[str]:

@@ -202,13 +202,13 @@ class Bash(_InteractiveTool[BashArguments]):
         silence_s: float,
         limit: int,
         require_sandbox: RequireSandbox,
-        variables: Mapping[str, str] | None = None,
-        user: str | int | None = None,
+        variables: Mapping[str, str],
+        user: str | int | None,
     ) -> None:
         super().__init__("shell", sandbox, folder, limit, require_sandbox)
         self._user = user
         self._silence_s = silence_s
-        self._variables = SHELL_VARIABLES | dict(variables or {})
+        self._variables = variables
         self._seen = ""
         self._code = 0
         """Exit code of the last command, which a resumed shell restores as ``$?``."""

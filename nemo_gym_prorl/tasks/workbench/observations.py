@@ -358,19 +358,12 @@ _CUT = re.compile(r"; [0-9]+ bytes omitted")
 
 @dataclass(slots=True)
 class ToolCallCounts:
-    """Call counts of one tool.
-
-    Attributes:
-        calls: all calls.
-        errors: failed calls: invalid arguments, a non-zero exit code, an exception or an exceeded time limit.
-        timeouts: calls that exceeded their time limit.
-        cut: calls of ``bash`` and ``python`` with truncated observations.
-    """
+    """Call counts of one tool."""
 
     calls: int = 0
-    errors: int = 0
+    errors: int = 0  # invalid arguments, a non-zero exit code, an exception or an exceeded time limit
     timeouts: int = 0
-    cut: int = 0
+    cut: int = 0  # truncated observations of ``bash`` and ``python``
 
 
 class ToolCallStats:

@@ -159,7 +159,7 @@ class Workspace(OpenTools):
         self._user = user
         self._variables = {**SHELL_VARIABLES, **(variables or {})}
         self._editor = Editor(self, folder, limit)
-        self._bash = Bash(sandbox, folder, self._limits.silence_s, limit, self._require_sandbox, variables, user)
+        self._bash = Bash(sandbox, folder, self._limits.silence_s, limit, self._require_sandbox, self._variables, user)
         self._python: Python | StatelessPython = (
             Python(sandbox, folder, limit, self._require_sandbox)
             if self._has_kernel
