@@ -20,7 +20,6 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from nemo_gym_prorl.cli.app import app
-from nemo_gym_prorl.cli.data.convert import convert as convert_file
 from nemo_gym_prorl.cli.image.images import _images_of_rows
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.code import convert
@@ -199,25 +198,6 @@ def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
     dry = prorl_data("math", file, "--dry-run", "-o", tmp_path / "rows.jsonl")
     assert (dry.exit_code, dry.stdout, dry.stderr) == (0, "", wet.stderr)
     assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
-
-
-def test_concurrent_runs_of_one_output_are_refused(tmp_path: Path) -> None:
-    """A second run is refused while the first one writes; leftovers of a killed run are ignored."""
-    file, output = tmp_path / "set.jsonl", tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) + "\n" for n in range(50)))
-    (tmp_path / ".rows.jsonl.part").write_text("left by a run that was killed\n")
-    inner: list[Result] = []
-
-    def row_of(record: Any) -> Any:
-        if not inner:
-            inner.append(prorl_data("math", file, "-o", output))
-        return math.row_of(record)
-
-    assert convert_file(file, output, row_of)
-    assert isinstance(inner[0].exception, CallerError)
-    assert "another `prorl data` is writing this file" in inner[0].exception.reason
-    assert len(output.read_text().splitlines()) == 50
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.jsonl", "set.jsonl"]
 
 
 def test_code_tests_are_written_to_a_folder(tmp_path: Path) -> None:

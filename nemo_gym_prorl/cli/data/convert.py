@@ -9,7 +9,6 @@ families share reading, writing and the handling of unusable records.
 from __future__ import annotations
 
 import csv
-import fcntl
 import hashlib
 import os
 import sys
@@ -124,7 +123,6 @@ def convert_records(
         numbered: place and value of each record; a :class:`CallerError` as a value is a refused record.
         title: name of the dataset, for errors.
         unit: name of a record, for the summary.
-        output, row_of, data_source, dry_run: as in :func:`convert`.
     """
     with nullcontext() if dry_run else _atomic_output(output) as lines:
         summary = _convert(numbered, title, row_of, data_source, lines)
@@ -280,12 +278,9 @@ def convert_harbor(
 
     Args:
         source: a task's folder, a folder of such folders, a registry, a file of packed tasks, or ``URL@REF[#FOLDER]``.
-        output: as in :func:`convert`.
         name: data set of a registry.
         replaced: image that a task or its Dockerfile names to the one used in its place.
         force_build: whether Dockerfiles are built although tasks name a ``docker_image``.
-        data_source: as in :func:`convert`; ``harbor`` if ``None``.
-        dry_run: as in :func:`convert`.
 
     Raises:
         CallerError: as :func:`convert`, or no task names an image of ``replaced``.
@@ -413,29 +408,14 @@ def _atomic_output(output: Path | None) -> Iterator[IO[bytes]]:
             raise CallerError(f"cannot be written: {error.strerror or error}", field=str(output)) from error
         return
     output = output.resolve()
-    part = output.with_name(f".{output.name}.part")
+    part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as file:
-            _lock(file, part, output)
-            try:
-                file.truncate(0)
+        try:
+            with part.open("wb") as file:
                 yield file
-                file.flush()
-                part.rename(output)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
+            part.rename(output)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise CallerError(f"cannot be written: {error.strerror or error}", field=str(output)) from error
-
-
-def _lock(file: IO[bytes], part: Path, output: Path) -> None:
-    """Lock the partial file, so that two processes do not write one output."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat()):
-            return
-    except BlockingIOError:
-        pass
-    raise CallerError("another `prorl data` is writing this file; wait, or choose another --output", field=str(output))
