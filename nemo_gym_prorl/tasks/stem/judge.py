@@ -25,10 +25,9 @@ import json
 import random
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, clean_text
 from nemo_gym_prorl.tasks.stem.problems import StemProblem
@@ -37,9 +36,6 @@ from nemo_gym_prorl.tasks.stem.quantities import plain
 
 KEPT_REPLY_CHARS = 1000
 """Last characters of a reply that are kept in the rollout's row, to bound the row's size."""
-
-MAX_REPLY_CHARS = 50_000
-"""Maximum characters of a reply; a longer reply is a failure of the judge."""
 
 INSTRUCTIONS = """\
 You compare two answers to a question of science. Between two lines that begin with BEGIN and END and a tag you are \
@@ -106,12 +102,8 @@ class JudgeResult:
     reply: str = ""
 
 
-class AskModel(Protocol):
-    """Function that sends messages to the judge's model server."""
-
-    async def __call__(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the model's reply; raises :class:`InfrastructureError` if the server sends no complete reply."""
-        ...
+AskModel = Callable[[Sequence[Mapping[str, str]]], Awaitable[str]]
+"""Sends messages to the judge's model server; raises :class:`InfrastructureError` without a complete reply."""
 
 
 class Judge:
@@ -146,7 +138,7 @@ class Judge:
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
             for (_question, first, second, same), task in zip(cases, asked, strict=True):
-                verdict, _reply = task.result()
+                verdict = task.result().verdict
                 if (verdict is JudgeVerdict.SAME) is not same:
                     raise InfrastructureError(
                         f"the judge {self._name!r} is too {'strict' if same else 'lenient'}: its verdict on {first!r} "
@@ -166,12 +158,12 @@ class Judge:
             return JudgeResult(JudgeVerdict.STEERED)
         answers = [problem.expected, plain(answer)]
         random.shuffle(answers)
-        return JudgeResult(*await self._compare(problem.question, *answers))
+        return await self._compare(problem.question, *answers)
 
-    async def _compare(self, question: str, first: str, second: str) -> tuple[JudgeVerdict, str]:
+    async def _compare(self, question: str, first: str, second: str) -> JudgeResult:
         tag = secrets.token_hex(4)
         reply = await self._ask(messages(question, first, second, tag))
-        return verdict_of(reply, tag), clean_text(reply, KEPT_REPLY_CHARS, end=True)
+        return JudgeResult(verdict_of(reply, tag), clean_text(reply, KEPT_REPLY_CHARS, end=True))
 
 
 def messages(question: str, first: str, second: str, tag: str) -> list[dict[str, str]]:
@@ -187,13 +179,8 @@ def verdict_of(reply: str, tag: str) -> JudgeVerdict:
     """Return the verdict of a reply to a prompt with ``tag``.
 
     Raises:
-        InfrastructureError: ``verifier_error``: the reply is too long, contradictory, or ends without a verdict.
+        InfrastructureError: ``verifier_error``: the reply is contradictory, or ends without a verdict.
     """
-    if len(reply) > MAX_REPLY_CHARS:
-        raise InfrastructureError(
-            f"the judge's reply has {len(reply)} characters; at most {MAX_REPLY_CHARS} are read",
-            kind=FailureKind.VERIFIER_ERROR,
-        )
     pattern = re.compile(_VERDICT.format(tag=re.escape(tag)), re.IGNORECASE)
     lines = [
         line for line in reply.rpartition("</think>")[2].splitlines() if line.strip() and not _FENCE.fullmatch(line)

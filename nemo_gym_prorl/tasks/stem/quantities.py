@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.final_answer import OPENED_BOX, closed_from
 
 
@@ -325,10 +325,9 @@ def _exponent(*notations: str | None) -> int:
 
 @cache
 def _pint() -> Any:
-    try:
-        import pint
-    except ModuleNotFoundError as error:
-        raise InfrastructureError(f"{error.name} is not installed: pip install 'nemo-gym-prorl[stem]'") from error
+    require_extras("stem")
+    import pint
+
     return pint
 
 

@@ -325,9 +325,6 @@ TAVILY_URL = "https://api.tavily.com/search"
 MAX_RESULTS = 20
 """Tavily's maximum number of results of a query."""
 
-MAX_RESPONSE_BYTES = 4 * 2**20
-"""Maximum bytes of a response; 20 results are far smaller."""
-
 PAUSES_S = (0.5, 1.5)
 """Pauses in seconds before the second and third try."""
 
@@ -421,7 +418,7 @@ class TavilySearch:
             async with self._session.post(
                 self._url, data=body, headers=self._headers, allow_redirects=False
             ) as response:
-                content = await _read(response)
+                content = await response.read()
         except aiohttp.ClientConnectorError as error:
             raise _TransientError(f"no connection: {error}", FailureKind.TRANSPORT_UNREACHABLE) from error
         except aiohttp.ClientError as error:
@@ -435,18 +432,6 @@ class TavilySearch:
             kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED if used_up else FailureKind.PROVIDER_UNAVAILABLE
             raise _TransientError(f"HTTP {response.status}", kind)
         return content
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    parts, size = list[bytes](), 0
-    async for part in response.content.iter_chunked(2**16):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_RESPONSE_BYTES:
-            raise _TransientError(
-                f"the response is longer than {MAX_RESPONSE_BYTES} bytes", FailureKind.PROVIDER_UNAVAILABLE
-            )
-    return b"".join(parts)
 
 
 SearchEngine = OfflineSearch | TavilySearch

@@ -96,7 +96,7 @@ class Stem:
             await self._judge.require_strict()
         if problem.kind is AnswerKind.FORMULA and self._judge is None:
             try:
-                await self._rules.require_readable(problem.expected)
+                await self._rules.formulas.require_gradeable(problem.expected)
             except TaskError as error:
                 raise CallerError(error.reason, field="expected_answer") from error
         await tools.write({QUESTION_FILE: problem.question})
@@ -157,12 +157,8 @@ class Rules:
     """
 
     def __init__(self, formulas: MathChecker, tolerance: float = quantities.RELATIVE_TOLERANCE) -> None:
-        self._formulas = formulas
+        self.formulas = formulas
         self._tolerance = tolerance
-
-    async def require_readable(self, expected: str) -> None:
-        """Check that an expected formula can be parsed; see :meth:`.MathChecker.require_gradeable`."""
-        await self._formulas.require_gradeable(expected)
 
     async def check(self, problem: StemProblem, answer: str) -> Ruling:
         """Decide by rules whether a final answer is right.
@@ -217,7 +213,7 @@ class Rules:
     async def _formula(self, problem: StemProblem, answer: str) -> Ruling:
         if _is_chemical(bare := _bare(problem.expected)) and bare == _bare(answer):
             return True, "the expected formula of chemistry"
-        checked = await self._formulas.check(problem.expected, f"\\boxed{{{answer}}}", problem.question)
+        checked = await self.formulas.check(problem.expected, f"\\boxed{{{answer}}}", problem.question)
         if checked.right and _apart(problem.expected, answer):
             return None, "formulae of chemistry, or of operators, that differ in their order"
         if checked.right:
@@ -233,10 +229,9 @@ class Rules:
         if canonical(normalized(option)) == canonical(normalized(said)):
             return True
         one, other = quantities.read(option), quantities.read(said)
-        return one is not None and other is not None and self._compare(one, other) is Comparison.SAME
-
-    def _compare(self, one: quantities.Quantity, other: quantities.Quantity) -> Comparison:
-        return quantities.compare(one, other, self._tolerance)
+        if one is None or other is None:
+            return False
+        return quantities.compare(one, other, self._tolerance) is Comparison.SAME
 
 
 def names_differ(expected: str, answer: str) -> bool:

@@ -157,6 +157,5 @@ TROUBLES: Mapping[str, Callable[[dict[str, Any]], Awaitable[Response | dict[str,
     "two verdicts": says("VERDICT TAG: SAME\nNo.\nVERDICT TAG: DIFFERENT"),
     "no tag": says("VERDICT: SAME"),
     "the instructions again": says("`VERDICT TAG: SAME` or `VERDICT TAG: DIFFERENT`."),
-    "without end": says("They are the same. " * 10_000 + "\nVERDICT TAG: SAME"),
 }
 """Failures of a judge's server."""
