@@ -47,12 +47,6 @@ _NOT_ONE_SIDE = re.compile(r"[=<>,;&]|\\\\|\\[lg]eq?(?![a-zA-Z])")
 """Relation or separator. In a text with one, ``\\over`` outside of braces spans one side only: not converted."""
 
 
-def with_braces(text: str) -> str:
-    r"""Return TeX with braces around arguments of fractions, binomials and roots, and around longer powers and indices
-    (``x^2`` stays). Converts ``\over`` and ``\choose``, and removes the braces around a base of one symbol."""
-    return _braced(text, 0)
-
-
 def closed_from(text: str, start: int, end: int | None = None) -> str | None:
     """Return the text from ``start`` to the brace that closes the TeX group; ``None`` if not closed before ``end``."""
     depth = 1
@@ -63,19 +57,16 @@ def closed_from(text: str, start: int, end: int | None = None) -> str | None:
     return None
 
 
-def argument_from(text: str, start: int) -> tuple[str, int] | None:
-    """Return the TeX argument at ``start``, with braces added, and the end index; ``None`` without an argument."""
-    return _argument(text, start, 0)
-
-
-def _braced(text: str, depth: int) -> str:
+def with_braces(text: str, depth: int = 0) -> str:
+    r"""Return TeX with braces around arguments of fractions, binomials and roots, and around longer powers and indices
+    (``x^2`` stays). Converts ``\over`` and ``\choose``, and removes the braces around a base of one symbol."""
     parts: list[str] = []
     at = 0
     while (found := _TOKEN.match(text, at)) is not None:
         token, at = found[0], found.end()
         name = _ALIASES.get(token[1:], token[1:]) if token[0] == "\\" else ""
         if token in _INFIX and (depth or not _NOT_ONE_SIDE.search(text)):
-            above, below = "".join(parts).strip(), _braced(text[at:], depth).strip()
+            above, below = "".join(parts).strip(), with_braces(text[at:], depth).strip()
             return rf"\{_INFIX[token]}{{{above}}}{{{below}}}"
         if name in _ARGUMENTS:
             made = _command(name, text, at, depth)
@@ -85,7 +76,7 @@ def _braced(text: str, depth: int) -> str:
         elif token in "^_" and _RAISED.match(text, at) and (made := _argument(text, at, depth)) is not None:
             part, at = f"{token}{{{made[0]}}}", made[1]
         elif token == "{" and depth < MAX_DEPTH and (group := _group(text, at - 1)) is not None:
-            inner, at = _braced(group[0], depth + 1), group[1]
+            inner, at = with_braces(group[0], depth + 1), group[1]
             base = _ONE_SYMBOL.fullmatch(inner) and text[at : at + 1] in ("^", "_")
             part = inner if base else f"{{{inner}}}"
         else:
@@ -98,7 +89,7 @@ def _command(name: str, text: str, at: int, depth: int) -> tuple[str, int] | Non
     """Return a command with its arguments in braces, and the end index; ``None`` if an argument is missing."""
     written = f"\\{name}"
     if name == "sqrt" and (degree := re.compile(r"\s*\[([^][]*)\]").match(text, at)):
-        written, at = f"{written}[{_braced(degree[1], depth + 1)}]", degree.end()
+        written, at = f"{written}[{with_braces(degree[1], depth + 1)}]", degree.end()
     for _ in range(_ARGUMENTS[name]):
         argument = _argument(text, at, depth)
         if argument is None:
@@ -108,10 +99,11 @@ def _command(name: str, text: str, at: int, depth: int) -> tuple[str, int] | Non
 
 
 def _argument(text: str, at: int, depth: int) -> tuple[str, int] | None:
+    """Return the TeX argument at ``at``, with braces added, and the end index; ``None`` without an argument."""
     if depth >= MAX_DEPTH:
         return None
     if (group := _group(text, at)) is not None:
-        return _braced(group[0], depth + 1), group[1]
+        return with_braces(group[0], depth + 1), group[1]
     found = re.compile(r"\s*(\\[a-zA-Z]+|[^\W_])").match(text, at)
     if found is None:
         return None
@@ -219,7 +211,7 @@ def without_lead_in(answer: str) -> str:
 
 def _boxed(message: str, boxes: list[re.Match[str]]) -> str | None:
     if boxes[-1]["bare"] == "\\":
-        argument = argument_from(message, boxes[-1].start("bare"))
+        argument = _argument(message, boxes[-1].start("bare"), 0)
         return argument and argument[0]
     if boxes[-1]["bare"]:
         return boxes[-1]["bare"]

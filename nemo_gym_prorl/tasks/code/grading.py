@@ -150,16 +150,12 @@ class CodeLimits:
         memory_mib: address space of one test's process in MiB: the default and the maximum of a row's own limit.
         total_s: seconds of all tests, without time waiting for a processor.
         output_bytes: maximum output of one test.
-        file_mib: largest file that a test may write, in MiB.
-        threads: approximate limit on threads.
     """
 
     time_s: float = 10.0
     memory_mib: int = 1024
     total_s: float = 300.0
     output_bytes: int = 16 << 20
-    file_mib: int = 64
-    threads: int = 64
 
 
 OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]

@@ -40,6 +40,9 @@ RECURSION_LIMIT = 50_000
 MAX_INT_DIGITS = 1 << 20
 """Maximum digits of integers that a program may print or read, as in Gym's grader."""
 
+FILE_BYTES = 64 << 20  # largest file that a test may write
+THREADS = 64
+
 MAX_OPEN_FILES = 256
 """Limit on a child's open files; all inherited descriptors are lower."""
 
@@ -188,8 +191,8 @@ def zygote_main(channel: socket.socket) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # one thread per processor would exhaust the address space
     for what, value in (
         (resource.RLIMIT_AS, job["memory_mib"] << 20),
-        (resource.RLIMIT_FSIZE, job["file_mib"] << 20),
-        (resource.RLIMIT_NPROC, job["threads"]),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_NPROC, THREADS),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
