@@ -44,11 +44,11 @@ from nemo_gym_prorl.tasks.math.measures import (
 )
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.spelling import (
+    OPERATOR,
     canonical,
     has_adjacent_numbers,
     normalized,
     order_differs,
-    repeats_question,
     with_binomials,
     with_named_symbols,
 )
@@ -138,7 +138,7 @@ def judge(expected: str, said: str, question: str = "") -> Judgement:
         return MathVerdict.NO_ANSWER, "the box is empty"
     if canonical(text) == canonical(gold_text):
         return MathVerdict.RIGHT, "the same text"
-    if repeats_question(text, question):
+    if len(OPERATOR.findall(canonical(text))) >= 2 and canonical(text) in canonical(question):
         return MathVerdict.UNFINISHED, "it repeats the question"
     judged = [
         _compared(gold, answer, question) for gold in shapes.readings(gold_text) for answer in shapes.readings(text)
@@ -201,13 +201,14 @@ def _compared(gold: str, text: str, question: str) -> Judgement:
     if wanted_cases and given_cases and any(condition for _, condition in (*wanted_cases, *given_cases)):
         return _piecewise(wanted_cases, given_cases, question)
     if (one := congruence(gold)) and (other := congruence(text)):
-        if one.modulus != other.modulus or (one.name and other.name and one.name != other.name):
+        (name, residue, modulus), (other_name, other_residue, other_modulus) = one, other
+        if modulus != other_modulus or (name and other_name and name != other_name):
             return MathVerdict.WRONG, "another congruence"
-        numbers = [_number(one.residue), _number(other.residue)]
+        numbers = [_number(residue), _number(other_residue)]
         if all(isinstance(number, sympy.Integer) for number in numbers):
-            same_class = (numbers[0] - numbers[1]) % one.modulus == 0
+            same_class = (numbers[0] - numbers[1]) % modulus == 0
             return (MathVerdict.RIGHT if same_class else MathVerdict.WRONG), "numbers modulo another"
-        return _compared(one.residue, other.residue, question)
+        return _compared(residue, other_residue, question)
     if (trouble := text_difference(gold, text, question)) is not None:
         return (MathVerdict.WRONG, trouble) if trouble else (MathVerdict.RIGHT, "the same words")
     if shapes.has_ellipsis(gold) != shapes.has_ellipsis(text):

@@ -94,18 +94,10 @@ def nouns_of(text: str) -> frozenset[str]:
     return frozenset((*forms, *_SYLLABLE.findall(text)))
 
 
-def is_unit(
-    text: str, nouns: frozenset[str], *, in_text: bool, glued: bool = False, below: bool = False, follows: bool = False
-) -> bool:
+def _is_unit(text: str, nouns: frozenset[str], *, in_text: bool, glued: bool, below: bool, follows: bool) -> bool:
     """Return whether a text is a unit or a counted noun, and nothing else.
 
-    Args:
-        text: words or symbols, possibly with powers.
-        nouns: nouns that may be counted, besides those in :data:`_COUNTED`.
-        in_text: whether the text is in ``\\text{}`` or the like, where letters are words.
-        glued: whether the text follows a number without a space.
-        below: whether the text follows a slash.
-        follows: whether another unit follows.
+    In ``\\text{}`` (``in_text``) letters are words. ``glued`` text follows a number without a space.
     """
     if not _UNIT_TEXT.fullmatch(text):
         return False
@@ -189,9 +181,6 @@ _LEADING = re.compile(
     r"|volume|probability)\b[\s:,]*)+(?(opened)\}[\s:]*)",
     re.IGNORECASE,
 )
-_NAME = re.compile(
-    rf"(?i)\s*{_COMMAND}\s*\{{\s*(?:the\s+)?(?:total|sum|answer|result|amount|number|cost|profit)\b[^{{}}\d]*\}}\s*="
-)
 _CLOSING = re.compile(
     rf"{_COMMAND}\s*\{{\s*is\s+(?:the\s+)?(?:(?:final|correct|only|smallest|largest|greatest|minimum|maximum)\s*)*"
     r"(?:(?:answer|result|value|solution|number|one)\s*)?\.?\s*\}\s*$",
@@ -232,8 +221,6 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
         nouns: nouns that the answer may count, as from :func:`nouns_of`.
     """
     text = _CLOSING.sub("", text)
-    if named := _NAME.match(text):
-        text = text[named.end() :]
     if leading := _LEADING.match(text):
         text = text[leading.end() :]
     unit: dict[str, int] = {}
@@ -241,12 +228,10 @@ def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
         unit[CURRENCY[money["money"]]] = 1
         text = money["sign"] + text[money.end() :]
     begin = _unit_at(text, nouns, after_unit=bool(unit))
-    if begin == len(text):
-        return Measure(text.strip(), unit)
     powers, scale = _read(text[begin:])
     for name, power in powers.items():
         unit[name] = power if name in CURRENCY.values() else unit.get(name, 0) + power
-    return Measure(_END_SPACES.sub("", text[:begin]), unit, scale)
+    return Measure(_END_SPACES.sub("", text[:begin]).strip(), unit, scale)
 
 
 def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
@@ -305,7 +290,7 @@ def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
         inner = re.sub(rf"^/\s*|{_COMMAND}\s*\{{|\}}", "", part[0])
         scale = inner.strip() in ("C", "F") and _DEGREES_BEFORE.search(before)
         follows = begin < len(text)
-        if not (part["angle"] or scale) and not is_unit(
+        if not (part["angle"] or scale) and not _is_unit(
             inner, nouns, in_text="\\" in part[0], glued=glued, below=part[0][0] == "/", follows=follows
         ):
             break

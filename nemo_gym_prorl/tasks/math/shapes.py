@@ -32,8 +32,6 @@ _SPELLED = (
     (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
     (re.compile(r"⟨"), r"\\langle "),
     (re.compile(r"⟩"), r"\\rangle "),
-    (re.compile(r"^\s*<(?=[^<>]*,[^<>]*>\s*$)"), r"\\langle "),
-    (re.compile(r"(?<=\S)>\s*$"), r"\\rangle "),
 )
 _TOKEN = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPEN = {"(": "(", "[": "[", r"\{": "{", r"\langle": "<", "{": "group"}
@@ -106,11 +104,8 @@ def plain_brackets(text: str) -> str:
     text = re.sub(
         r"^\s*[\[(]\s*(\\begin\s*\{(array|matrix)\}.*\\end\s*\{\2\})\s*[\])]\s*$", r"\1", text, flags=re.DOTALL
     )
-    for pattern, replacement in _SPELLED[:4]:
+    for pattern, replacement in _SPELLED:
         text = pattern.sub(replacement, text)
-    if _SPELLED[4][0].search(text):
-        for pattern, replacement in _SPELLED[4:]:
-            text = pattern.sub(replacement, text)
     return text.strip()
 
 
@@ -151,8 +146,6 @@ def shape_of(text: str) -> Shape | None:
     if brackets == TUPLE and len(members) == 1:
         return shape_of(members[0])
     if brackets in (CLOSED, *HALF_OPEN) and len(members) < 2:
-        return None
-    if brackets not in (LIST, SET, TUPLE, CLOSED, *HALF_OPEN, VECTOR):
         return None
     return Shape(brackets, members)
 
@@ -321,8 +314,6 @@ def real_set(text: str, number: Number) -> RealSet | None:
         number: parser of the numbers.
     """
     text = _plain(text)
-    if not text:
-        return None
     for separators, join in ((_UNION, sympy.Union), (_MEET, sympy.Intersection)):
         if len(parts := split(text, separators)) > 1:
             read = [real_set(part, number) for part in parts]
@@ -343,21 +334,16 @@ def same_set(expected: RealSet, said: RealSet, near: Callable[[Any, Any], bool])
     if expected.name and said.name and expected.name != said.name:
         return False
     wanted, given = _pieces(expected.value), _pieces(said.value)
-    if wanted is None or given is None:
-        return False
     return len(wanted) == len(given) and all(
-        one.left_open == other.left_open
-        and one.right_open == other.right_open
-        and near(one.start, other.start)
-        and near(one.end, other.end)
-        for one, other in zip(wanted, given, strict=True)
+        open_ends == other_open_ends and near(start, other_start) and near(end, other_end)
+        for (start, end, *open_ends), (other_start, other_end, *other_open_ends) in zip(wanted, given, strict=True)
     )
 
 
 def has_unmerged_parts(expected: RealSet, said: RealSet) -> bool:
     """Return whether an answer combines more sets than necessary, and more than the expected answer combines."""
-    pieces = _pieces(said.value) or []
-    listed = all(piece.start == piece.end for piece in pieces)
+    pieces = _pieces(said.value)
+    listed = all(start == end for start, end, *_ in pieces)
     return said.parts > max(1 if listed else len(pieces), expected.parts, 1)
 
 
@@ -418,8 +404,6 @@ def _related(text: str, number: Number) -> RealSet | None:
     for at, sign in enumerate(signs):
         at_left = at + 1 <= name_at
         value = values[at if at_left else at + 1]
-        if abs(name_at - (at if at_left else at + 1)) > 1:
-            continue  # in 0 < 1 < x only the relation next to the name bounds the set
         strict = sign in ("lt", "gt")
         if sign.startswith("n"):
             part: Any = sympy.Complement(sympy.S.Reals, sympy.FiniteSet(value))
@@ -435,26 +419,13 @@ def _is_real(value: Any) -> bool:
     return value is not None and isinstance(value, sympy.Expr) and bool(value.is_extended_real) and value.is_number
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Interval of a set of real numbers; a point has equal ends."""
-
-    start: Any
-    end: Any
-    left_open: Any
-    right_open: Any
-
-
-def _pieces(value: Any) -> list[_Piece] | None:
-    """Return the pieces of a set from left to right; ``None`` if the set is not a union of intervals and points."""
-    if value is sympy.S.Reals:
-        return [_Piece(-sympy.oo, sympy.oo, True, True)]
+def _pieces(value: Any) -> list[tuple[Any, Any, bool, bool]]:
+    """Return start, end, and whether each is open, of the intervals of a set from left to right; a point has equal
+    ends."""
     pieces = []
     for part in value.args if isinstance(value, sympy.Union) else [value]:
         if isinstance(part, sympy.FiniteSet):
-            pieces += [_Piece(point, point, False, False) for point in part]
-        elif isinstance(part, sympy.Interval):
-            pieces.append(_Piece(part.start, part.end, bool(part.left_open), bool(part.right_open)))
+            pieces += [(point, point, False, False) for point in part]
         elif part is not sympy.S.EmptySet:
-            return None
-    return sorted(pieces, key=lambda piece: float(piece.start))
+            pieces.append((part.start, part.end, bool(part.left_open), bool(part.right_open)))
+    return sorted(pieces, key=lambda piece: float(piece[0]))

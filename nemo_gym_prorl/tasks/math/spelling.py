@@ -166,7 +166,7 @@ _BASE = re.compile(r"(\\log\s*_\s*(?:\{\s*\d+\s*\}|\d)|\\[dtc]?frac\s*\d)\s+(?=\
 _SIDE_BY_SIDE = re.compile(
     r"\d\s+\d|(?<![a-zA-Z_^\d.\]}\\])\d+\s*\{\s*\d|(?<![a-zA-Z_^\]}\\])\{\s*\d+\s*\}\s*\{?\s*\d"
 )
-_OPERATOR = re.compile(r"[+\-*/^!]|\\(?:frac|sqrt|times|cdot|div|binom|sum|int|prod|lim)")
+OPERATOR = re.compile(r"[+\-*/^!]|\\(?:frac|sqrt|times|cdot|div|binom|sum|int|prod|lim)")
 
 
 def normalized(answer: str) -> str:
@@ -234,12 +234,6 @@ def canonical(answer: str) -> str:
     text = _WORDS.sub(r"\1", text)
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     return _SPACING.sub("", text)
-
-
-def repeats_question(answer: str, question: str) -> bool:
-    """Return whether an answer with at least two operations is copied literally from the question."""
-    text = canonical(answer)
-    return len(_OPERATOR.findall(text)) >= 2 and text in canonical(question)
 
 
 def has_adjacent_numbers(answer: str) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -95,18 +94,10 @@ def label_and_rest(expected: str, said: str) -> tuple[str, str]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Congruence:
-    """Congruence such as ``x \\equiv 3 \\pmod 7``; the name ``x`` may be empty."""
-
-    name: str
-    residue: str
-    modulus: int
-
-
-def congruence(text: str) -> Congruence | None:
+def congruence(text: str) -> tuple[str, str, int] | None:
+    """Return name (may be empty), residue and modulus of ``x \\equiv 3 \\pmod 7``; ``None`` for any other text."""
     found = _CONGRUENCE.fullmatch(text.strip())
-    return found and Congruence(found["name"] or "", found["residue"], int(found["modulus"]))
+    return found and (found["name"] or "", found["residue"], int(found["modulus"]))
 
 
 def base_difference(expected: str, said: str, question: str) -> str:
