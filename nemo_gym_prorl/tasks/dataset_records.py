@@ -136,11 +136,8 @@ def require_answerable(record: Mapping[str, Any]) -> None:
 def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, str]:
     """Return the name of the question's field, and the question after its context.
 
-    The question is a text field, or the last user message in ``prompt``.
-
-    Args:
-        record: the record with lower-case names.
-        given: the original record; the error for a missing question lists its fields.
+    The question is a text field, or the last user message in ``prompt``. ``record`` has lower-case names; the error
+    for a missing question lists the fields of the original record ``given``.
 
     Raises:
         CallerError: the question is missing or no text; names the field.
@@ -160,11 +157,7 @@ def question_of(record: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[st
 
 
 def options_by_field(record: Mapping[str, Any]) -> list[Any]:
-    """Return the options of a record with one field per option, from A to J; empty with fewer than two.
-
-    Args:
-        record: the record with lower-case names.
-    """
+    """Return the options of a record with one field per option, from A to J; empty with fewer than two."""
     for before in _OPTION_FIELDS:
         fields = (record.get(f"{before}{letter}") for letter in "abcdefghij")
         if len(options := [*takewhile(lambda option: option not in (None, ""), fields)]) > 1:
@@ -265,8 +258,6 @@ def create_params(
     """Return a row's ``responses_create_params``.
 
     Args:
-        system: system prompt.
-        question: user message.
         tools: function schemas of the Responses API.
         parallel: whether the policy may call several tools in one turn.
         script: turns for the scripted model server (``cli/scripted/text.py``); ``None`` for a real model.

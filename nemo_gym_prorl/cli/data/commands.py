@@ -59,6 +59,9 @@ def stem(file: Source, output: Output = None, data_source: DataSource = None, dr
 
     Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
     """
+    from nemo_gym_prorl.tasks import require_extras
+
+    require_extras("stem")
     from nemo_gym_prorl.tasks.stem.problems import AnswerKind, problem_of, row_of
 
     judged = set[int]()

@@ -137,12 +137,7 @@ class Metadata(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class CodeTestCase:
-    """A test of a problem.
-
-    Attributes:
-        input: standard input of the program, or arguments of the function.
-        expected: expected output or result.
-    """
+    """A test: standard input of a program and its expected output, or arguments of a function and its result."""
 
     input: Any
     expected: Any
@@ -324,11 +319,9 @@ class HumanEvalProblem:
     """A problem of HumanEval.
 
     Attributes:
-        task_id: for example ``"HumanEval/0"``.
         entry_point: name of the function to implement.
         prompt: imports, helpers, signature and docstring, without the body.
         reference: correct body, to append to ``prompt``.
-        metadata: ``verifier_metadata`` of the row.
     """
 
     task_id: str
@@ -374,14 +367,10 @@ def row_for(
     script: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return a dataset row.
+    """Return a dataset row with ``more`` fields.
 
-    Args:
-        statement: problem text for the policy.
-        metadata: ``verifier_metadata``; see :class:`Metadata`.
-        function: name of the function under test; ``None`` for a program.
-        script: see :func:`.dataset_records.create_params`.
-        more: further fields of the row.
+    ``metadata`` is as in :class:`Metadata`; ``function`` is ``None`` for a program; see :func:`.create_params` for
+    ``script``.
     """
     asked = statement.strip()
     if function is not None:

@@ -178,8 +178,6 @@ async def grade(
 
     Args:
         open_sandbox: starts a fresh sandbox with ``sh`` and ``python3`` (3.8 or later).
-        problem: tests and checker.
-        source: Python source of the candidate.
         limits: limits of the tests; the problem's own limits may only be lower.
         root: folder in the sandbox for uploads.
         rule: ``all`` gives 1 if all tests pass and stops at the first failure; ``fraction`` gives the share of passed

@@ -195,13 +195,7 @@ QUESTION_FILE = "question.txt"
 
 
 class Math:
-    """Task of mathematical problems.
-
-    Args:
-        root: folder in each sandbox; the policy works in ``<root>/workspace``.
-        tools: limits of tool calls.
-        checker: comparison of answers; the task closes the checker.
-    """
+    """Task of mathematical problems; closes its checker. The policy works in the sandbox's ``<root>/workspace``."""
 
     resumes = True
 

@@ -132,17 +132,12 @@ class Judge:
             cases = [
                 case for q, one, other, same in EXAMINATION for case in ((q, one, other, same), (q, other, one, same))
             ]
-            try:
-                async with asyncio.TaskGroup() as group:
-                    asked = [group.create_task(self._compare(*case[:3])) for case in cases]
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-            for (_question, first, second, same), task in zip(cases, asked, strict=True):
-                verdict = task.result().verdict
-                if (verdict is JudgeVerdict.SAME) is not same:
+            results = await asyncio.gather(*(self._compare(*case[:3]) for case in cases))
+            for (_question, first, second, same), result in zip(cases, results, strict=True):
+                if (result.verdict is JudgeVerdict.SAME) is not same:
                     raise InfrastructureError(
                         f"the judge {self._name!r} is too {'strict' if same else 'lenient'}: its verdict on {first!r} "
-                        f"and {second!r} is {verdict}. Name another model server",
+                        f"and {second!r} is {result.verdict}. Name another model server",
                         kind=FailureKind.VERIFIER_ERROR,
                         field="judge_model_server",
                     )

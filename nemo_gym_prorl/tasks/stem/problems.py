@@ -200,13 +200,9 @@ def kind_of(expected: str, question: str = "") -> AnswerKind:
 def row_for(
     question: str, expected: str, options: Mapping[str, str] | None = None, script: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the dataset row of a problem.
+    """Return the dataset row of a problem, whose question does not contain the options.
 
-    Args:
-        question: question without its options.
-        expected: expected answer; the letter in a multiple choice.
-        options: texts by letter; ``None`` for a free answer.
-        script: see :func:`.dataset_records.create_params`.
+    In a multiple choice ``expected`` is a letter of ``options``. See :func:`.create_params` for ``script``.
     """
     prompt = "\n".join([question, *(f"{letter}: {text}" for letter, text in (options or {}).items())])
     tools = [*workbench_schemas(WORKBENCH_TOOLS), SCHEMA]

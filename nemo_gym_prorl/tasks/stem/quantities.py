@@ -17,7 +17,8 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from nemo_gym_prorl.tasks import require_extras
+import pint
+
 from nemo_gym_prorl.tasks.final_answer import OPENED_BOX, closed_from
 
 
@@ -158,11 +159,7 @@ _REWRITES = (
 
 
 def read(text: str) -> Quantity | None:
-    """Parse a quantity in a usual notation, including LaTeX; return ``None`` for any other text.
-
-    Raises:
-        InfrastructureError: ``pint`` is not installed.
-    """
+    """Parse a quantity in a usual notation, including LaTeX; return ``None`` for any other text."""
     if len(text) > 2 * MAX_CHARS:
         return None
     text = _MICRO.sub("µ", _DOLLARS.sub("", text)).replace("{,}", ",")
@@ -221,9 +218,7 @@ def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison
     systems = ("Gaussian",) if "gauss" in f"{expected.unit} {said.unit}" else ()
     try:
         converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit, *systems).magnitude
-    except (_pint().DimensionalityError, _pint().OffsetUnitCalculusError, _pint().LogarithmicUnitCalculusError):
-        return Comparison.DIFFERENT
-    except (OverflowError, ZeroDivisionError):
+    except (pint.PintError, OverflowError, ZeroDivisionError):
         return Comparison.DIFFERENT
     if _OFFSET & {expected.unit, said.unit}:
         return _temperatures(expected, said, Fraction(converted), tolerance)
@@ -324,16 +319,8 @@ def _exponent(*notations: str | None) -> int:
 
 
 @cache
-def _pint() -> Any:
-    require_extras("stem")
-    import pint
-
-    return pint
-
-
-@cache
 def _registry() -> Any:
-    return _pint().UnitRegistry(autoconvert_offset_to_baseunit=True, cache_folder=None)
+    return pint.UnitRegistry(autoconvert_offset_to_baseunit=True, cache_folder=None)
 
 
 def read_units(text: str) -> list[str]:
@@ -373,7 +360,7 @@ def _read_unit(text: str) -> str | None:
         return None
     try:
         unit = _registry().parse_units(text)
-    except _pint().PintError:
+    except pint.PintError:
         return None
     return str(unit) if all(_is_common(name) for name in _unit_names(unit)) else None
 

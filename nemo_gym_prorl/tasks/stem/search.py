@@ -123,12 +123,7 @@ class SearchTool:
 
 
 def render(passages: Sequence[Passage], before: int, limits: SearchSettings) -> str:
-    """Return a page of results as an observation, numbered and with passages of bounded length.
-
-    Args:
-        passages: results on this page.
-        before: number of results on earlier pages.
-    """
+    """Return a page of results as an observation, numbered after the ``before`` results of earlier pages."""
     if not passages:
         return NO_MORE_RESULTS if before else NO_RESULTS
     parts = []
@@ -301,8 +296,7 @@ class OfflineSearch:
         Raises:
             InfrastructureError: the index cannot be read.
         """
-        if self._index is None:
-            await self.prepare()
+        await self.prepare()
         index = self._index
         assert index is not None
         try:
