@@ -90,7 +90,6 @@ def convert(
         output: a JSONL file, written atomically; ``None`` for standard output.
         row_of: converts a record, or raises :class:`CallerError` with the invalid field.
         data_source: value of that field in all rows; ``None`` keeps the value of ``row_of``.
-        dry_run: whether to write nothing.
 
     Returns:
         Whether no record was refused.

@@ -113,8 +113,6 @@ class ProgrammingProblems:
 
     Args:
         root: folder in each sandbox for uploads; the agent works in ``<root>/workspace``.
-        tools: limits of tool calls.
-        limits: limits of tests.
         rule: reward rule; see :func:`.grading.grade`.
         tests_folder: folder of the files that rows name in ``tests_file``; ``None`` refuses such rows.
     """

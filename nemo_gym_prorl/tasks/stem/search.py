@@ -221,7 +221,6 @@ class Index:
             self._size = int(self._index.scores["num_docs"])
             if len(self._index.corpus) != self._size:
                 raise ValueError("passages are missing")
-            Passage(**self._index.corpus[self._size - 1])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InfrastructureError(
                 f"cannot open the index {folder}: {error}; make one with `prorl data index`", field="search.index"

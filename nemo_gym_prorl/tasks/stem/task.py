@@ -48,9 +48,6 @@ class Stem:
 
     Args:
         root: folder in each sandbox; the policy's Python works in ``<root>/workspace``.
-        tools: limits of calls of Python.
-        search: search tool.
-        rules: rules that decide first.
         judge: judge of undecided answers. ``None``: undecided answers are wrong, and rows with free text are refused.
         resources: engine, checker and judge, which the task closes at the end.
     """
@@ -196,7 +193,7 @@ class Rules:
             return None, "it has another name than the expected quantity"
         if said is None:
             # The comparison of formulas ignores units.
-            if expected.unit or _is_long(answer):
+            if expected.unit:
                 return None, "it is no plain quantity"
             return await self._formula(problem, answer)
         match quantities.compare(expected, said, self._tolerance):
@@ -286,11 +283,6 @@ def _names_in(formula: str) -> set[str]:
     found = _NAME.finditer(plain(formula).rpartition("=")[2])
     kept = _GREEK | {r"\ln", r"\log", r"\lg"}
     return {re.sub(r"[{}]", "", name[0]) for name in found if name[1] in kept or name[1][0] != "\\"}
-
-
-def _is_long(answer: str) -> bool:
-    """Return whether an answer is prose rather than a formula."""
-    return len(re.findall(r"[A-Za-z]{4,}", re.sub(r"\\[A-Za-z]+", " ", answer))) > 2
 
 
 def _names_unit(question: str, quantity: Quantity) -> bool:

@@ -83,14 +83,8 @@ def test_an_index_is_replaced_whole_and_nothing_else_is(folder: Path, tmp_path: 
         build(PASSAGES, tmp_path / "notes")
 
 
-def cut(folder: Path) -> None:
-    passages = folder / "corpus.jsonl"
-    passages.write_bytes(passages.read_bytes()[:-5])
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "gone": shutil.rmtree,
-    "cut": cut,
     "no corpus": lambda folder: (folder / "corpus.jsonl").unlink(),
 }
 
