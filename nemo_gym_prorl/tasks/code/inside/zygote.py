@@ -41,7 +41,7 @@ MAX_INT_DIGITS = 1 << 20
 """Maximum digits of integers that a program may print or read, as in Gym's grader."""
 
 FILE_BYTES = 64 << 20  # largest file that a test may write
-THREADS = 64
+THREADS = 64  # approximate, since RLIMIT_NPROC counts all processes of the user
 
 MAX_OPEN_FILES = 256
 """Limit on a child's open files; all inherited descriptors are lower."""
