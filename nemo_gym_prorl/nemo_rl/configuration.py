@@ -14,9 +14,7 @@ of NeMo RL would fail only after the engines have started. Signatures are not ch
 
 from __future__ import annotations
 
-import ast
 import difflib
-import importlib.util
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -327,17 +325,6 @@ TRAINING_NAMES: Mapping[str, str] = {
 """Names of NeMo RL that training needs, in the form of :data:`RECIPE_NAMES`."""
 
 
-_PACKAGES: Mapping[str, str] = {
-    "PIL": "pillow",
-    "absl": "absl-py",
-    "pynvml": "nvidia-ml-py",
-    "torch": "torch==2.11.0",
-    "transformers": "'transformers>=5.5,<5.9'",
-    "zmq": "pyzmq",
-}
-"""Package to install by module, for packages with another name or with a version that NeMo RL sets."""
-
-
 def check_nemo_rl(table: Mapping[str, str]) -> None:
     """Refuse a NeMo RL that lacks names of a table.
 
@@ -348,45 +335,21 @@ def check_nemo_rl(table: Mapping[str, str]) -> None:
         nemo_rl = resolve_name("nemo_rl")
         raise CallerError(
             f"the NeMo RL in {nemo_rl.__path__[0]} ({nemo_rl.__version__}) lacks {', '.join(missing)}; "
-            f"use {TESTED_VERSION}",
+            f"use {TESTED_VERSION}, with the modules that it imports",
             field=ROOT_VARIABLE,
         )
 
 
-def missing_modules(root: Path, table: Mapping[str, str]) -> list[str]:
-    """Return the packages that this Python lacks and that NeMo RL's modules import, directly or through each other.
-
-    Args:
-        root: folder that contains the package ``nemo_rl``.
-        table: names by module or by class; the search starts from these modules.
-    """
-    seen, foreign, pending = set[str](), set[str](), [owner.partition(":")[0] for owner in table]
-    while pending:
-        name = pending.pop()
-        if name.partition(".")[0] != "nemo_rl":
-            foreign.add(name.partition(".")[0])
-        elif name not in seen:
-            seen.add(name)
-            pending.append(name.rpartition(".")[0] or name)
-            stem = root / name.replace(".", "/")
-            file = next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
-            for node in ast.parse(file.read_bytes()).body if file else ():
-                match node:
-                    case ast.Import(names=names):
-                        pending += [one.name for one in names]
-                    case ast.ImportFrom(module=str(module), names=names, level=0):
-                        pending += [module, *(f"{module}.{one.name}" for one in names)]
-    missing = sorted(name for name in foreign if importlib.util.find_spec(name) is None)
-    return [_PACKAGES.get(name, name) for name in missing]
-
-
 def missing_names(table: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names of a table that NeMo RL lacks, and the modules that cannot be imported, with the error."""
+    """Yield the names of a table that NeMo RL lacks, and the errors of modules that cannot be imported, each once."""
+    errors = set[str]()
     for path, names in table.items():
         try:
             owner = resolve_name(path if ":" in path else f"{path}:")
         except Exception as error:  # a module may raise any error, such as NeMo RL's own checks of versions
-            yield f"{path} ({type(error).__name__}: {error})"
+            if (why := f"{type(error).__name__}: {error}") not in errors:
+                errors.add(why)
+                yield f"{path} ({why})"
             continue
         fields = {name for one in getattr(owner, "__mro__", ()) for name in inspect.get_annotations(one)}
         yield from (f"{path}.{name}" for name in names.split() if not hasattr(owner, name) and name not in fields)

@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,7 +30,6 @@ from nemo_gym_prorl.nemo_rl.configuration import (
     ProrlSettings,
     check_nemo_rl,
     checkout,
-    missing_modules,
     missing_names,
     names_of,
     read,
@@ -120,14 +118,8 @@ def _check_nemo_rl() -> Iterator[Finding]:
         if root is None:
             return
         sys.path.append(str(root))  # the remaining checks import NeMo RL
-    table = {**RECIPE_NAMES, **TRAINING_NAMES}
-    if lacking := missing_modules(Path(resolve_name("nemo_rl").__path__[0]).parent, table):
-        command = f"`{sys.executable} -m pip install {' '.join(lacking)}`"
-        what = f"{sys.executable} lacks modules that NeMo RL imports"
-        yield Finding("Python", what, f"Run {command}, or use NeMo RL's own environment")
-        return
     try:
-        check_nemo_rl(table)
+        check_nemo_rl({**RECIPE_NAMES, **TRAINING_NAMES})
     except CallerError as error:
         yield _refused(error)
 

@@ -145,24 +145,21 @@ def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_pat
     [
         ("", ["NRL_ROOT: the environment variable is not set"]),
         ("/there/is/none", ["there is no NeMo RL in /there/is/none"]),
-        (
-            "{bare}",
-            ["Run `{python} -m pip install no_such_a no_such_b`", "--with: there is no no-such", "2 errors."],
-        ),
+        ("{bare}", ["No module named 'no_such_a'", "--with: there is no no-such", "2 errors."]),
     ],
 )
 @pytest.mark.long("a process that imports the trainer's side")
 def test_without_a_usable_checkout_it_says_all_that_is_wrong(root: str, says: list[str], tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     (bare / "nemo_rl/utils").mkdir(parents=True)
-    (bare / "nemo_rl/__init__.py").write_text("")
+    (bare / "nemo_rl/__init__.py").write_text("__version__ = '0'\n")
     config = "load_config = merge_with_override = parse_hydra_overrides = register_omegaconf_resolvers = print"
     (bare / "nemo_rl/utils/config.py").write_text(f"OverridesError = {config}\n")
-    (bare / "nemo_rl/data_plane.py").write_text("import no_such_a\nfrom no_such_b import x\n")
+    (bare / "nemo_rl/data_plane.py").write_text("import no_such_a\n")
     without = _command("--with", "no-such", folder=tmp_path, root=root.replace("{bare}", str(bare)))
     assert without.returncode == 2
     for each in says:
-        assert each.replace("{python}", sys.executable) in without.stderr
+        assert each in without.stderr
 
 
 @needs_nemo_rl

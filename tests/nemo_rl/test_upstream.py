@@ -84,20 +84,6 @@ def test_missing_names_are_named(place: str, names: str, missing: list[str]) -> 
         assert part in refused.value.complaint
 
 
-def test_all_missing_packages_are_found_behind_each_other(tmp_path: Path) -> None:
-    for name, text in {
-        "__init__": "import no_such_a.part",
-        "fake": "from nemo_rl import other\nfrom . import near\nimport PIL, os\nif True:\n    import no_such_b",
-        "other": "from nemo_rl.last import x\nfrom no_such_c import y\ndef later():\n    import no_such_d",
-        "last/__init__": "import no_such_e as z",
-    }.items():
-        file = tmp_path / "nemo_rl" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    found = configuration.missing_modules(tmp_path, {"nemo_rl.fake:Actor": "run", "nemo_rl.gone": "x"})
-    assert [name for name in found if name != "pillow"] == ["no_such_a", "no_such_c", "no_such_e"]
-
-
 @needs_nemo_rl
 def test_this_nemo_rl_has_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
