@@ -293,14 +293,9 @@ def submit(
     environment: Annotated[
         str | None, typer.Option(help="Environment of all rows. Default: selected by each row's data_source.")
     ] = None,
-    client: Annotated[
-        str | None, typer.Option(help="Client name; slots are shared fairly among clients. Default: the row's own.")
-    ] = None,
-    priority: Annotated[int | None, typer.Option(help="Higher priorities run first. Default: the row's own.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSONL file to which results are appended. Rows with a result are skipped.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Submit, print the ids, and exit.")] = False,
 ) -> None:
     """Submit rollouts, wait until they end, and print a report. Ctrl-C cancels the rollouts.
 
@@ -315,7 +310,7 @@ def submit(
         file = rows if rows.exists() else find_file(str(rows))
     except FileNotFoundError as error:
         raise CallerError(str(error), field="ROWS") from None
-    options = SubmitOptions(file, repeats, run, environment, client, priority, output, detach)
+    options = SubmitOptions(file, repeats, run, environment, output)
     if not _run(submit_rows(options, url, token)):
         raise typer.Exit(1)
 

@@ -69,22 +69,17 @@ class SubmitOptions:
     Attributes:
         run: name of the submission, the prefix of every id; ``None`` resumes that of ``output``, or generates a name.
         environment: environment of all rows; ``None`` selects it by each row's ``data_source``.
-        client: client for fair sharing; ``None`` uses the row's own, else ``default_client``.
-        priority: higher priorities run first; ``None`` uses the row's own, else 0.
-        detach: whether to exit when all rollouts are submitted.
         patience_s: how long the service may be unreachable.
+        client: client of rows that name none, for fair sharing.
     """
 
     rows: Path
     repeats: int = 1
     run: str | None = None
     environment: str | None = None
-    client: str | None = None
-    priority: int | None = None
     output: Path | None = None
-    detach: bool = False
     patience_s: float = PATIENCE_S
-    default_client: str = "cli"
+    client: str = "cli"
 
 
 async def submit(options: SubmitOptions, url: str | None, token: str | None) -> bool:
@@ -100,7 +95,7 @@ async def submit(options: SubmitOptions, url: str | None, token: str | None) -> 
     """
     console = Console()
     if (token or "").startswith(CLIENT_KEY):
-        options = replace(options, default_client=NO_CLIENT)  # the key identifies the client
+        options = replace(options, client=NO_CLIENT)  # the key identifies the client
 
     def say(line: str) -> None:
         console.print(line, style="yellow", markup=False, soft_wrap=True)
@@ -109,7 +104,7 @@ async def submit(options: SubmitOptions, url: str | None, token: str | None) -> 
     with contextlib.ExitStack() as stack:
         results = stack.enter_context(ResultsFile(options.output, rows, options.run)) if options.output else None
         name = (results.run if results else options.run) or f"submit-{secrets.token_hex(4)}"
-        _check_options(name, options)
+        _check_name(name, options.repeats)
         summary = RunSummary(len(rows) * options.repeats, list(refused))
         print_refused(console, str(options.rows), refused)
         pending = {RowRepeat(line, repeat): row for line, row in rows.items() for repeat in range(options.repeats)}
@@ -128,50 +123,31 @@ async def submit(options: SubmitOptions, url: str | None, token: str | None) -> 
             ):
                 stack.callback(asyncio.create_task(_report_engines(clients, token, summary, say)).cancel)
                 at = ", ".join(client.url for client in clients)
-                await (_detach(run, pending, console) if options.detach else _follow(run, at, pending, console))
+                console.print(f"submission {run.name} at {at}", style="dim", soft_wrap=True)
+                with _progress(summary, console) as show:
+                    async with _cancel_on_interrupt(run, console):
+                        await run.complete(pending, show)
         print_refused(console, str(options.rows), summary.refused[len(refused) :])
-        if not options.detach:
-            print_report(console, summary, options.repeats)
-        return not summary.refused if options.detach else summary.all_scored
-
-
-async def _detach(run: SubmittedRun, pending: dict[RowRepeat, dict[str, Any]], console: Console) -> None:
-    with _progress(run, console, "submitted") as show:
-        async with _cancel_on_interrupt(run, console):
-            await run.complete(pending, show)
-    for rollout in sorted(run.detached, key=lambda rollout: rollout.place):
-        console.print(run.id_of(rollout), highlight=False, soft_wrap=True)
-    console.print(
-        f"submission {run.name}; to follow it, repeat the command with --run {run.name} and without --detach",
-        style="dim",
-        soft_wrap=True,
-    )
-
-
-async def _follow(run: SubmittedRun, at: str, pending: dict[RowRepeat, dict[str, Any]], console: Console) -> None:
-    console.print(f"submission {run.name} at {at}", style="dim", soft_wrap=True)
-    with _progress(run, console, "rollouts") as show:
-        async with _cancel_on_interrupt(run, console):
-            await run.complete(pending, show)
+        print_report(console, summary, options.repeats)
+        return summary.all_scored
 
 
 @contextlib.contextmanager
-def _progress(run: SubmittedRun, console: Console, what: str) -> Iterator[Callable[[StatusView | None], None]]:
+def _progress(summary: RunSummary, console: Console) -> Iterator[Callable[[StatusView | None], None]]:
     """Yield a function that shows the progress: a bar and the pools on a terminal, else a line every 30 s."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console)
-    task = bar.add_task(what, total=run.summary.total)
+    task = bar.add_task("rollouts", total=summary.total)
     start = last_line = time.monotonic()
 
     def show(status: StatusView | None) -> None:
         nonlocal last_line
-        done = run.summary.ended + len(run.detached)
         if console.is_terminal:
-            bar.update(task, completed=done)
-            live.update(Group(bar, run.summary.line(), *([pools(status.model_dump())] if status else [])))
+            bar.update(task, completed=summary.ended)
+            live.update(Group(bar, summary.line(), *([pools(status.model_dump())] if status else [])))
         elif (now := time.monotonic()) - last_line >= PROGRESS_S:
             last_line = now
-            counts = f"{done} of {run.summary.total} {what}; {run.summary.line()}"
+            counts = f"{summary.ended} of {summary.total} rollouts; {summary.line()}"
             stages = f"; {pools_line(status.model_dump())}" if status else "; no status from the service yet"
             console.print(f"{now - start:.0f} s: {counts}{stages}", markup=False, highlight=False, soft_wrap=True)
 
@@ -207,24 +183,22 @@ async def _cancel_on_interrupt(run: SubmittedRun, console: Console) -> AsyncIter
         raise
 
 
-def _check_options(run: str, options: SubmitOptions) -> None:
-    """Validate the options with the service's request model."""
+def _check_name(name: str, repeats: int) -> None:
+    """Validate the longest id of a submission with the service's request model."""
     row = {"responses_create_params": {"input": ""}}
-    longest_id = f"{run}-{2**31}-{options.repeats}"
     try:
-        SubmitRequest.model_validate({"row": row, "id": longest_id, **_rollout_options(options, row)})
+        SubmitRequest.model_validate({"row": row, "id": f"{name}-{2**31}-{repeats}"})
     except ValidationError as error:
-        first, field = error.errors()[0], str(error.errors()[0]["loc"][0])
+        first = error.errors()[0]
         wrong = _ID_CHARACTERS if first["type"] == "string_pattern_mismatch" else in_words(field_errors([first]))
-        raise CallerError(wrong, field="--run" if field == "id" else f"--{field}") from None
+        raise CallerError(wrong, field="--run") from None
 
 
 def _rollout_options(options: SubmitOptions, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request fields given by the options; the service takes missing fields from the row."""
     own = row.get(ROLLOUT_OPTIONS_KEY)
-    default = {} if isinstance(own, Mapping) and "client" in own else {"client": options.default_client}
-    given = {"environment": options.environment, "client": options.client, "priority": options.priority}
-    return {**default, **{name: value for name, value in given.items() if value is not None}}
+    given = {} if isinstance(own, Mapping) and "client" in own else {"client": options.client}
+    return given if options.environment is None else {**given, "environment": options.environment}
 
 
 @contextlib.asynccontextmanager
@@ -281,9 +255,6 @@ class SubmittedRun:
         summary: counts the outcomes.
         results: file for the results, if any.
         say: called with a line when a service goes away or comes back.
-
-    Attributes:
-        detached: submitted rollouts that this process does not follow.
     """
 
     def __init__(
@@ -296,12 +267,10 @@ class SubmittedRun:
         say: Callable[[str], None],
     ) -> None:
         self.name, self.summary = name, summary
-        self.detached: list[_Rollout] = []
         self._clients, self._options, self._results = clients, options, results
         self._say = say
         self._held_lines: list[str] | None = []
         """Lines to print once a service has answered; without an answer, the error has the same content."""
-        self._services_by_id: dict[str, str] = {}
         self._services = FleetDispatcher(
             NodeList(clients, field="--url"),
             tokens=TokenForm.ITEMS,
@@ -310,8 +279,6 @@ class SubmittedRun:
             on_error=lambda node, error: self._broke(error),
             report=lambda line: self._held_lines.append(line) if self._held_lines is not None else say(line),
             is_wanted=self._follows,
-            on_placed=self._services_by_id.__setitem__,
-            bounded=not options.detach,
             patient=len(clients) > 1,
         )
         self._queue: deque[_Rollout] = deque()
@@ -345,7 +312,7 @@ class SubmittedRun:
     async def complete(
         self, pending: dict[RowRepeat, dict[str, Any]], show: Callable[[StatusView | None], None] = lambda status: None
     ) -> None:
-        """Submit rollouts; return when each has an outcome, or, with ``detach``, when each is submitted.
+        """Submit rollouts; return when each has an outcome.
 
         ``show`` is called twice a second with the services' status, ``None`` before the first status.
         """
@@ -373,9 +340,6 @@ class SubmittedRun:
         self._done.clear()
         for rollout_id in self._open:
             self._services.cancel(rollout_id)
-        for rollout in self.detached:
-            self._open[self.id_of(rollout)] = rollout
-            self._services.cancel_unknown(self.id_of(rollout), self._services_by_id[self.id_of(rollout)])
         deadline = time.monotonic() + _CANCEL_TIMEOUT_S
         while self._open and not self._services.away and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
@@ -407,13 +371,10 @@ class SubmittedRun:
 
     def _follows(self, job: JobView) -> bool:
         rollout = self._open[job.id]
-        if _was_shut_down(job) or (job.state is JobState.CANCELLED and not rollout.submitted):
-            self._requeue(rollout, new_id=True)  # the id's outcome dates from an earlier interruption
-        elif self._options.detach:
-            self.detached.append(rollout)
-        else:
+        if not (_was_shut_down(job) or (job.state is JobState.CANCELLED and not rollout.submitted)):
             rollout.submitted = True
             return True
+        self._requeue(rollout, new_id=True)  # the id's outcome dates from an earlier interruption
         del self._open[job.id]
         self._submit_next()
         return False

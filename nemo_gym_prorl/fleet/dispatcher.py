@@ -96,7 +96,6 @@ class FleetDispatcher:
         on_state: called with every observed state of a rollout without an outcome.
         on_placed: called with a rollout and its node before the submission.
         on_survey: called with a node after each of the node's answers to a status request.
-        bounded: keep rollouts in the dispatcher until a node has room; otherwise send each rollout to a node at once.
         patient, loops: as for a forwarder.
     """
 
@@ -113,13 +112,12 @@ class FleetDispatcher:
         on_state: Callable[[str, JobState], None] = lambda rollout, state: None,
         on_placed: Callable[[str, str], None] = lambda rollout, node: None,
         on_survey: Callable[[str], None] = lambda node: None,
-        bounded: bool = True,
         patient: bool = False,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.statuses: dict[str, StatusView] = {}
         """Last status of each node."""
-        self._nodes, self._bounded, self._patient = nodes, bounded, patient
+        self._nodes, self._patient = nodes, patient
         self._loops = loops or BackgroundLoops(restart=False)
         self._tokens, self._report, self._is_wanted = tokens, report, is_wanted
         self._on_ended, self._on_lost, self._on_error = on_ended, on_lost, on_error
@@ -409,11 +407,9 @@ class FleetDispatcher:
             self._put(rollout, waiting, node)
 
     def _room(self) -> bool:
-        return (self.placement.choose() if self._bounded else self.placement.anyone()) is not None
+        return self.placement.choose() is not None
 
     def _choose(self, waiting: _WaitingJob) -> str | None:
-        if not self._bounded:
-            return self.placement.anyone()
         together = any(
             environment.scores_groups_of > 1
             for status in islice(self.statuses.values(), 1)  # nodes of a fleet run the same environments

@@ -204,14 +204,6 @@ class Placement:
                 return self._least_filled(there)
         return self._least_filled(name for name, node in self._nodes.items() if node.usable and node.filled < 1)
 
-    def anyone(self) -> str | None:
-        """Return the usable node with the least load relative to its slots of RUN, regardless of windows; ``None``
-        without a usable node."""
-        able = [(name, node) for name, node in self._nodes.items() if node.usable and not _closed(node)]
-        if not able:
-            return None
-        return min(able, key=lambda it: (it[1].load / (it[1].capacity.run if it[1].capacity else 1), it[1].number))[0]
-
     def put(self, rollout: str, node: str, group: str | None = None, image: str | None = None) -> None:
         """Record that a rollout is at a node, which becomes the node of ``group`` and a node with ``image``."""
         self._placed[rollout] = _Placed(node, group)

@@ -16,22 +16,24 @@ from fastapi import FastAPI, Response
 from nemo_gym_prorl.cli import submit
 from nemo_gym_prorl.cli.service import find_service
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.rollout.api.client import RolloutClient
 from tests.cli.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
 from tests.fleet.fleets import fleet
 from tests.rollout.serving import serve
 
 
-async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> None:
-    async with service() as (url, _):
-        code, output = await prorl("submit", str(write(tmp_path / "rows.jsonl", LONG, LONG)), "--detach", url=url)
-        assert code == 0
-        first, second = output.splitlines()[:2]
-        assert [first.split("-")[-2:], second.split("-")[-2:]] == [["1", "0"], ["2", "0"]]
-        group = second.rpartition("-")[0]
+async def test_rollouts_can_be_seen_and_cancelled() -> None:
+    first, second, group = "r-1-0", "r-2-0", "r-2"
+    async with service() as (url, _), RolloutClient(url, TOKEN) as client:
+        await client.submit(LONG, id=first, group="r-1")
+        await client.submit(LONG, id=second, group=group)
+        async with asyncio.timeout(30):
+            while (await client.status()).states["running"] < 2:
+                await asyncio.sleep(0.02)
         code, output = await prorl("status", url=url)
         assert "2 running; 2 sandboxes in use" in output
         code, output = await prorl("status", first, url=url)
-        assert json.loads(output)["group"] == first.rpartition("-")[0]
+        assert json.loads(output)["group"] == "r-1"
         code, output = await prorl("cancel", first, "nobody", url=url)
         assert code == 1
         assert f"{first} cancelled" in output

@@ -101,7 +101,7 @@ class Demo:
             async with deployment:
                 reporting.cancel()
                 self.console.print(f"{len(deployment.instances)} Gym servers ready in {deployment.start_s:.1f} s")
-                options = SubmitOptions(rows, run="demo", client="demo", output=self.output)
+                options = SubmitOptions(rows, run="demo", output=self.output)
                 await deployment.guard(submit(options, deployment.url(AGENT), None))
         return self._report(scripts, time.monotonic() - start)
 
