@@ -324,7 +324,6 @@ def show(
         ),
     ],
     full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     url: Url = None,
     token: Token = None,
 ) -> None:
@@ -336,7 +335,7 @@ def show(
 
         return service.connect(url, token).rollout(rollout_id)
 
-    command.show(rollout, fetch, full=full, as_json=as_json)
+    command.show(rollout, fetch, full=full)
 
 
 @app.command()
@@ -357,7 +356,6 @@ def view(
 def status(
     rollout: Annotated[str | None, typer.Argument(help="Id of a rollout.")] = None,
     group: Annotated[str | None, typer.Option(help="List the rollouts of this group.")] = None,
-    state: Annotated[str | None, typer.Option(help="List the rollouts in this state, such as running.")] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="List failed and retried rollouts with their failures.")
     ] = False,
@@ -369,8 +367,8 @@ def status(
 
     if rollout is not None:
         service.show_rollout(url, token, rollout)
-    elif group is not None or state is not None or failed:
-        service.show_rollouts(url, token, group=group, state=state, failed=failed)
+    elif group is not None or failed:
+        service.show_rollouts(url, token, group, failed)
     else:
         service.show_status(url, token)
 

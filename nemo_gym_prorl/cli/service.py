@@ -20,7 +20,6 @@ from urllib.parse import quote, urlencode, urlsplit
 import orjson
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -382,49 +381,25 @@ def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
     Console().print_json(data={name: value for name, value in job.items() if name != "result"})
 
 
-def show_rollouts(url: str | None, token: str | None, group: str | None, state: str | None, failed: bool) -> None:
-    """Print the rollouts of ``group`` in ``state``, oldest first; ``None`` matches every group or state. With
-    ``failed``, print the failures of rollouts that failed or were retried, except cancelled rollouts.
-
-    Raises:
-        CallerError: both a state and ``failed`` are given.
-    """
-    if failed and state is not None:
-        raise CallerError("cannot be combined with --state", field="--failed")
+def show_rollouts(url: str | None, token: str | None, group: str | None, failed: bool) -> None:
+    """Print the rollouts of ``group``, oldest first; ``None`` matches every group. With ``failed``, print only rollouts
+    that failed or were retried, except cancelled rollouts."""
     console = Console(highlight=False, emoji=False)
     table = Table("id", "state", box=None, pad_edge=False)
     for column in ("reward", "turns", "seconds"):
         table.add_column(column, justify="right")
-    table.add_column("failure", overflow="fold")
-    count = 0
-    service = connect(url, token)
-    for job in service.rollouts(state=state, group=group):
-        if not failed:
-            table.add_row(*_cells(job))
-        elif job["state"] != "cancelled" and (job["failure"] or job["failed_attempts"]):
-            _print_failed(console, job)
-        else:
+    table.add_column("failures", overflow="fold")
+    for job in connect(url, token).rollouts(group=group):
+        failures = distinct_failures(job)
+        if failed and (job["state"] == "cancelled" or not failures):
             continue
-        count += 1
+        seconds = (job["finished_at"] or time.time()) - job["submitted_at"]
+        reward = "" if job["reward"] is None else f"{job['reward']:g}"
+        told = Text("\n".join(visible(failure_line(failure, times)) for failure, times in failures))
+        table.add_row(escape(job["id"]), job["state"], reward, str(job["turns"]), f"{seconds:.1f}", told)
     if table.row_count:
         console.print(table)
-    console.print(f"{count} rollouts", style="dim")
-
-
-def _cells(job: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = (job["finished_at"] or time.time()) - job["submitted_at"]
-    reward = "" if job["reward"] is None else f"{job['reward']:g}"
-    kind = job["failure"]["kind"] if job["failure"] else ""
-    return escape(job["id"]), job["state"], reward, str(job["turns"]), f"{seconds:.1f}", kind
-
-
-def _print_failed(console: Console, job: Mapping[str, Any]) -> None:
-    """Print a rollout's distinct failures with tracebacks; a failure that ended the rollout comes last."""
-    console.print(f"[bold]{escape(job['id'])}[/] [red]{job['state']}[/]", soft_wrap=True)
-    for failure, times in distinct_failures(job):
-        console.print(Padding(Text(visible(failure_line(failure, times))), (0, 0, 0, 2)))
-        if failure.get("traceback"):
-            console.print(Padding(Text(visible(failure["traceback"]), style="dim"), (0, 0, 0, 4)))
+    console.print(f"{table.row_count} rollouts", style="dim")
 
 
 def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:

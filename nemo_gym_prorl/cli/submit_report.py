@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_gym_prorl.cli.show import json_lines, visible
+from nemo_gym_prorl.cli.json_lines import json_lines
+from nemo_gym_prorl.cli.show import visible
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.http.problem_document import field_errors, in_words
 from nemo_gym_prorl.rollout.api.schemas import FailureView, JobView, SubmitRequest

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.cli.show import read_rollouts
+from nemo_gym_prorl.cli.json_lines import read_rollouts
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.gym_rows import is_masked
 from nemo_gym_prorl.rollout.turn_records import ROLLOUT_OPTIONS_KEY, ParsedTurn, items, part, read_turns, text_of

@@ -84,7 +84,6 @@ async def test_mistakes_are_one_line_that_names_them(tmp_path: Path) -> None:
             f"submit {empty}": "empty.jsonl:1: row.responses_create_params: missing; make rows",
             "status --failed --token other": "; set PRORL_TOKEN",
             "status nobody --url nonsense": "must be a URL with http:// or https://, not 'nonsense'",
-            "status --failed --state failed": "--failed: cannot be combined with --state",
             "tail --url http://127.0.0.1:9": "127.0.0.1:9",
         }.items():
             code, output = await prorl(*command.split(), url=url)

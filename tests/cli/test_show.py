@@ -82,23 +82,6 @@ async def test_a_trajectory_reads_well_in_80_columns(tmp_path: Path) -> None:
     assert "line 150 " not in output
     code, output = await prorl("show", str(path), "--full")
     assert "line 150 " in output
-    code, output = await prorl("show", f"{path}:1", "--json")
-    assert json.loads(output) == ROW
-
-
-@pytest.mark.parametrize("odd", [5, {"output": "x", "input": 7}, {"output": [1, None, {"type": 7}]}, None])
-def test_an_environments_own_answers_can_be_shown_whatever_they_are(odd: Any) -> None:
-    page = io.StringIO()
-    row = {
-        "response": odd,
-        "responses_create_params": odd,
-        "rollout": odd,
-        "reward": odd,
-        "note": "\u202egnp.exe\x1b[2J",
-    }
-    Console(file=page, width=80).print(rollout_table(row, full=False))
-    assert "\\u202egnp.exe\\x1b[2J" in page.getvalue()
-    Console(file=page).print(file_table({1: row}))
 
 
 async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_path: Path) -> None:
@@ -129,7 +112,7 @@ async def test_what_cannot_be_shown_is_said_in_one_line(tmp_path: Path, what: st
     assert (code, complaint in output, "Traceback" in output) == (1, True, False)
 
 
-async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
+async def test_rollouts_of_a_service_by_id_group_and_failure() -> None:
     params = {"responses_create_params": {"input": "hi"}}
     async with service() as (url, _), RolloutClient(url, TOKEN) as client:
         await client.submit(params, id="good", group="g")
@@ -149,15 +132,11 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
             "show late": ["late: succeeded", "failed attempt", "in init (infrastructure)", "the sandbox is gone"],
             "show gone": ["gone: failed", "in init, 2 attempts (infrastructure)", "the sandbox is gone"],
             "show bug": ["bug: failed", "KeyError: 'a bug'", "Traceback (most recent call last)"],
-            "show live": ["live: ", " turns so far"],
+            "show live": ["live: running"],
             "status --group g": ["good", "bad", "2 rollouts"],
-            "status --state succeeded": ["good", "late", "2 rollouts"],
             "status --failed": [
-                "late succeeded",
                 "in init (infrastructure): the sandbox is gone",
-                "bad failed",
                 "agent_run_error in run (agent): the agent gave up",
-                "Traceback",
                 "in init, 2 attempts (infrastructure): the sandbox is gone",
                 "4 rollouts",
             ],
@@ -169,8 +148,6 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
             assert output.count("the agent gave up") <= 1, output
             assert output.count("the sandbox is gone") <= 1 + command.endswith("--failed"), output
         assert "live" not in (await prorl("status", "--group", "g", url=url))[1]
-        code, output = await prorl("status", "--state", "sleeping", url=url)
-        assert (code, "state" in output, "Traceback" in output) == (1, True, False)
 
 
 async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,12 +170,11 @@ async def test_a_file_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: P
     assert (code, f"{path}:1: is not JSON" in output) == (1, True)
 
 
-async def test_what_a_terminal_would_obey_is_shown_as_text_in_json_too(tmp_path: Path) -> None:
+async def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path) -> None:
     path, obeyed = tmp_path / "rollouts.jsonl", "\x1b[31m\x9b\x7f\u202e\u200f\u061c"
     path.write_text(json.dumps(ROW | {"said": f"[/nope]{obeyed}"}) + "\n")
-    for how in (["--json"], []):
-        code, output = await prorl("show", f"{path}:1", *how)
-        assert (code, {*obeyed} - {*"[31m"} & {*output}) == (0, set())
+    code, output = await prorl("show", f"{path}:1")
+    assert (code, {*obeyed} - {*"[31m"} & {*output}) == (0, set())
     assert "[/nope]\\x1b[31m" in output
 
 

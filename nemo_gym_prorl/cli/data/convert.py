@@ -22,7 +22,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.cli.show import json_lines, json_value, visible
+from nemo_gym_prorl.cli.json_lines import json_lines, json_value
+from nemo_gym_prorl.cli.show import visible
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks import require_extras
 from nemo_gym_prorl.tasks.dataset_records import UnsupportedSet, UnusableRecord, refuse_unsupported

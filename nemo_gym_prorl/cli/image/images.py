@@ -26,7 +26,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nemo_gym_prorl.cli.show import json_lines, visible
+from nemo_gym_prorl.cli.json_lines import json_lines
+from nemo_gym_prorl.cli.show import visible
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox.dockerfile.builder import DockerfileRequest, build_dockerfile, inspect_dockerfile
 from nemo_gym_prorl.sandbox.images import build_tools

@@ -22,9 +22,10 @@ import orjson
 from rich.console import Console
 
 from nemo_gym_prorl.cli.environments import check_overrides
+from nemo_gym_prorl.cli.json_lines import read_rollouts
 from nemo_gym_prorl.cli.scripted import server as scripted
 from nemo_gym_prorl.cli.scripted.text import MODEL_NAME, Turn, call, script_of, turn
-from nemo_gym_prorl.cli.show import file_table, read_rollouts
+from nemo_gym_prorl.cli.show import file_table
 from nemo_gym_prorl.cli.submit import SubmitOptions, submit
 from nemo_gym_prorl.deployment.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
