@@ -259,17 +259,12 @@ def fleet(
 @app.command()
 def scripted(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 selects a free port.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    model: Annotated[str, typer.Option(help="Name of the served model.")] = "prorl-scripted-policy",
-    max_model_len: Annotated[int, typer.Option(min=1, help="Context window in tokens.")] = 262_144,
-    latency_s: Annotated[float, typer.Option(min=0, help="Seconds per generation.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the log-probabilities.")] = 0,
 ) -> None:
     """Run an inference endpoint that plays back the script in each row, without a language model. For tests."""
-    from nemo_gym_prorl.cli.scripted.server import ScriptedConfig, run
+    from nemo_gym_prorl.cli.scripted.server import run
 
     with contextlib.suppress(typer.Exit):  # Ctrl-C is the normal end, so the exit code is 0
-        _run(run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
+        _run(run(port))
 
 
 @app.command()

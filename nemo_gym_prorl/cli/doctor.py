@@ -29,7 +29,6 @@ from rich.table import Table
 from nemo_gym_prorl.deployment.venvs import python_path_error
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.filesystems import filesystem_type, is_in_memory
-from nemo_gym_prorl.harness.bundles import bundles
 from nemo_gym_prorl.http.server_process import open_files_needed
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.builder import KERNEL, default_image_path, image_path
@@ -59,8 +58,6 @@ from nemo_gym_prorl.sandbox.supervisor import state_dir
 from nemo_gym_prorl.sandbox.supervisor.client import SupervisorConnection
 
 
-MIN_PYTHON = (3, 12)
-MIN_GYM = (0, 4)
 COMFORTABLE_DISK_GB = 5.0
 """Free space of the cache folder below which the doctor warns: setup takes 0.6 GB, task images and overlays more."""
 
@@ -111,7 +108,7 @@ def examine() -> Iterator[Check]:
     yield python
     if python.level is Level.MISSING:
         return
-    yield _gym()
+    yield Check("NeMo Gym", Level.OK, importlib.metadata.version("nemo-gym"))
     runtime = find_runtime()
     yield _runtime(runtime)
     namespaces = user_namespaces_check(UserNamespaceProbe.run())
@@ -131,33 +128,18 @@ def examine() -> Iterator[Check]:
     yield _limits()
     yield _image_source()
     yield _open_files()
-    yield _uv()
-    yield _bundles()
     yield _disk()
     yield _state()
 
 
 def _python() -> Check:
     found = f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}"
-    if sys.version_info < MIN_PYTHON:
-        return Check("Python", Level.MISSING, found, "create the environment with Python 3.12 or newer")
     if not hasattr(os, "memfd_create"):
         found += ", built without os.memfd_create, as for a C library before glibc 2.27"
         return Check("Python", Level.MISSING, found, "create the environment with another build of Python")
     if problem := python_path_error(sys.executable):
         return Check("Python", Level.MISSING, problem, "install into a path without spaces")
     return Check("Python", Level.OK, found)
-
-
-def _gym() -> Check:
-    name = "NeMo Gym"
-    try:
-        version = importlib.metadata.version("nemo-gym")
-    except importlib.metadata.PackageNotFoundError:
-        return Check(name, Level.MISSING, "not installed", "pip install nemo-gym")
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= MIN_GYM:
-        return Check(name, Level.OK, version)
-    return Check(name, Level.MISSING, version, "pip install --upgrade nemo-gym")
 
 
 def _runtime(runtime: Runtime | None) -> Check:
@@ -301,19 +283,6 @@ def _open_files() -> Check:
         return Check(name, Level.OK, found)
     fix = f"raise the hard limit to {need} (nofile in limits.conf, or LimitNOFILE of a service)"
     return Check(name, Level.WARN, found, _administrator(fix))
-
-
-def _uv() -> Check:
-    name = "uv"
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    if found := shutil.which("uv", path=search):
-        return Check(name, Level.OK, found)
-    return Check(name, Level.WARN, "not found: NeMo Gym builds its servers' environments with uv", "pip install uv")
-
-
-def _bundles() -> Check:
-    built = ", ".join(sorted(entry.path.name for entry in bundles().all())) or "none"
-    return Check("Harnesses", Level.OK, f"bundles: {built}; 'prorl harness build NAME' makes others")
 
 
 def _disk() -> Check:

@@ -39,14 +39,10 @@ class ScriptedConfig:
     Attributes:
         model: name of the model; requests for other models get a 404, as from vLLM.
         max_model_len: context window in tokens; a token is a byte.
-        latency_s: seconds before every generated answer.
-        seed: seed of the log-probabilities.
     """
 
     model: str = MODEL_NAME
     max_model_len: int = 262_144
-    latency_s: float = 0.0
-    seed: int = 0
 
 
 type Answer = tuple[dict[str, Any], float]
@@ -67,8 +63,8 @@ class ScriptedPolicy:
 
     def __init__(self, config: ScriptedConfig) -> None:
         self.config = config
-        generator = random.Random(config.seed)
-        # A token's log-probability only depends on the seed, the token and its position, so answers are reproducible.
+        generator = random.Random(0)
+        # A token's log-probability only depends on the token and its position, so answers are reproducible.
         self._log_probs = [round(math.log(1.0 - generator.random() ** 3), 6) for _ in range(4096)]
 
     def chat_completions(self, body: dict[str, Any]) -> Answer:
@@ -104,7 +100,7 @@ class ScriptedPolicy:
         if body.get("return_token_ids"):
             answer["prompt_token_ids"] = text.encode_ids(prompt)
             choice["token_ids"] = text.encode_ids(generated)
-        return answer, self.config.latency_s + turn.latency_s
+        return answer, turn.latency_s
 
     def completions(self, body: dict[str, Any]) -> Answer:
         """Answer ``POST /v1/completions`` for a rendered prompt, as text or token ids."""
@@ -136,7 +132,7 @@ class ScriptedPolicy:
             choice["prompt_token_ids"] = text.encode_ids(prompt)
             choice["token_ids"] = text.encode_ids(generated)
         answer = self._completed("cmpl", "text_completion", choice, prompt, generated)
-        return answer, self.config.latency_s + turn.latency_s
+        return answer, turn.latency_s
 
     def tokenize(self, body: dict[str, Any]) -> Answer:
         """Answer ``POST /tokenize`` for messages or a prompt string: token ids, their count and the context window."""
@@ -337,13 +333,12 @@ def _error(error: BadRequest) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def serve(config: ScriptedConfig | None = None, *, port: int = 0) -> AsyncIterator[str]:
     """Run the server in the current event loop until the block ends.
 
     Args:
         config: settings of the policy.
-        host: address to listen on.
-        port: TCP port; 0 selects a free port.
+        port: TCP port of the loopback address; 0 selects a free port.
 
     Yields:
         The base URL for clients, ending in ``/v1``.
@@ -351,21 +346,19 @@ async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1"
     Raises:
         OSError: the port is in use.
     """
-    async with served(create_app(config), host, port) as url:
+    async with served(create_app(config), port=port) as url:
         yield f"{url}/v1"
 
 
-async def run(config: ScriptedConfig, host: str, port: int) -> None:
+async def run(port: int) -> None:
     """Print the server's address and serve until cancelled; implements ``prorl scripted``.
 
     Raises:
-        InfrastructureError: the address is not available.
+        InfrastructureError: the port is not available.
     """
     try:
-        async with serve(config, host=host, port=port) as url:
-            print(f"Scripted policy {config.model} (no language model) at {url}", flush=True)
+        async with serve(port=port) as url:
+            print(f"Scripted policy {MODEL_NAME} (no language model) at {url}", flush=True)
             await asyncio.Event().wait()
     except OSError as error:
-        raise InfrastructureError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
-        ) from error
+        raise InfrastructureError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from error

@@ -84,7 +84,7 @@ class ScriptTurn:
 
     Attributes:
         content: the text, possibly with a leading ``<think>…</think>`` block.
-        latency_s: seconds before the answer, in addition to the server's latency.
+        latency_s: seconds before the answer.
     """
 
     content: str | None = None
