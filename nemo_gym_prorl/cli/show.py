@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Command ``prorl show``: prints a rollout as a table of its outcome, input, turns and verdict. Also reads JSONL files.
+"""Command ``prorl show``: prints a rollout as a table of outcome, input, turns and verdict. Also reads JSONL files.
 
 Text of a model or a sandbox is untrusted, so control characters are escaped before printing.
 """

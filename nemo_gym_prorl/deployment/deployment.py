@@ -49,12 +49,9 @@ from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, is_por
 
 _REAPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
 _WATCH_S = 0.5
-START_TIMEOUT_S = 900.0
-"""Default limit of a start in seconds. A start takes minutes on a busy machine, or if sandbox images are built."""
+START_TIMEOUT_S = 900.0  # until every server answers: minutes on a busy machine, or if sandbox images are built
 
 WAITING_S = 15.0  # seconds between two lines about a start's progress
-_RAY_TIMED_OUT = "The current node timed out during startup"
-"""Ray's error if its start exceeds the limit, as on a busy machine; the start is retried with a longer limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,6 @@ class GymDeployment:
 
     Args:
         config_paths: Gym configuration files: absolute paths, or names that Gym resolves.
-        environment: name of a Gym environment (``--environment``); ``None`` for none.
         model_type: Gym's model server (``--model-type``); ``None`` if the configuration files have one.
         policy_base_url: URL of the inference endpoint, ending in ``/v1``, or a list of URLs. The list may be empty if
             the model server gets engines later.
@@ -100,7 +96,6 @@ class GymDeployment:
         work_dir: folder for logs and Gym's files. Default: a temporary folder, removed after a run without an error.
         python, cwd, folder, env, head_port: see :class:`GymCli`.
         supervised: restart servers that die, instead of ending the deployment; see :meth:`watch`.
-        start_timeout_s: seconds until every server must answer.
 
     Raises:
         DeploymentError: on entering, a server does not come up; on leaving, a process cannot be ended.
@@ -110,7 +105,6 @@ class GymDeployment:
         self,
         *,
         config_paths: Sequence[str | Path] = (),
-        environment: str | None = None,
         model_type: str | None = "vllm_model",
         policy_base_url: str | Sequence[str] | None = None,
         policy_model_name: str = "policy",
@@ -124,7 +118,6 @@ class GymDeployment:
         env: Mapping[str, str] | None = None,
         head_port: int | None = None,
         supervised: bool = False,
-        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._keeps_work_dir = work_dir is not None
         unique = uuid.uuid4().hex[:12]
@@ -148,11 +141,9 @@ class GymDeployment:
         self.instances: dict[str, Instance] = {}
         self.waiting: list[str] = []
         """Names of launched instances that do not answer yet."""
-        self._attempt = 0
         self.start_s = 0.0
         """Duration of the start in seconds."""
         self._config_paths = [str(path) for path in config_paths]
-        self._environment = environment
         self._model_type = model_type
         self._private = dict(private or {})
         if policy_base_url is not None:
@@ -162,7 +153,6 @@ class GymDeployment:
                 "policy_model_name": policy_model_name,
             }
         self._overrides = list(overrides)
-        self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
 
     def url(self, name: str) -> str:
@@ -241,12 +231,12 @@ class GymDeployment:
     async def __aenter__(self) -> Self:
         start = time.monotonic()
         try:
-            await asyncio.wait_for(self._start(), self._start_timeout_s)
+            await asyncio.wait_for(self._start(), START_TIMEOUT_S)
         except TimeoutError as error:
             tail = self.log.tail()
             await self._end()
             raise DeploymentError(
-                f"the deployment is not up after {self._start_timeout_s:g} s, waiting for {self._awaited}; {tail}"
+                f"the deployment is not up after {START_TIMEOUT_S:g} s, waiting for {self._awaited}; {tail}"
             ) from error
         except BaseException as error:
             await self._end_and_clean_up(error)
@@ -275,29 +265,15 @@ class GymDeployment:
             await asyncio.to_thread(shutil.rmtree, self.work_dir, ignore_errors=True)
 
     async def _start(self) -> None:
-        for self._attempt, limit_s in enumerate(RAY_START_S):
-            await self._launch(limit_s)
-            try:
-                await self._wait_ready()
-            except DeploymentError as error:
-                if not any(_RAY_TIMED_OUT in line for line in self.log.lines()):
-                    raise
-                await self._end()
-                if limit_s == RAY_START_S[-1]:
-                    raise DeploymentError(
-                        f"Ray did not start within {RAY_START_S[0]} s, nor within {limit_s} s in a second attempt: "
-                        f"the machine is too busy or short of memory; free some and start again. Log: {self.log.path}"
-                    ) from error
-            else:
-                return
+        await self._launch()
+        await self._wait_ready()
 
     @property
     def _awaited(self) -> str:
-        again = f"second attempt after one of {RAY_START_S[0]} s, " if self._attempt else ""
-        ray = "" if self._joins_ray else f"to start Ray ({again}at most {RAY_START_S[self._attempt]} s) and "
+        ray = "" if self._joins_ray else f"to start Ray (at most {RAY_START_S} s) and "
         return ", ".join(self.waiting) or f"Gym {ray}to launch its servers"
 
-    async def _launch(self, ray_start_s: int) -> None:
+    async def _launch(self) -> None:
         if problem := python_path_error(self._python):
             raise DeploymentError(f"{problem}; install into a path without spaces")
         await remove_orphans()
@@ -310,8 +286,6 @@ class GymDeployment:
         for file in (self._up, self._events):
             file.unlink(missing_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]
-        if self._environment:
-            selection += ["--environment", self._environment]
         if self._model_type:
             selection += ["--model-type", self._model_type]
         if self._private:
@@ -322,7 +296,7 @@ class GymDeployment:
             self._process = await asyncio.create_subprocess_exec(
                 *reaper_command(mark, [*words, *self._overrides], sys.executable, self._ray_dir, self._temporary),
                 cwd=cwd,
-                env=env | {mark.name: mark.value, "RAY_raylet_start_wait_time_s": str(ray_start_s)},
+                env=env | {mark.name: mark.value},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,

@@ -112,8 +112,7 @@ def find_file(path: str) -> Path:
 MARK_NAME = "PRORL_GYM_DEPLOYMENT"
 """Environment variable that marks the processes of a deployment."""
 
-RAY_START_S = (90, 300)
-"""Seconds for Ray's start in the first and second attempt: Ray's default of 30 s is too short on a busy machine."""
+RAY_START_S = 300  # limit of Ray's start; Ray's default of 30 s is too short on a busy machine
 
 _HEAD_PORTS = range(20_001, 32_000)
 """Ports for Gym's head server: above Gym's range for servers (10001-20000), and below the kernel's range for outgoing
@@ -251,7 +250,7 @@ class GymCli:
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
-            "RAY_raylet_start_wait_time_s": str(RAY_START_S[0]),
+            "RAY_raylet_start_wait_time_s": str(RAY_START_S),
             "PYTHONUNBUFFERED": "1",
         }
         if checkout := installation.checkout:

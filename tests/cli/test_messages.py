@@ -89,7 +89,7 @@ async def test_a_start_says_what_is_built_and_what_is_awaited(tmp_path: Path, mo
     telling = asyncio.create_task(deployment.report_start(said.append, PROGRESS))
     while not said:
         await asyncio.sleep(0.05)
-    stage = r"Gym to start Ray \(at most 90 s\) and to launch its servers"
+    stage = r"Gym to start Ray \(at most 300 s\) and to launch its servers"
     assert re.fullmatch(rf"1 s, waiting for {stage}; load [\d.]+ on \d+ cores", said[-1])
     (tmp_path / "gym").mkdir()
     deployment.log.path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")

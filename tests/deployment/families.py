@@ -123,7 +123,6 @@ async def deployed(ray: str, folder: Path) -> AsyncIterator[Families]:
                 overrides=[ray],
                 env={"PRORL_STATE": str(disk)} if disk else {},
                 work_dir=folder / "gym",
-                start_timeout_s=500,
             ) as gym:
                 yield Families(gym, disk)
                 async with RolloutClient(gym.url(MIXTURE)) as client:

@@ -97,7 +97,7 @@ async def take(python: str, folder: Path) -> dict[str, float]:
     async with (
         serve() as base_url,
         GymDeployment(
-            environment="prorl_code",
+            config_paths=["environments/prorl_code/config.yaml"],
             model_type="prorl_model",
             policy_base_url=base_url,
             policy_model_name=MODEL_NAME,

@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_raylet_start_wait_time_s": str(RAY_START_S[0]),
+    "RAY_raylet_start_wait_time_s": str(RAY_START_S),
 }
 _HEALTH = {
     "health_check_initial_delay_ms": 1000,

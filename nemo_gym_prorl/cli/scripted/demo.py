@@ -90,7 +90,7 @@ class Demo:
             scripts = [SCRIPTS[i % len(SCRIPTS)] if endpoint.scripted else "" for i in range(self.rollouts)]
             rows = self._write_rows(scripts)
             deployment = GymDeployment(
-                environment=ENVIRONMENT,
+                config_paths=[f"environments/{ENVIRONMENT}/config.yaml"],
                 model_type="prorl_model",
                 policy_base_url=endpoint.url,
                 policy_model_name=endpoint.model,
