@@ -5,8 +5,7 @@
     python -m examples.tiny_dapo
 
 The service is a Gym deployment. A training run only knows the service's URLs: the run serves its policy at a port for
-the model server, takes batches from ``nemo_gym_prorl.dapo``, trains, and announces each new weight version. Runs with
-a log in the output folder are skipped.
+the model server, takes batches from ``nemo_gym_prorl.dapo``, trains, and announces each new weight version.
 """
 
 from __future__ import annotations
@@ -47,15 +46,12 @@ IMITATION_STEPS = 3000
 GROUPS, GROUP_SIZE = 8, 8
 IN_FLIGHT = 64
 STALENESS = 2
-LEARNING_RATE, LAST_SHARE = 5e-4, 0.1
-"""Learning rate, and the share of this rate that is left at the end of its linear decay."""
+LEARNING_RATE, LAST_SHARE = 5e-4, 0.1  # the share of the rate is left at the end of its linear decay
 HELD_OUT, TRAINING = 150, 2000  # number of riddles for each seed
 
 
-def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = IMITATION_STEPS) -> None:
-    """Train a model to imitate demonstrations and write its weights to ``file``, unless the file exists."""
-    if file.exists():
-        return
+def warm_start(tokenizer: Tokenizer, seed: int) -> TinyModel:
+    """Return a new model that was trained to imitate demonstrations."""
     torch.manual_seed(seed)
     rng = random.Random(f"demonstrations {seed}")
     model = TinyModel(tokenizer.get_vocab_size())
@@ -64,21 +60,17 @@ def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = IMITATI
         while True:
             yield lesson(demonstrate(Riddle.draw(rng), rng, Carelessness()), tokenizer)
 
-    imitate(model, lessons(), steps, f"seed {seed}, imitation")
-    part = file.with_suffix(".part")
-    torch.save(model.state_dict(), part)
-    part.replace(file)
+    imitate(model, lessons(), IMITATION_STEPS, f"seed {seed}, imitation")
+    return model
 
 
 async def train(
-    service_url: str, model_server: str, port: int, tokenizer: Tokenizer, start: Path, seed: int, steps: int
+    service_url: str, model_server: str, port: int, tokenizer: Tokenizer, model: TinyModel, seed: int, steps: int
 ) -> dict[str, Any]:
-    """Train on ``steps`` batches, starting with the weights in the file ``start``; return the log."""
+    """Train ``model`` in place on ``steps`` batches; return the log."""
     torch.manual_seed(seed)
     rng, began = random.Random(seed), time.monotonic()
-    vocabulary = tokenizer.get_vocab_size()
-    model, engine = TinyModel(vocabulary), Engine(TinyModel(vocabulary), tokenizer, seed)
-    model.load_state_dict(torch.load(start))
+    engine = Engine(TinyModel(tokenizer.get_vocab_size()), tokenizer, seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, LAST_SHARE, steps)
     riddles = draw_riddles(HELD_OUT + TRAINING, f"riddles {seed}")
@@ -130,8 +122,8 @@ async def success(service: RolloutClient, riddles: Sequence[Riddle]) -> float:
     return sum(scored) / len(scored)
 
 
-async def train_all(logs: dict[int, Path], steps: int, out: Path, tokenizer: Tokenizer) -> None:
-    """Train each seed in turn with one rollout service, and write each log to its file."""
+async def train_all(starts: Sequence[TinyModel], steps: int, out: Path, tokenizer: Tokenizer) -> None:
+    """Train the model of each seed in turn with one rollout service, and write each log to a file."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
     model = str((out / "model").resolve()).replace("'", "\\'")
@@ -151,43 +143,26 @@ async def train_all(logs: dict[int, Path], steps: int, out: Path, tokenizer: Tok
             for setting in (f"tokenizer='{model}'", "engine=vllm", "tool_call_parser=hermes")
         ],
     ) as gym:
-        for seed, file in logs.items():
-            urls, start = (gym.url("riddles_agent"), gym.url("policy_model")), out / f"warm-{seed}.pt"
+        for seed, start in enumerate(starts):
+            urls = gym.url("riddles_agent"), gym.url("policy_model")
             log = await gym.guard(train(*urls, port, tokenizer, start, seed, steps))
-            part = file.with_suffix(".part")
-            part.write_text(json.dumps(log, indent=1))
-            part.replace(file)
+            (out / f"seed{seed}-steps{steps}.json").write_text(json.dumps(log, indent=1))
+            rates = f"{log['before']:.0%} after the warm start, {log['after']:.0%} after {steps} batches"
+            print(f"seed {seed}: held-out riddles solved: {rates} in {log['seconds'] / 60:.1f} min", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.tiny_dapo", description="DAPO on a laptop")
     parser.add_argument("--seeds", type=int, default=3, help="number of trainings (default: 3)")
     parser.add_argument("--steps", type=int, default=40, help="number of batches of a training (default: 40)")
-    parser.add_argument("--out", type=Path, default=ROOT / "out/tiny_dapo", help="folder of logs and weights")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/tiny_dapo", help="folder of logs and tokenizer")
     options = parser.parse_args()
-    if min(options.seeds, options.steps) < 1:
-        parser.error("--seeds and --steps: must be at least 1")
-    out: Path = options.out
     torch.set_num_threads(1)  # the sandboxes need the other cores
-    logs = {seed: out / f"seed{seed}-steps{options.steps}.json" for seed in range(options.seeds)}
-    todo = {seed: file for seed, file in logs.items() if not file.exists()}
-    tokenizer = make_tokenizer(out / "model")
-    for seed in todo:
-        warm_start(tokenizer, seed, out / f"warm-{seed}.pt")
-    if todo:
-        ensure_runtime(print).activate()
-        ensure_image(DEFAULT, print)
-        try:
-            asyncio.run(train_all(todo, options.steps, out, tokenizer))
-        except KeyboardInterrupt:
-            raise SystemExit(
-                "interrupted; run the command again to continue with the trainings without a log"
-            ) from None
-    for seed, file in logs.items():
-        log = json.loads(file.read_text())
-        minutes, batches = log["seconds"] / 60, len(log["steps"])
-        rates = f"{log['before']:.0%} after the warm start, {log['after']:.0%} after {batches} batches"
-        print(f"seed {seed}: held-out riddles solved: {rates} in {minutes:.1f} min")
+    tokenizer = make_tokenizer(options.out / "model")
+    starts = [warm_start(tokenizer, seed) for seed in range(options.seeds)]
+    ensure_runtime(print).activate()
+    ensure_image(DEFAULT, print)
+    asyncio.run(train_all(starts, options.steps, options.out, tokenizer))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,7 @@ from nemo_gym_prorl.rollout.gym_rows import TurnTokens
 
 
 CONTEXT = 256
-
-BATCH, PEAK_RATE = 32, 3e-3
-"""Batch size and maximum learning rate of imitation."""
-
+BATCH, PEAK_RATE = 32, 3e-3  # batch size and maximum learning rate of imitation
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MINI_BATCHES = 4
 

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT
 from nemo_gym_prorl.servers.task_server import TaskServer
 from nemo_gym_prorl.tasks.final_answer import last_message_text
@@ -30,8 +29,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 QUESTIONS = {"read": "What does %s say?", "follow": "Where does %s lead?", "repair": "What does running %s print?"}
 GAVE_UP = "none"
-MAX_TURN_TOKENS = 64
-"""Maximum length of a turn in tokens, three times the length of a right turn."""
+MAX_TURN_TOKENS = 64  # three times the length of a right turn
 
 
 def draw_name(rng: random.Random) -> str:
@@ -62,7 +60,6 @@ class Riddle:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Riddle:
-        """Draw a riddle of any kind."""
         name = other = draw_name(rng)
         while other == name:
             other = draw_name(rng)
@@ -108,11 +105,10 @@ class Riddles:
         self.tools = Workbench(("bash",), "/sandbox", limits)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
-        _riddle(row)
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        await tools.write(_riddle(row).files)
+        await tools.write(Riddle(**row["riddle"]).files)
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> None:
         """Return nothing, because only the last message is graded."""
@@ -120,24 +116,13 @@ class Riddles:
     async def grade(
         self, row: Mapping[str, Any], artefacts: None, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
-        answer, code = last_message_text(response).strip(), _riddle(row).code
+        answer, code = last_message_text(response).strip(), Riddle(**row["riddle"]).code
         verdict = "right" if answer == code else "wrong" if answer else "no_answer"
         return Grade(float(answer == code), verdict, f"the answer is {answer[:40]!r}, the code is {code}")
 
 
 class RiddleServer(TaskServer):
-    """Gym server of riddles."""
-
     own_image: ClassVar[str] = DEFAULT
 
     def make_task(self) -> Riddles:
         return Riddles(self.config.tool_limits)
-
-
-def _riddle(row: Mapping[str, Any]) -> Riddle:
-    try:
-        riddle = Riddle(**row["riddle"])
-        _ = riddle.question
-        return riddle
-    except (KeyError, TypeError) as error:
-        raise CallerError(f"must have kind, name, other and code: {error}", field="riddle") from error
