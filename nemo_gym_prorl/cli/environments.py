@@ -3,8 +3,8 @@
 """Environments' configuration files: checks before a start, and ``prorl init``.
 
 Configuration files are read without importing Gym or server modules, which are slow to import. The folder
-``new_environment`` is the template of ``prorl init``: a working environment named ``my_environment``, so the linter, the
-type checker and the tests cover the template.
+``new_environment`` is the template of ``prorl init``: a working environment named ``my_environment``, so that linter,
+type checker and tests cover the template.
 """
 
 from __future__ import annotations

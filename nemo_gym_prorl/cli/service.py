@@ -382,7 +382,7 @@ def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
 
 
 def show_rollouts(url: str | None, token: str | None, group: str | None, failed: bool) -> None:
-    """Print the rollouts of ``group``, oldest first; ``None`` matches every group. ``failed``: print only rollouts that
+    """Print the rollouts of ``group``, oldest first; ``None`` matches every group. ``failed``: only rollouts that
     failed or were retried, except cancelled rollouts."""
     console = Console(highlight=False, emoji=False)
     table = Table("id", "state", box=None, pad_edge=False)

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 
 class RolloutOutcome(StrEnum):
@@ -151,16 +151,6 @@ class PrefixSearch:
     late: int
     tries: int = 1
 
-    @classmethod
-    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Restore a search from the return value of :meth:`state`."""
-        source = saved["helper"]
-        checkpoints = CheckpointRef(**source["kept"])
-        return cls(
-            PrefixSource(source["rollout"], source["accuracy"], checkpoints),
-            **{name: saved[name] for name in ("accuracy", "early", "late", "tries")},
-        )
-
     @property
     def prefix(self) -> Prefix:
         """Prefix from which the next group begins."""
@@ -183,12 +173,6 @@ class PrefixSearch:
         else:
             self.late = self._middle
         self.tries += 1
-
-    def state(self) -> dict[str, Any]:
-        source = self.source
-        saved = {"rollout": source.rollout, "accuracy": source.accuracy, "kept": asdict(source.checkpoints)}
-        numbers = {name: getattr(self, name) for name in ("accuracy", "early", "late", "tries")}
-        return {"helper": saved, **numbers}
 
 
 @dataclass(slots=True)
@@ -219,13 +203,6 @@ class Member:
     checkpoints: CheckpointRef = NO_CHECKPOINTS
     failures: int = 0
 
-    @classmethod
-    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Restore a member from the return value of :meth:`state`."""
-        fields = dict(saved)
-        checkpoints, usage = CheckpointRef(**fields.pop("kept")), Usage(**fields.pop("usage"))
-        return cls(fields.pop("place"), **fields, usage=usage, checkpoints=checkpoints)
-
     @property
     def waits(self) -> bool:
         return self.rollout is None
@@ -249,11 +226,6 @@ class Member:
         self.usage = Usage()
         self.checkpoints = NO_CHECKPOINTS
 
-    def state(self) -> dict[str, Any]:
-        saved = asdict(self)
-        saved["place"], saved["kept"] = saved.pop("index"), saved.pop("checkpoints")
-        return saved
-
 
 @dataclass(slots=True)
 class Group:
@@ -272,13 +244,6 @@ class Group:
     key: str
     members: list[Member]
     search: PrefixSearch | None = None
-
-    @classmethod
-    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """Restore a group from the return value of :meth:`state`."""
-        members = [Member.of_saved(member) for member in saved["members"]]
-        search = PrefixSearch.of_saved(saved["search"]) if saved["search"] else None
-        return cls(saved["number"], saved["prompt"], saved["key"], members, search)
 
     @property
     def complete(self) -> bool:
@@ -313,11 +278,6 @@ class Group:
     def older_than(self, version: int) -> Iterator[Member]:
         """Return members whose rollout began under weights before this version."""
         return (member for member in self.members if not member.waits and member.version < version)
-
-    def state(self) -> dict[str, Any]:
-        members = [member.state() for member in self.members]
-        search = self.search.state() if self.search else None
-        return {"number": self.number, "prompt": self.prompt, "key": self.key, "members": members, "search": search}
 
 
 class PrefixSampling:

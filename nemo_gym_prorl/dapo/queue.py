@@ -22,9 +22,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from nemo_gym_prorl.dapo.bias import BiasMeter
 from nemo_gym_prorl.dapo.contract import Decision, NothingToLearn, SamplerConfig, Submission
 from nemo_gym_prorl.dapo.group import Group, Member, OutcomeTotals, RolloutOutcome, Usage
+
+
+_GROUPS = TypeAdapter(list[Group])
 
 
 class GroupQueue:
@@ -82,16 +87,13 @@ class GroupQueue:
         return (group for group in groups if any(group.older_than(version)))
 
     def state(self) -> dict[str, Any]:
-        return {
-            name: [group.state() for group in groups.values()]
-            for name, groups in (("open", self.open), ("ready", self.ready), ("fruitless", self.zero_variance))
-        }
+        tables = {"open": self.open, "ready": self.ready, "zero_variance": self.zero_variance}
+        return {name: _GROUPS.dump_python([*groups.values()], mode="json") for name, groups in tables.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        for groups, saved in ((self.ready, state["ready"]), (self.zero_variance, state["fruitless"])):
-            for group in map(Group.of_saved, saved):
-                groups[group.number] = group
-        for group in map(Group.of_saved, state["open"]):
+        for groups, saved in ((self.ready, state["ready"]), (self.zero_variance, state["zero_variance"])):
+            groups.update((group.number, group) for group in _GROUPS.validate_python(saved))
+        for group in _GROUPS.validate_python(state["open"]):
             self.put(group)
 
 
