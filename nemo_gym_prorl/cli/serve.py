@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -28,7 +29,7 @@ from nemo_gym_prorl.async_tasks import BackgroundLoops
 from nemo_gym_prorl.cli.environments import check_overrides, server_blocks
 from nemo_gym_prorl.cli.service import DEFAULT_HEAD
 from nemo_gym_prorl.deployment import deployment, gym_cli
-from nemo_gym_prorl.deployment.deployment import GymDeployment, Instance, ServerDeath
+from nemo_gym_prorl.deployment.deployment import GymDeployment, Instance, NodeDeployment, ServerDeath
 from nemo_gym_prorl.deployment.gym_cli import machine_load, ray_auth_mode
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, suggest
 from nemo_gym_prorl.fleet.gateway import FleetGateway, gateway_app
@@ -103,30 +104,26 @@ async def serve(
     await asyncio.to_thread(check_overrides, environments, model_type, overrides)
     if policy_url is not None:
         checked_url(policy_url, "--policy-url")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", head_port))
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            why = "is in use, perhaps by another deployment" if in_use else f"is not available ({error.strerror})"
-            raise CallerError(f"port {head_port} {why}; choose another", field="--head-port") from error
+    try:
+        socket.create_server(("127.0.0.1", head_port)).close()
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE
+        why = "is in use, perhaps by another deployment" if in_use else f"is not available ({error.strerror})"
+        raise CallerError(f"port {head_port} {why}; choose another", field="--head-port") from error
     if policy_url is not None and (warning := await policy_warning(policy_url, policy_model, policy_key)):
         # A warning only, because engines may start later than the service.
         console.print(f"Warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    settings: dict[str, Any] = {
+        "config_paths": [f"environments/{name}/config.yaml" for name in environments],
+        "model_type": model_type,
+        "policy_base_url": [] if policy_url is None else policy_url,
+        "policy_model_name": policy_model,
+        "policy_api_key": policy_key,
+        "overrides": overrides,
+    }
     if ray is not None:
-        await serve_ray(
-            ray,
-            environments,
-            overrides,
-            policy_url=policy_url,
-            policy_model=policy_model,
-            policy_key=policy_key,
-            model_type=model_type,
-            options=gateway,
-            log_dir=log_dir,
-            console=console,
-        )
+        node = NodeDeployment(settings | {"folder": Path.cwd()}, _agent_of(environments), gateway.token, log_dir)
+        await serve_ray(ray, node, gateway, console)
         return
     agents = [] if gateway.token is None else agents_of(environments)
     if gateway.token is not None and not agents:
@@ -135,18 +132,8 @@ async def serve(
             field="--token",
         )
     key = {"responses_api_agents": {"prorl_agent": {"control_token": gateway.token}}}
-    deployment = GymDeployment(
-        private=dict.fromkeys(agents, key),
-        config_paths=[f"environments/{name}/config.yaml" for name in environments],
-        model_type=model_type,
-        policy_base_url=[] if policy_url is None else policy_url,
-        policy_model_name=policy_model,
-        policy_api_key=policy_key,
-        overrides=overrides,
-        work_dir=log_dir,
-        head_port=head_port,
-        supervised=True,
-    )
+    private = dict.fromkeys(agents, key)
+    deployment = GymDeployment(**settings, private=private, work_dir=log_dir, head_port=head_port, supervised=True)
     await _run_deployment(deployment, console)
 
 
@@ -232,49 +219,23 @@ async def serve_gateway(urls: Sequence[str], options: GatewayOptions, console: C
         await _report_nodes(front, console)
 
 
-async def serve_ray(
-    address: str,
-    environments: Sequence[str],
-    overrides: Sequence[str],
-    *,
-    policy_url: str | None,
-    policy_model: str,
-    policy_key: str,
-    model_type: str,
-    options: GatewayOptions,
-    log_dir: Path | None,
-    console: Console,
-) -> None:
+async def serve_ray(address: str, node: NodeDeployment, options: GatewayOptions, console: Console) -> None:
     """Run a deployment on each node of a Ray cluster and a gateway to all of them, until cancelled.
 
     Args:
         address: address of Ray's head, or ``auto``.
-        environments, overrides, policy_url, policy_model, policy_key, model_type: as for one deployment. Each node has
-            its own model server; all use the same engines.
+        node: deployment of each node. Each node has its own model server; all use the same engines.
         options: options of the gateway.
-        log_dir: folder for one log folder per node.
         console: console for output.
 
     Raises:
-        CallerError: the environments do not have exactly one ``prorl_agent``, a key is missing, or the journal cannot
-            be opened.
+        CallerError: a key is missing, or the journal cannot be opened.
         InfrastructureError: the Ray cluster cannot be joined, or the port is in use.
     """
     import ray
     from ray.exceptions import AuthenticationError
 
-    from nemo_gym_prorl.deployment.ray_nodes import NodeDeployment, RayNodes, exposed_host
-
-    node = {
-        "config_paths": [f"environments/{name}/config.yaml" for name in environments],
-        "model_type": model_type,
-        "policy_base_url": [] if policy_url is None else policy_url,
-        "policy_model_name": policy_model,
-        "policy_api_key": policy_key,
-        "overrides": [*overrides],
-        "folder": Path.cwd(),
-    }
-    spec = NodeDeployment(node, _agent_of(environments), options.token, log_dir=log_dir)
+    from nemo_gym_prorl.deployment.ray_nodes import RayNodes, exposed_host
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
@@ -295,7 +256,7 @@ async def serve_ray(
                 f"the nodes' agents would listen on {host} without a key: set PRORL_TOKEN", field="--token"
             )
         loops = BackgroundLoops()
-        nodes = RayNodes(spec, say, loops)
+        nodes = RayNodes(node, say, loops)
         try:
             async with (
                 _gateway(nodes, options, console, loops) as front,

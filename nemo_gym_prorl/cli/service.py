@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import orjson
 from rich.console import Console, Group
@@ -105,45 +107,35 @@ class Service:
     def _request(
         self, method: str, path: str, *, query: Mapping[str, str | None], body: object = None, timeout_s: float = 0
     ) -> Iterator[HTTPResponse]:
+        if not self.url.startswith(("http://", "https://")):
+            raise CallerError(f"must be a URL with http:// or https://, not {self.url!r}", field="url")
         given = {name: value for name, value in query.items() if value is not None}
+        target = self.url + path + (f"?{urlencode(given)}" if given else "")
         data = None if body is None else orjson.dumps(body)
-        headers = {name: value.encode() for name, value in self._headers.items()}  # http.client encodes str as Latin-1
-        headers |= {"Content-Type": b"application/json"} if data else {}
-        with closing(self._connection(timeout_s or self._timeout_s)) as connection:
-            try:
-                connection.connect()
-            except OSError as error:
-                raise InfrastructureError(
-                    f"no rollout service answers at {self.url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
-                ) from error
-            try:
-                target = urlsplit(self.url).path + path + (f"?{urlencode(given)}" if given else "")
-                connection.request(method, target, data, headers)
-                answer = connection.getresponse()
-                if answer.status >= 400:
-                    raise _refusal(self.url, answer.status, answer.read())
-                yield answer
-            except (OSError, HTTPException) as error:
-                raise InfrastructureError(
-                    f"the connection to {self.url} broke: {str(error) or type(error).__name__}",
-                    kind=FailureKind.TRANSPORT_PEER_DROP,
-                ) from error
-            except (ValueError, TypeError) as error:
-                raise InfrastructureError(
-                    f"the server at {self.url} is not a rollout service of this version",
-                    kind=FailureKind.TRANSPORT_UNREACHABLE,
-                ) from error
-
-    def _connection(self, timeout_s: float) -> HTTPConnection:
+        # Header values are sent as Latin-1.
+        headers = {name: value.encode().decode("latin-1") for name, value in self._headers.items()}
+        headers |= {"Content-Type": "application/json"} if data else {}
+        opener = build_opener(ProxyHandler({}), HTTPSHandler(context=trusted_authorities()))
+        request = Request(target, data, headers, method=method)
         try:
-            parts = urlsplit(self.url)
-            if parts.scheme == "https" and parts.hostname:
-                return HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=trusted_authorities())
-            if parts.scheme == "http" and parts.hostname:
-                return HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
-        except (ValueError, HTTPException):  # an invalid host or port
-            pass
-        raise CallerError(f"must be a URL with http:// or https://, not {self.url!r}", field="url")
+            with opener.open(request, timeout=timeout_s or self._timeout_s) as answer:
+                yield answer
+        except HTTPError as error:
+            raise _refusal(self.url, error.code, error.read()) from None
+        except URLError as error:
+            raise InfrastructureError(
+                f"no rollout service answers at {self.url}: {error.reason}", kind=FailureKind.TRANSPORT_UNREACHABLE
+            ) from (error.reason if isinstance(error.reason, OSError) else error)
+        except (OSError, HTTPException) as error:
+            raise InfrastructureError(
+                f"the connection to {self.url} broke: {str(error) or type(error).__name__}",
+                kind=FailureKind.TRANSPORT_PEER_DROP,
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise InfrastructureError(
+                f"the server at {self.url} is not a rollout service of this version",
+                kind=FailureKind.TRANSPORT_UNREACHABLE,
+            ) from error
 
 
 def _refusal(url: str, status: int, content: bytes) -> Exception:

@@ -78,23 +78,17 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
 
 def _check_output(bundle: Path | None, port: int) -> None:
     """Check ``bundle``, or the port if ``bundle`` is ``None``, before the slow conversion."""
-    if bundle is not None:
-        if bundle.exists():
-            raise CallerError("exists already; choose a new folder", field="--bundle")
-        try:
-            bundle.mkdir(parents=True)
-            bundle.rmdir()
-        except OSError as error:
-            raise CallerError(f"cannot be created: {error.strerror}", field="--bundle") from error
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise CallerError(
-                f"port {port} is not available: {error.strerror}; choose another", field="--port"
-            ) from error
+    if bundle is not None and bundle.exists():
+        raise CallerError("exists already; choose a new folder", field="--bundle")
+    try:
+        if bundle is not None:
+            bundle.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        where = f"port {port}" if bundle is None else f"folder {bundle}"
+        field = "--port" if bundle is None else "--bundle"
+        raise CallerError(f"{where} is not available: {error.strerror}; choose another", field=field) from error
 
 
 def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
@@ -163,8 +157,8 @@ def _sample(row: Mapping[str, Any], task: str, epoch: int) -> EvalSample:
             message=f"{error['kind']}: {error['reason']}", traceback=error["traceback"], traceback_ansi=""
         )
         transcript.events.append(ErrorEvent(error=eval_error, timestamp=transcript.now, working_start=0.0))
-    stages = about.get("timings") or about.get("seconds")
-    worked = sum(_seconds(stage) for stage in stages.values()) if isinstance(stages, dict) else None
+    stages = about.get("timings")
+    worked = sum(stage["worked_s"] for stage in stages.values()) if isinstance(stages, dict) else None
     submitted, finished = about.get("submitted_at"), about.get("finished_at")
     metadata = {
         "masked": is_masked(row) or bool(about.get("masked")),
@@ -328,11 +322,6 @@ def _task(row: Mapping[str, Any]) -> str:
 
 def _model(row: Mapping[str, Any]) -> str:
     return str(part(row, "response", "model") or "none")
-
-
-def _seconds(stage: Any) -> float:
-    values = (stage.get("worked_s"), stage.get("worked")) if isinstance(stage, dict) else ()
-    return float(next((value for value in values if isinstance(value, int | float)), 0.0))
 
 
 def _iso(timestamp: float | None) -> str | None:

@@ -81,6 +81,23 @@ class ServerDeath:
     pause_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class NodeDeployment:
+    """Deployment that each node runs.
+
+    Attributes:
+        deployment: arguments of :class:`GymDeployment`.
+        agent: instance name of the deployment's ``prorl_agent``.
+        token: the agent's key; ``None`` only if every node listens on loopback.
+        log_dir: parent of one log folder per node; ``None`` for temporary folders.
+    """
+
+    deployment: Mapping[str, Any]
+    agent: str
+    token: str | None
+    log_dir: Path | None
+
+
 class GymDeployment:
     """Gym deployment; an async context manager.
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import aiohttp
@@ -26,7 +24,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_gym_prorl.async_tasks import PROCESS_LOOPS, BackgroundLoops
-from nemo_gym_prorl.deployment.deployment import GymDeployment
+from nemo_gym_prorl.deployment.deployment import GymDeployment, NodeDeployment
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.fleet.placement import NodeJoined, NodeLeft
 from nemo_gym_prorl.http.key_guard import is_loopback
@@ -48,23 +46,6 @@ server has lost the number."""
 
 _MODEL = "responses_api_models/prorl_model"
 _AGENT = "responses_api_agents/prorl_agent"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeDeployment:
-    """Deployment that each node runs.
-
-    Attributes:
-        deployment: arguments of :class:`~.deployment.GymDeployment`.
-        agent: instance name of the deployment's ``prorl_agent``.
-        token: the agent's key; ``None`` only if every node listens on loopback.
-        log_dir: parent of one log folder per node; ``None`` for temporary folders.
-    """
-
-    deployment: Mapping[str, Any]
-    agent: str
-    token: str | None
-    log_dir: Path | None = None
 
 
 class NodeActor:

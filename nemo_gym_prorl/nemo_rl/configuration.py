@@ -14,7 +14,6 @@ of NeMo RL would fail only after the engines have started. Signatures are not ch
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from yaml import YAMLError
 
 from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, suggest
 
 
 class RolloutSource(StrEnum):
@@ -264,13 +263,10 @@ def file_of(name: str, folder: str = "") -> Path:
         if not path.is_file():
             raise CallerError(f"there is no file {path}", field="--config" if not folder else "--with")
         return path.resolve()
-    shipped = RECIPES / folder / f"{name}.yaml"
     names = names_of(folder)
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"name one of {', '.join(names)}"
-        raise CallerError(f"there is no {name}; {hint}", field="--config" if not folder else "--with")
-    return shipped
+        raise CallerError(f"there is no {name}{suggest(name, names)}", field="--config" if not folder else "--with")
+    return RECIPES / folder / f"{name}.yaml"
 
 
 def names_of(folder: str = "") -> list[str]:

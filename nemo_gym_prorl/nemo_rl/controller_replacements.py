@@ -66,7 +66,19 @@ _GROUP_COLUMN = "prompt_ids_for_adv"
 """NeMo RL's column by which its advantage estimators distinguish groups."""
 
 
-class RolloutRows:
+class _Wrapper:
+    """Object that passes other attributes on to a part of NeMo RL."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_part":  # not set yet while the object is unpickled
+            raise AttributeError(name)
+        return getattr(self._part, name)
+
+
+class RolloutRows(_Wrapper):
     """NeMo RL's data plane client, with group and member of each row in place of the prompt ids for advantages.
 
     Args:
@@ -75,21 +87,16 @@ class RolloutRows:
     """
 
     def __init__(self, client: Any, multiple: int = 1) -> None:
-        self._client = client
+        super().__init__(client)
         self.multiple = multiple
         self._members: dict[str, list[int]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_client":  # not set yet while the object is unpickled
-            raise AttributeError(name)
-        return getattr(self._client, name)
 
     def add(self, slot: str, group: TrainingGroup) -> None:
         self._members[slot] = [index for index, _ in rows_of(group, self.multiple)]
 
     async def get_samples(self, *, sample_ids: Sequence[str], select_fields: Sequence[str], **more: Any) -> Any:
         """Return columns of rows. Prompt ids, which can be read once, are replaced by each row's group and member."""
-        method = self._client.get_samples
+        method = self._part.get_samples
         found = getattr(method, "remote", method)(sample_ids=sample_ids, select_fields=select_fields, **more)
         if inspect.isawaitable(found):
             found = await found
@@ -104,7 +111,7 @@ class RolloutRows:
         return found
 
 
-class ProrlRollouts:
+class ProrlRollouts(_Wrapper):
     """Rollout manager of the controller. It is pickled for the controller's actor, and starts in that actor.
 
     Args:
@@ -115,18 +122,13 @@ class ProrlRollouts:
     """
 
     def __init__(self, plan: CollectionPlan, buffer: Any, manager: Any, rows: RolloutRows) -> None:
-        self._manager = manager
+        super().__init__(manager)
         self._rows = rows
         self._plan = plan
         self._tq_buffer = buffer  # the controller sets the attribute by name
         self._collector: Collector | None = None
         self._version = 0
         self.stats = RolloutStats()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_manager":  # not set yet while the object is unpickled
-            raise AttributeError(name)
-        return getattr(self._manager, name)
 
     def set_weight_version(self, version: int) -> None:
         """Announce a weight version; the controller calls this after each refit. The first call starts rollouts."""
@@ -186,32 +188,27 @@ class ProrlRollouts:
             self._collector.close()
 
 
-class ClosingSynchronizer:
+class ClosingSynchronizer(_Wrapper):
     """NeMo RL's weight synchronizer, extended: ends rollouts at shutdown, and delays weights until validation ends.
 
     The controller shuts its weight synchronizer down in every case, so rollouts end in every case.
     """
 
     def __init__(self, synchronizer: Any, rollouts: ProrlRollouts) -> None:
-        self._synchronizer = synchronizer
+        super().__init__(synchronizer)
         self._rollouts = rollouts
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_synchronizer":  # not set yet while the object is unpickled
-            raise AttributeError(name)
-        return getattr(self._synchronizer, name)
 
     def sync_weights(self, **more: Any) -> Any:
         """Synchronize weights after a running validation. The controller's thread for this call may block."""
         self._rollouts.finish_validation()
-        return self._synchronizer.sync_weights(**more)
+        return self._part.sync_weights(**more)
 
     def shutdown(self) -> None:
         """End rollouts, then shut down the synchronizer, which manages the engines that rollouts sample from."""
         try:
             self._rollouts.close()
         finally:
-            self._synchronizer.shutdown()
+            self._part.shutdown()
 
 
 class GroupAdvantages:
@@ -269,7 +266,7 @@ _SUMMED_METRICS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples"
 """Metrics that are summed over the optimizer steps of a batch; other metrics are averaged, or take an extreme."""
 
 
-class MiniBatches:
+class MiniBatches(_Wrapper):
     """NeMo RL's trainer, with one optimizer step for each part of a batch.
 
     Args:
@@ -280,17 +277,12 @@ class MiniBatches:
     """
 
     def __init__(self, trainer: Any, count: int, rollouts: int, multiple: int = 1) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._count = count
         self._rollouts = rollouts
         self._multiple = multiple
         self._loss: Any = None
         self._done: list[Mapping[str, Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_trainer":  # not set yet while the object is unpickled
-            raise AttributeError(name)
-        return getattr(self._trainer, name)
 
     def begin_train_step(self, loss_fn: Any) -> None:
         """Store the loss function; :meth:`train_microbatches_from_meta` begins the trainer's steps, one per part."""
@@ -301,9 +293,9 @@ class MiniBatches:
         bounds = [*(rows * part // count // multiple * multiple for part in range(count)), rows]
         shares = [self._rollouts * part // count for part in range(count + 1)]
         for (first, last), (before, after) in zip(pairwise(bounds), pairwise(shares), strict=True):
-            self._trainer.begin_train_step(self._loss, gbs=after - before)
-            self._trainer.train_microbatches_from_meta(meta.slice(first, last), **more)
-            self._done.append(self._trainer.finish_train_step())
+            self._part.begin_train_step(self._loss, gbs=after - before)
+            self._part.train_microbatches_from_meta(meta.slice(first, last), **more)
+            self._done.append(self._part.finish_train_step())
 
     def finish_train_step(self) -> dict[str, Any]:
         """Return the combined results of the optimizer steps, in the form of a single step's result."""

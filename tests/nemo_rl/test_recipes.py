@@ -69,7 +69,7 @@ def test_the_recipes_that_there_are() -> None:
     ]
     assert names_of("variants") == ["on-policy", "service"]
     assert file_of("dapo-swe-qwen3-4b") == RECIPES / "dapo-swe-qwen3-4b.yaml"
-    with pytest.raises(Exception, match="did you mean dapo-swe-qwen3-4b"):
+    with pytest.raises(Exception, match="the nearest: dapo-swe-qwen3-4b"):
         file_of("dapo-swe-qwen-4b")
 
 
@@ -168,7 +168,7 @@ def test_without_a_usable_checkout_it_says_all_that_is_wrong(root: str, says: li
     [
         (["++grpo=[", "--check"], "overrides"),
         (["grpo.num_prompt_per_step=8"], "num_prompt_per_step"),
-        (["--with", "on-polcy"], "did you mean on-policy"),
+        (["--with", "on-polcy"], "the nearest: on-policy"),
         (["--check"], "data.train.data_path: a value is required"),
     ],
 )
