@@ -71,17 +71,3 @@ async def test_a_server_that_is_ending_when_its_gym_ends_goes_on_ending(tmp_path
     _, said = await asyncio.wait_for(server.communicate(), 60)
     assert (server.returncode, b"Traceback" in said) == (0, False), said.decode()
     assert (tmp_path / "down").exists()
-
-
-async def test_a_server_whose_gym_has_ended_already_does_not_start(tmp_path: Path) -> None:
-    gone = await asyncio.create_subprocess_exec("true")
-    await gone.wait()
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SERVER),
-        env={**os.environ, STARTER_VARIABLE: str(gone.pid)},
-        cwd=tmp_path,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, said = await asyncio.wait_for(server.communicate(), 60)
-    assert (server.returncode, said) == (1, b"the Gym that started this server has ended\n")
-    assert not (tmp_path / "up").exists()

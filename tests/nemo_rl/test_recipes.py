@@ -18,29 +18,6 @@ from tests.nemo_rl.conftest import ROOT, needs_nemo_rl
 
 NAMES = names_of()
 VARIANTS = (None, *names_of("variants"))
-AS_IN_THE_GUIDE = {
-    "grpo": ("num_prompts_per_step", "num_generations_per_prompt"),
-    "loss_fn": (
-        *("force_on_policy_ratio", "token_level_loss", "ratio_clip_min", "ratio_clip_max"),
-        *("use_importance_sampling_correction", "truncated_importance_sampling_type"),
-        *("truncated_importance_sampling_ratio", "reference_policy_kl_penalty"),
-    ),
-    "policy": (
-        *("train_global_batch_size", "max_total_sequence_length", "make_sequence_length_divisible_by"),
-        *("logprob_chunk_size", "sequence_packing.enabled", "generation.max_new_tokens"),
-    ),
-    "policy.megatron_cfg": (
-        *("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-        *("context_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "freeze_moe_router"),
-        *("moe_aux_loss_coeff", "moe_router_load_balancing_type", "optimizer.lr", "optimizer.min_lr"),
-    ),
-    "policy.generation.vllm_cfg": (
-        *("tensor_parallel_size", "gpu_memory_utilization"),
-        *("http_server_serving_chat_kwargs.tool_parser", "http_server_serving_chat_kwargs.reasoning_parser"),
-    ),
-    "policy.generation.colocated": ("enabled", "resources.num_nodes", "resources.gpus_per_node"),
-    "cluster": ("num_nodes", "gpus_per_node"),
-}
 SERVICES = ["++prorl.services=['http://127.0.0.1:1']", "++prorl.models=['http://127.0.0.1:2']"]
 
 
@@ -93,32 +70,6 @@ def test_each_model_says_how_it_writes_calls_and_thoughts(file: Path) -> None:
     reasoning = {"Instruct-2507": None, "Thinking-2507": "deepseek_r1"}
     name = "-".join(model.model_name.split("-")[-2:])
     assert parsers == {"tool_parser": "hermes", "reasoning_parser": reasoning.get(name, "qwen3")}
-
-
-@needs_nemo_rl
-@pytest.mark.usefixtures("importable")
-def test_the_numbers_of_nemo_rls_guide(rows: Path) -> None:
-    """The recipe has the numbers of the second stage in NeMo RL's own example."""
-    from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
-
-    register_omegaconf_resolvers()
-    guide = OmegaConf.to_container(
-        load_config(f"{ROOT}/examples/nemo_gym/grpo_qwen3_30ba3b_thinking_swe2.yaml"), resolve=True
-    )
-    assert isinstance(guide, dict)
-    ours = _read("dapo-swe-qwen3-30b-a3b", None, rows)
-    for block, names in AS_IN_THE_GUIDE.items():
-        for name in names:
-            path = f"{block}.{name}"
-            assert (found := OmegaConf.select(OmegaConf.create(ours), path)) is not None, path
-            assert found == OmegaConf.select(OmegaConf.create(guide), path), path
-    agent = ours["env"]["nemo_gym"]["prorl_swe_agent"]["responses_api_agents"]["prorl_agent"]
-    theirs = guide["env"]["nemo_gym"]["swe_agents_train"]["responses_api_agents"]["swe_agents"]
-    assert (agent["max_steps"], agent["budgets"]["run"]) == (theirs["agent_max_turns"], 1800)
-    assert theirs["swebench_agent_timeout"] == 1800
-    # A step makes one optimizer step, and its rollouts may be one batch old.
-    assert (ours["prorl"]["mini_batches"], ours["prorl"]["max_staleness"]) == (1, 1)
-    assert ours["policy"]["router_replay"]["enabled"]
 
 
 @needs_nemo_rl

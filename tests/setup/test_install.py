@@ -20,7 +20,7 @@ import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.images.builder import DEFAULT, ensure_image, run_self_test
-from nemo_gym_prorl.sandbox.images.entries import cache_dir, ignore_progress
+from nemo_gym_prorl.sandbox.images.entries import ignore_progress
 from nemo_gym_prorl.sandbox.runtime import debian, install
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
     MARKER,
@@ -208,14 +208,3 @@ def test_a_private_copy_counts_only_when_complete_and_in_its_place(empty_cache: 
     (prefix / MARKER).write_text(f'{{"prefix": "{prefix}", "version": [1, 4, 5]}}')
     found = require_runtime()
     assert (found.path, found.version_text, found.origin) == (program, "1.4.5", "cache")
-
-
-def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("PRORL_CACHE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_dir() == tmp_path / ".cache" / "nemo-gym-prorl"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_dir() == Path("/xdg/nemo-gym-prorl")
-    monkeypatch.setenv("PRORL_CACHE", "~/own")
-    assert cache_dir() == tmp_path / "own"
