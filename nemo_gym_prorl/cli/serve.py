@@ -65,15 +65,10 @@ async def serve(
     Args:
         words: names of environments, and Hydra overrides (words with ``=``).
         policy_url: URL of the inference endpoint, ending in ``/v1``; ``None`` if runs add their engines later.
-        policy_model: name of the model at the endpoint.
-        policy_key: key of the endpoint.
         tokenizer: absolute folder or Hugging Face name of the tokenizer.
-        model_type: Gym's model server, as for ``--model-type``.
-        head_port: port of Gym's head server.
         log_dir: folder for the log. Default: a temporary folder, removed unless there was an error.
         ray: address of a Ray cluster whose nodes serve; ``None`` for this machine alone.
         gateway: options of the gateway to those nodes.
-        console: console for output.
 
     Raises:
         CallerError: no environment or an unknown one, an invalid override, a port in use, or a missing or invalid
@@ -226,7 +221,6 @@ async def serve_ray(address: str, node: NodeDeployment, options: GatewayOptions,
         address: address of Ray's head, or ``auto``.
         node: deployment of each node. Each node has its own model server; all use the same engines.
         options: options of the gateway.
-        console: console for output.
 
     Raises:
         CallerError: a key is missing, or the journal cannot be opened.

@@ -182,12 +182,8 @@ def find_service(head: str, token: str | None = None) -> str:
 
 
 def find_servers(head: str, token: str | None, implementation: str) -> dict[str, str]:
-    """Return the URLs of a deployment's servers of one implementation, by instance name.
-
-    Args:
-        head: URL of Gym's head server, or of a gateway.
-        token: key of the service. A gateway requires the key; Gym's head server ignores it.
-        implementation: name of the implementation, such as ``prorl_agent``.
+    """Return the URLs of a deployment's servers of one implementation, such as ``prorl_agent``, by instance name. A
+    gateway requires the key ``token``; Gym's head server ignores it.
 
     Raises:
         CallerError: the URL is invalid.

@@ -90,14 +90,7 @@ class BiasMeter:
         self._open[number] = [None] * size
 
     def record_outcome(self, number: int, index: int, length: float, accuracy: float) -> None:
-        """Record the outcome of a member's first try; later outcomes of the member are ignored.
-
-        Args:
-            number: number of the group.
-            index: index of the member in its group.
-            length: tokens that the policy sampled.
-            accuracy: value that the variance filter compares.
-        """
+        """Record a member's first try: sampled tokens and accuracy. Later outcomes of the member are ignored."""
         tries = self._open.get(number)
         if tries is None or tries[index] is not None:
             return
@@ -118,12 +111,8 @@ class BiasMeter:
         return False
 
     def gave_up(self, number: int, unless_recorded: int | None = None) -> None:
-        """Exclude a group whose first tries cannot all be scored, because of infrastructure or of its row.
-
-        Args:
-            number: number of the group.
-            unless_recorded: index of a member; if the member's outcome is recorded, the group stays.
-        """
+        """Exclude a group whose first tries cannot all be scored, because of infrastructure or of its row. It stays if
+        the outcome of the member with the index ``unless_recorded`` is recorded."""
         if unless_recorded is not None and (
             number not in self._open or self._open[number][unless_recorded] is not None
         ):

@@ -15,7 +15,7 @@ from nemo_gym_prorl.failures import CallerError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A dataset row, with its name (``key``), which is the same in every epoch."""
+    """A dataset row, with its index as its name (``key``), which is the same in every epoch."""
 
     key: str
     row: Mapping[str, Any]
@@ -28,12 +28,11 @@ class Epochs:
 
     Args:
         rows: dataset rows.
-        key: field of the rows that holds their names; ``None``: the index of a row is its name.
         seed: seed of the shuffles; ``None`` keeps the dataset's order.
         epochs: number of repetitions; ``None`` for an endless stream.
 
     Raises:
-        CallerError: there are no rows, or two rows have the same name.
+        CallerError: there are no rows.
     """
 
     _CACHED_ORDERS = 4
@@ -43,16 +42,12 @@ class Epochs:
         self,
         rows: Sequence[Mapping[str, Any]],
         *,
-        key: str | None = None,
         seed: int | None = 0,
         epochs: int | None = None,
     ) -> None:
         if not rows:
             raise CallerError("the dataset has no rows", field="rows")
-        self._prompts = [Prompt(str(index if key is None else row.get(key)), row) for index, row in enumerate(rows)]
-        twice = [name for name, times in Counter(prompt.key for prompt in self._prompts).items() if times > 1]
-        if twice:
-            raise CallerError(f"must be unique in each row; several rows have {twice[0]!r}", field=key)
+        self._prompts = [Prompt(str(index), row) for index, row in enumerate(rows)]
         self._seed = seed
         self._epochs = epochs
         self._orders: OrderedDict[int, list[int]] = OrderedDict()
@@ -96,18 +91,10 @@ class Curriculum(Protocol):
 
 
 class SkipSolved:
-    """Curriculum that skips prompts that every rollout of several consecutive groups solved.
+    """Curriculum that skips prompts that every rollout of ``times`` consecutive groups solved, with accuracy 1."""
 
-    Args:
-        times: number of consecutive groups.
-        solved: minimum accuracy of a solution.
-    """
-
-    def __init__(self, times: int, solved: float = 1.0) -> None:
-        if times < 1:
-            raise CallerError("must be at least 1", field="times")
+    def __init__(self, times: int) -> None:
         self._times = times
-        self._solved = solved
         self._in_a_row: Counter[str] = Counter()
 
     def skips(self, key: str) -> bool:
@@ -116,7 +103,7 @@ class SkipSolved:
 
     def saw(self, key: str, accuracies: Sequence[float]) -> None:
         """Count a solved group, or reset the count of its prompt."""
-        if min(accuracies) >= self._solved:
+        if min(accuracies) >= 1.0:
             self._in_a_row[key] += 1
         else:
             self._in_a_row.pop(key, None)

@@ -204,14 +204,9 @@ class InFlightRollouts:
         return self._submission(rollout, group, version)
 
     def record_score(self, rollout: str, length: float, accuracy: float) -> None:
-        """Pass a score to the bias measurement, which takes each member's first try.
+        """Pass a score, with the number of sampled tokens, to the bias measurement, which takes first tries.
 
         Ignored unless the rollout runs or is a reference, and while an earlier try of the member is a reference.
-
-        Args:
-            rollout: id of the rollout.
-            length: number of sampled tokens.
-            accuracy: value that the variance filter compares.
         """
         if rollout not in self._references and rollout not in self.running:
             return

@@ -116,7 +116,7 @@ class DynamicSampler:
         Args:
             rollout: id of the rollout.
             reward: raw reward of the environment.
-            usage: cost of the rollout.
+            usage: cost; see :class:`.Usage`.
             accuracy: value that the variance filter compares; the reward by default.
             masked: whether the rollout gets no loss and does not enter the baseline of its group.
             checkpoints: checkpoints from which other rollouts can be forked.
@@ -233,11 +233,6 @@ class DynamicSampler:
     def awaits_weights(self) -> bool:
         """Return whether no rollout is in flight, and none may begin before newer weights are announced."""
         return not self.in_flight and self._due - self.version > self.config.max_staleness
-
-    @property
-    def held(self) -> int:
-        """Number of scored rollouts whose group or batch is not complete."""
-        return len(self._queue.scored)
 
     def wants(self, rollout: str) -> bool:
         """Return whether a rollout runs and a batch may use its result."""

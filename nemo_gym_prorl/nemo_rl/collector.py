@@ -107,15 +107,8 @@ async def validate(
     client: str,
     options: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Run one rollout of each row and return the metrics. Rows without a reward are counted, errors are logged.
-
-    Args:
-        version: weight version that is validated.
-        rows: rows with sampling parameters.
-        services: clients of rollout services, not yet open.
-        client: client name of the submissions.
-        options: further fields of each submission.
-    """
+    """Run one rollout of each row, with unopened clients of services, and return the metrics of a weight version. Rows
+    without a reward are counted, errors are logged. ``options``: further fields of each submission."""
     async with AsyncExitStack() as stack:
         for service in services:
             await stack.enter_async_context(service)

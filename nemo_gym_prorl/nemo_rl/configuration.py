@@ -249,11 +249,7 @@ def read(recipe: str, variants: Sequence[str] = (), overrides: Sequence[str] = (
 
 
 def file_of(name: str, folder: str = "") -> Path:
-    """Return the path of a recipe or, with ``folder``, of a variant.
-
-    Args:
-        name: path of a file, or name of a file that ships with the package.
-        folder: subfolder of the recipes.
+    """Return the path of a recipe, or of a variant in ``folder``, by the path or the name of a shipped file.
 
     Raises:
         CallerError: there is no such file.

@@ -112,14 +112,7 @@ class RolloutRows(_Wrapper):
 
 
 class ProrlRollouts(_Wrapper):
-    """Rollout manager of the controller. It is pickled for the controller's actor, and starts in that actor.
-
-    Args:
-        plan: settings of the collector.
-        buffer: buffer of the controller.
-        manager: NeMo RL's rollout manager, to which all other attributes are delegated.
-        rows: the controller's data plane client.
-    """
+    """Rollout manager of the controller. It is pickled for the controller's actor, and starts in that actor."""
 
     def __init__(self, plan: CollectionPlan, buffer: Any, manager: Any, rows: RolloutRows) -> None:
         super().__init__(manager)

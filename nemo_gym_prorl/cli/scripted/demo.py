@@ -48,12 +48,7 @@ EXPECTED_REWARDS = {"repair": 1.0, "reference": 1.0, "stub": 0.0, "text_only": 0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Inference endpoint of the demo's policy.
-
-    Attributes:
-        url: base URL, usually ending in ``/v1``.
-        scripted: whether the endpoint is the scripted policy.
-    """
+    """Inference endpoint of the demo's policy; ``url`` is a base URL, usually ending in ``/v1``."""
 
     url: str
     model: str
