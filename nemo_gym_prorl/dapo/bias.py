@@ -111,8 +111,8 @@ class BiasMeter:
         return False
 
     def gave_up(self, number: int, unless_recorded: int | None = None) -> None:
-        """Exclude a group whose first tries cannot all be scored, because of infrastructure or of its row. It stays if
-        the outcome of the member with the index ``unless_recorded`` is recorded."""
+        """Exclude a group whose first tries cannot all be scored, because of infrastructure or of its row. A
+        recorded outcome of the member ``unless_recorded`` keeps the group."""
         if unless_recorded is not None and (
             number not in self._open or self._open[number][unless_recorded] is not None
         ):

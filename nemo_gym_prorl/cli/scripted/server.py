@@ -102,38 +102,6 @@ class ScriptedPolicy:
             choice["token_ids"] = text.encode_ids(generated)
         return answer, turn.latency_s
 
-    def completions(self, body: dict[str, Any]) -> Answer:
-        """Answer ``POST /v1/completions`` for a rendered prompt, as text or token ids."""
-        given = body.get("prompt")
-        if isinstance(given, str):
-            prompt = given.encode()
-        elif isinstance(given, list) and given:
-            prompt = text.decode_ids(given)
-        else:
-            raise BadRequest("prompt: must be a string or a non-empty list of token ids")
-        index = text.generated_turns(prompt)
-        max_tokens = body.get("max_tokens", 16)  # vLLM's default
-        generated, complete, turn = self._generate(body, prompt, _script(body), index, max_tokens)
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": (generated[:-1] if complete else generated).decode(),
-            "logprobs": None,
-            "finish_reason": "stop" if complete else "length",
-        }
-        if body.get("logprobs") is not None:
-            ids_as_tokens = bool(body.get("return_tokens_as_token_ids"))
-            choice["logprobs"] = {
-                "tokens": [_token_name(token, ids_as_tokens) for token in generated],
-                "token_logprobs": [self._log_prob(body, i, token) for i, token in enumerate(generated)],
-                "top_logprobs": None,
-                "text_offset": list(range(len(generated))),
-            }
-        if body.get("return_token_ids"):
-            choice["prompt_token_ids"] = text.encode_ids(prompt)
-            choice["token_ids"] = text.encode_ids(generated)
-        answer = self._completed("cmpl", "text_completion", choice, prompt, generated)
-        return answer, turn.latency_s
-
     def tokenize(self, body: dict[str, Any]) -> Answer:
         """Answer ``POST /tokenize`` for messages or a prompt string: token ids, their count and the context window."""
         self._check_model(body)
@@ -287,7 +255,6 @@ def create_app(config: ScriptedConfig | None = None) -> FastAPI:
     app.add_route("/health", health, methods=["GET"])
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/v1/chat/completions", _endpoint(policy.chat_completions), methods=["POST"])
-    app.add_route("/v1/completions", _endpoint(policy.completions), methods=["POST"])
     app.add_route("/tokenize", _endpoint(policy.tokenize), methods=["POST"])
     return app
 

@@ -200,25 +200,8 @@ def _text(content: Any, where: str) -> str:
     raise ScriptError(where, "must be a string, null or a list of content parts")
 
 
-def generated_turns(prompt: bytes) -> int:
-    """Return the number of complete assistant turns in a rendered prompt."""
-    return prompt.count(_GENERATION_PROMPT) - prompt.endswith(_GENERATION_PROMPT)
-
-
 def encode_ids(rendered: bytes) -> list[int]:
     return list(rendered)
-
-
-def decode_ids(ids: Sequence[int]) -> bytes:
-    """Decode token ids into rendered bytes.
-
-    Raises:
-        ScriptError: an id is outside the vocabulary.
-    """
-    try:
-        return bytes(ids)
-    except (ValueError, TypeError) as error:
-        raise ScriptError("prompt", f"token ids must be integers in [0, {VOCABULARY_SIZE})") from error
 
 
 def finish(body: bytes, max_tokens: int) -> tuple[bytes, bool]:
