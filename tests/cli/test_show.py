@@ -329,10 +329,7 @@ async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: py
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, said_ = await view_of(str(results), "--port", port)
-        assert (code, said_) == (
-            1,
-            f"prorl: --port: port {port} is not available: Address already in use; choose another\n",
-        )
+        assert (code, f"--port: port {port} is not available: Address already in use" in said_) == (1, True)
     monkeypatch.setitem(tasks.EXTRAS, "view", ("no_such_inspect",))  # type: ignore[index]
     code, said_ = await view_of(str(results))
     assert (code, said_) == (1, "prorl: not installed: no_such_inspect. pip install 'nemo-gym-prorl[view]'\n")
