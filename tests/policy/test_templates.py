@@ -169,9 +169,6 @@ def test_what_is_wrong_with_a_template_is_said(tmp_path: Path) -> None:
         renderer("{{ messages[-1].content }}").render_continuation(
             [USER, SAID], [USER], sampled=[1], finish=Finish.STOP
         )
-    for tool in ({}, {"function": {}}, {"function": "f"}):
-        with pytest.raises(CallerError, match="tools: every tool must be a function with a name"):
-            renderer("{{ tools | tojson }}").render_prompt([USER], [tool])
 
 
 SHOUTING = (
@@ -263,7 +260,7 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
             # Agents tidy up what they were told; the rollout's own record does not.
             messages += [dict(answer.message), {"role": "user", "content": "on<|end|>"}]
         counts = host.service.rollout("r").counts
-        assert (counts.differences, counts.neutralised, counts.rewrites) == (1, 2, 0)
+        assert (counts["differences"], counts["neutralised"], counts["rewrites"]) == (1, 2, 0)
         assert host.service.ledger("r").branches == 1
     assert thoughts == ["hmm", None, None]
     said = "<|user|>q<|end|><|assistant|><think>hm<|user|>m</think> a<|end|><|user|>on<|end|><|end|>"

@@ -250,15 +250,6 @@ class Renderer:
             return False
         return True
 
-    @property
-    def requires_tools(self) -> bool:
-        """Return whether the template refuses a prompt without tools."""
-        try:
-            self.template.render([{"role": "user", "content": "u"}], prompt=True)
-        except CallerError:
-            return self.shows_tools
-        return False
-
     def render_prompt(
         self,
         messages: Sequence[Message],
@@ -272,11 +263,10 @@ class Renderer:
         Raises:
             CallerError: the template refuses the messages.
         """
-        plain = self._plain(messages)
-        escaped = self._escape_observations(plain, answered=False)
+        escaped = self._escape_observations(self._plain(messages), answered=False)
         text, ranges = escaped.reveal(self.template.writer(tools, now, variables)(escaped.messages, True))
         ids, escaped_tokens = self.tokenizer.encode_observed(text, ranges)
-        return Continuation(ids, RenderedPrompt.of(text, plain, self.reasoning_marker), escaped_tokens=escaped_tokens)
+        return Continuation(ids, RenderedPrompt.of(text, self.reasoning_marker), escaped_tokens=escaped_tokens)
 
     def render_continuation(
         self,
@@ -291,35 +281,31 @@ class Renderer:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
-        """Render the messages after a sampled turn.
+        """Render the messages after a sampled turn, with the same tools, time and variables as its prompt.
 
         Args:
             history: the conversation up to and including the sampled assistant message.
             new: the messages after the turn.
-            tools: the same tools as in :meth:`render_prompt`.
+            tools: as in :meth:`ChatTemplate.render`, as are ``now`` and ``variables``.
             sampled: token ids of the sampled turn.
             finish: why sampling ended.
             previous_id: the last id of the turn's prompt.
-            before: the prompt of the turn, whose messages start the history; rendered again if ``None``.
-            now: the same time as in :meth:`render_prompt`.
-            variables: the same variables as in :meth:`render_prompt`.
+            before: the prompt of the turn; rendered again if ``None``.
 
         Raises:
             CallerError: the template refuses the messages.
         """
-        known = tuple(before.plain) if before is not None else ()
-        past, following = (*known, *self._plain(history[len(known) :])), self._plain(new)
-        escaped = self._escape_observations(following, answered=True)
+        escaped = self._escape_observations(self._plain(new), answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
         sampled_turn = SampledTurn(self.tokenizer.decode(sampled, previous_id), end, finish is Finish.STOP, plain)
         write = self.template.writer(tools, now, variables)
         boundary = find_turn_boundary(
-            write, past, escaped.messages, sampled_turn, self.tokenizer.special_pattern, before
+            write, self._plain(history), escaped.messages, sampled_turn, self.tokenizer.special_pattern, before
         )
         last = sampled[-1] if sampled else previous_id
         ids, escaped_tokens = self.tokenizer.encode_observed(*escaped.reveal(boundary.text), last)
-        rendered = RenderedPrompt.of(escaped.reveal(boundary.full)[0], past + following, self.reasoning_marker)
+        rendered = RenderedPrompt.of(escaped.reveal(boundary.full)[0], self.reasoning_marker)
         return Continuation(ids, rendered, boundary.rewrites, boundary.corrected, escaped_tokens)
 
     def turn_text(

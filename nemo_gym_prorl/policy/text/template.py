@@ -154,14 +154,8 @@ _OPTIONAL = ("strict", "defer_loading")
 
 
 def tool_for_template(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool with the keys and the order of vLLM's dump, which many templates print unchanged.
-
-    Raises:
-        CallerError: the tool is not a function with a name.
-    """
-    function = tool.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise CallerError("every tool must be a function with a name", field="tools")
+    """Return a tool with the keys and the order of vLLM's dump, which many templates print unchanged."""
+    function = tool["function"]
     dumped = {name: function.get(name) for name in ("name", "description", "parameters")}
     dumped |= {name: function[name] for name in _OPTIONAL if function.get(name) is not None}
     return {"type": tool.get("type", "function"), "function": dumped}
@@ -207,14 +201,13 @@ class ChatTemplate:
         with_tools: template used instead when tools are offered, if the model has one.
         bos_token: value of the template's variable of this name.
         eos_token: value of the template's variable of this name.
-        variables: further variables.
 
     Raises:
         CallerError: a source is not Jinja.
     """
 
     def __init__(
-        self, source: str, with_tools: str | None = None, *, bos_token: str = "", eos_token: str = "", **variables: Any
+        self, source: str, with_tools: str | None = None, *, bos_token: str = "", eos_token: str = ""
     ) -> None:
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
@@ -230,7 +223,7 @@ class ChatTemplate:
                 self._with_tools = environment.from_string(with_tools)
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise CallerError(f"not a Jinja template: {error}", field="chat_template") from error
-        self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
+        self._variables = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(
         self,
@@ -278,9 +271,6 @@ class ChatTemplate:
         return write
 
 
-_JSON = json.JSONEncoder(ensure_ascii=False)
-
-
 def _to_json(
     value: object,
     ensure_ascii: bool = False,
@@ -289,8 +279,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, but models are trained on plain JSON.
-    if not (ensure_ascii or indent or separators or sort_keys):
-        return _JSON.encode(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
@@ -49,20 +49,18 @@ class RenderedPrompt:
         length: length of the text in characters.
         digest: hash of the text.
         opened: white space after the reasoning marker at the prompt's end; ``None`` if the prompt opens no reasoning.
-        plain: the rendered messages, in the template's form.
     """
 
     length: int
     digest: int
     opened: str | None = None
-    plain: Conversation = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, text: str, plain: Conversation = (), reasoning: str = "<think>") -> RenderedPrompt:
+    def of(cls, text: str, reasoning: str = "<think>") -> RenderedPrompt:
         """Return the record of a rendered text for a model whose reasoning starts with the marker ``reasoning``."""
         bare = text.rstrip()
         opened = text[len(bare) :] if bare.endswith(reasoning.rstrip()) else None
-        return cls(len(text), hash(text), opened, plain)
+        return cls(len(text), hash(text), opened)
 
     def begins(self, text: str) -> bool:
         return len(text) >= self.length and hash(text[: self.length]) == self.digest
@@ -114,15 +112,10 @@ def find_turn_boundary(
     special: re.Pattern[str],
     before: RenderedPrompt | None = None,
 ) -> TurnBoundary:
-    """Return the boundary after a sampled turn.
+    """Return the boundary after the last message of ``history``, a sampled turn.
 
-    Args:
-        render: the template.
-        history: the conversation up to and including the sampled message.
-        new: the messages after the turn.
-        sampled_turn: the turn as sampled.
-        special: pattern of any special token.
-        before: the prompt of the turn; rendered again if ``None``.
+    ``special`` is the pattern of any special token, ``before`` the prompt of the turn, which is rendered again if
+    ``None``.
 
     Raises:
         CallerError: the template refuses the messages, or drops the sampled message.

@@ -240,10 +240,6 @@ class Parsed:
     content: str
     calls: tuple[ToolCall, ...]
 
-    @property
-    def malformed(self) -> bool:
-        return any(call.malformed for call in self.calls)
-
 
 @dataclass(frozen=True, slots=True)
 class ReaderResult:
@@ -443,13 +439,8 @@ _QUOTED = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 def unparsed_tool_call(content: str, form: TurnFormat, tools: Collection[str]) -> str | None:
     """Return the name of the first tool that is called at the end of a text; ``None`` without an unambiguous call.
 
-    Malformed calls and calls of unknown tools are the policy's mistakes, which engines leave in the text as well. A
-    call in a code block, or before other text, is quoted and not meant as a call.
-
-    Args:
-        content: content of a turn that counts as final, without its reasoning.
-        form: format of the model family.
-        tools: names of the offered tools.
+    Malformed calls and calls of tools besides ``tools`` are the policy's mistakes, which engines leave in the text as
+    well. A call in a code block, or before other text, is quoted and not meant as a call.
     """
     plain = _QUOTED.sub("", content)
     found, quoted_too = parse(plain, form, reads_reasoning=False), parse(content, form, reads_reasoning=False).calls

@@ -73,7 +73,7 @@ def _validate(renderer: Renderer, tool_format: str | None, *, reads_reasoning: b
         with contextlib.suppress(UnsupportedTemplate):
             family = FORMATS[_detect_format(renderer, think)]
             form = replace(form, dropped_markers=family.dropped_markers, split=family.split)
-    always: Tools = PROBE_TOOLS if tool_format != "plain" and renderer.requires_tools else ()
+    always: Tools = PROBE_TOOLS if plays_calls and not renderer.sample_prompt else ()  # some require tools
     for conversation in _answer_conversations():
         _check_conversation(renderer, conversation, always, form, "plain", reads_reasoning=reads_reasoning)
     for conversation in _call_conversations() if plays_calls else ():
@@ -228,11 +228,7 @@ class _RenderedTurn:
             self._check_continuation(body + eos, right, or_else=end + right)
 
     def _end(self, gap: str) -> str:
-        """Return the token that ends the turn; empty if there is none.
-
-        Args:
-            gap: rendered text between the turn's marker word and the next message's marker word.
-        """
+        """Return the token in the text between two messages' marker words that ends the turn; empty for none."""
         special = self._tokenizer.special_pattern
         own = special.findall(end_of_turn(self._renderer.template.writer(self._tools), special))
         known = [self._renderer.template.eos_token, *own[:1]]
