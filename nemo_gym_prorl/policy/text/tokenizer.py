@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -37,13 +38,13 @@ class Tokenizer:
         self.special = {token_id: token.content for token_id, token in added.items() if token.special}
         self.special_pattern = _any_of(self.special.values())
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._escaped_ids: dict[tuple[int, str], list[int] | None] = {}
-        self._anchor_ids: dict[str, list[int]] = {}
-        self._anchor_texts: dict[int, str] = {}
-        self._keeps_spacing: dict[int, bool] = {}
+        self._ids_of_anchor = cache(self.encode)
+        self._text_of_anchor = cache(lambda *anchor: self.decode(anchor))
+        self._ids_of_text = cache(self._encode_as_text)
+        self._keeps_spacing = cache(self._decodes_end_without_space)
+        self._marks_section = cache(self._decodes_space_after)
         head = self.encode(_ANCHORS[0])
         self._marks_beginnings = self.encode(_ANCHORS[0] + "a")[len(head) :] != self.encode("a")
-        self._marks_sections: dict[int, bool] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that begins a sequence."""
@@ -85,7 +86,7 @@ class Tokenizer:
                 pending.pop()
             escaped = None
             if pending and start <= pending[-1][0] < end and token_id in self._added:
-                escaped = self._ids_of_text(token_id, text[start:end])
+                escaped = self._ids_of_text(text[start:end])
             escaped_tokens += escaped is not None
             ids += [token_id] if escaped is None else escaped
         return ids, escaped_tokens
@@ -96,27 +97,16 @@ class Tokenizer:
             return [self._added[previous_id]]
         return _ANCHORS if previous_id is not None and self._marks_beginnings else ()
 
-    def _ids_of_anchor(self, anchor: str) -> list[int]:
-        if anchor not in self._anchor_ids:
-            self._anchor_ids[anchor] = self.encode(anchor)
-        return self._anchor_ids[anchor]
-
     def decode(self, ids: Sequence[int], previous_id: int | None = None) -> str:
-        """Return the text of the ids, special tokens included.
-
-        Args:
-            previous_id: id of the token before the ids; ``None`` at the beginning of a sequence.
-        """
+        """Return the text of ids, special tokens included, after the token ``previous_id`` (``None``: no token)."""
         if previous_id is None:
             return self._text(ids)
         anchor = [previous_id] if previous_id in self._added else self._ids_of_anchor("a")
-        if anchor[0] not in self._anchor_texts:
-            self._anchor_texts[anchor[0]] = self.decode(anchor)
-        head, text = self._anchor_texts[anchor[0]], self.decode([*anchor, *ids])
+        head, text = self._text_of_anchor(*anchor), self.decode([*anchor, *ids])
         if not text.startswith(head):
             return self.decode(ids)
         text = text[len(head) :]
-        return text.removeprefix(" ") if self._marks_section(previous_id) else text
+        return text.removeprefix(" ") if previous_id in self._added and self._marks_section(previous_id) else text
 
     def count_unreadable(self, ids: Sequence[int]) -> int:
         """Return the number of ids outside the vocabulary (embedding padding), each of which decodes to U+FFFD."""
@@ -135,29 +125,21 @@ class Tokenizer:
                 runs[-1].append(one)
         return "\ufffd".join(self._fast.decode(run, skip_special_tokens=False) for run in runs)
 
-    def _marks_section(self, previous_id: int) -> bool:
+    def _decodes_space_after(self, token_id: int) -> bool:
         """Return whether the decoder writes a space after this added token that was not in the encoded text."""
-        if previous_id not in self._added:
-            return False
-        if previous_id not in self._marks_sections:
-            head = self._added[previous_id]
-            self._marks_sections[previous_id] = self.decode(self.encode(f"{head}a")) == f"{head} a"
-        return self._marks_sections[previous_id]
+        head = self._added[token_id]
+        return self.decode(self.encode(f"{head}a")) == f"{head} a"
 
     def strip_end_token(self, ids: Sequence[int], text: str, previous_id: int | None = None) -> str:
-        """Return the text of ids without their last id, a special token.
+        """Return ``text``, the text of the ids, without its end: the special token that is the last id."""
+        if self._keeps_spacing(ids[-1]):
+            return text.removesuffix(self.special[ids[-1]])
+        return self.decode(ids[:-1], previous_id)
 
-        Args:
-            ids: token ids, of which the last is a special token's.
-            text: the decoded text of all ids.
-            previous_id: as in :meth:`decode`.
-        """
-        end = self.special[ids[-1]]
-        if (keeps_spacing := self._keeps_spacing.get(ids[-1])) is None:
-            # Some decoders write a space before each token except the first: removing the name would leave the space.
-            before = self.encode(self.sample_text())
-            keeps_spacing = self._keeps_spacing[ids[-1]] = self.decode([*before, ids[-1]]) == self.decode(before) + end
-        return text.removesuffix(end) if keeps_spacing else self.decode(ids[:-1], previous_id)
+    def _decodes_end_without_space(self, token_id: int) -> bool:
+        # Some decoders write a space before each token except the first: removing the name would leave the space.
+        before = self.encode(self.sample_text())
+        return self.decode([*before, token_id]) == self.decode(before) + self.special[token_id]
 
     def sample_text(self) -> str:
         """Return the names of all special tokens and :data:`SAMPLE`, which other tokenizers hardly encode alike."""
@@ -171,14 +153,8 @@ class Tokenizer:
         """Return a pattern of special tokens, and of added tokens whose names are in the template's source."""
         return _any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
 
-    def _ids_of_text(self, token_id: int, text: str) -> list[int] | None:
-        """Return the ids of an added token's name as ordinary characters; ``None`` if no such ids exist."""
-        key = (token_id, text)
-        if key not in self._escaped_ids:
-            self._escaped_ids[key] = self._encode_as_text(text)
-        return self._escaped_ids[key]
-
     def _encode_as_text(self, text: str) -> list[int] | None:
+        """Return the ids of an added token's name as ordinary characters; ``None`` if no such ids exist."""
         self._fast.encode_special_tokens = True
         nearly = None
         try:
