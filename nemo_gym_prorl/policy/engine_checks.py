@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +12,6 @@ from typing import Literal
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.policy.engines.connections import CONNECT_S
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
     Misconfigured,
@@ -22,6 +20,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     checked_url,
     origin_of,
 )
+from nemo_gym_prorl.policy.engines.engine_control import CONNECT_S, samples
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
@@ -179,10 +178,10 @@ async def _token_ids(engine: HttpEngine, url: str) -> tuple[str, str]:
 
 async def _prefix_cache(engine: HttpEngine, url: str) -> tuple[str, str]:
     text = await engine.published_metrics(url)
-    stated = re.search(r'enable_prefix_caching="(\w+)"', text)
-    if stated is not None and stated[1] != "True":
+    stated = {one.labels.get("enable_prefix_caching") for one in samples(text, "vllm:cache_config_info")} - {None}
+    if stated and stated != {"True"}:
         return "off: each turn computes its whole prompt", "start vLLM with --enable-prefix-caching"
-    if stated is None:
+    if not stated:
         return "not published whether it is on", "check that the engine caches prefixes"
     if engine.reset_route is None or engine.reset_route not in (await engine.routes(url) or ()):
         return "on, and it cannot be reset after a weight update", engine.reset_hint

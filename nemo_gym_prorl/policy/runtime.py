@@ -26,7 +26,6 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.client import HttpClient
 from nemo_gym_prorl.http.key_guard import is_loopback
 from nemo_gym_prorl.http.keys import authorization
-from nemo_gym_prorl.policy.engines.connections import CONNECT_S
 from nemo_gym_prorl.policy.engines.engine import (
     BackendFailed,
     LogitsReturned,
@@ -35,6 +34,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     origin_of,
     root_of,
 )
+from nemo_gym_prorl.policy.engines.engine_control import CONNECT_S
 from nemo_gym_prorl.policy.engines.protocols import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend, BackendExists
@@ -241,14 +241,7 @@ class PolicyRuntime:
         """Add a backend for the rollouts of a training run, with its own key.
 
         The key is sent to all backends of the URL's origin. If the run already has a backend at the URL, only its
-        label and key change.
-
-        Args:
-            url: URL of the backend, with or without ``/v1``.
-            backend_id: id of the backend; ``None`` generates an id.
-            weight_version: label of the engine's weights, if any.
-            api_key: bearer token for the URL's origin; ``None`` keeps a known key.
-            run: training run; ``None`` for rollouts that name no run.
+        label and key change. Without an id, an id is generated; without a key, a known key of the origin stays.
 
         Raises:
             BackendExists: the id is in use, or the URL belongs to another run, another id, or a draining backend.

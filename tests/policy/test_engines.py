@@ -15,7 +15,6 @@ from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.client import HttpClient
-from nemo_gym_prorl.policy.engines.connections import post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -25,6 +24,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     SampleRequest,
     Sampling,
 )
+from nemo_gym_prorl.policy.engines.engine_control import post
 from nemo_gym_prorl.policy.engines.protocols import NemoRl, SglangGenerate, VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import trajectory
@@ -61,12 +61,39 @@ async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, connecti
     assert load is not None
     assert load.capacity is not None
     assert load.capacity > 16_384, "two contexts at least"
+
+
+VLLM_LOAD = """# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="a}b"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="a}b"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0"} 9.0
+vllm:kv_cache_usage_perc{engine="0"} 5e-01
+vllm:cache_config_info{block_size="16",cache_dtype="auto",num_gpu_blocks="100"} 1.0
+"""
+SGLANG_LOAD = """sglang:num_queue_reqs{model_name="m"} 2.0
+sglang:token_usage{model_name="m"} 0.5
+sglang:max_total_num_tokens{model_name="m"} 161721.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "text", "load"),
+    [
+        (VllmCompletions, VLLM_LOAD, BackendLoad(3, 0.5, 1600)),
+        (SglangGenerate, SGLANG_LOAD, BackendLoad(2, 0.5, 161721)),
+        (VllmCompletions, SGLANG_LOAD, None),
+        (VllmCompletions, VLLM_LOAD.replace("2.0", "two"), None),
+        (VllmCompletions, VLLM_LOAD.replace('"100"', '"None"'), BackendLoad(3, 0.5, None)),
+    ],
+    ids=["vllm", "sglang", "another engine's", "no number", "no number of blocks"],
+)
+async def test_a_load_is_read_from_published_metrics(
+    connections: HttpClient, engine: type[VllmCompletions], text: str, load: BackendLoad | None
+) -> None:
     app = FastAPI()
-    gauges = {"num_queue_reqs": 2, "token_usage": 0.5, "max_total_num_tokens": 161721}
-    text = "".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in gauges.items())
     app.add_api_route("/metrics", lambda: Response(text))
     async with serving(app) as url:
-        assert await SglangGenerate(connections, MODEL).load(url) == BackendLoad(2, 0.5, 161721)
+        assert await engine(connections, MODEL).load(url) == load
 
 
 NO_IDS = [[1, -2], ["1", "2"]]
@@ -144,7 +171,7 @@ async def test_an_id_without_text_is_the_policys_act(words: str) -> None:
         answer = await host.service.turn(asked)
         assert answer.turn is not None
         assert list(answer.turn.sampled) == ids
-        assert answer.parsed.content.count("\ufffd") == host.service.rollout("r").counts.unreadable == 2
+        assert answer.parsed.content.count("\ufffd") == host.service.rollout("r").counts["unreadable"] == 2
         assert sum(body["max_tokens"] == 9 for body in seen) == 1, "it was not sampled again"
 
 

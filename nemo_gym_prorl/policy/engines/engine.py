@@ -190,6 +190,10 @@ class RequestRefused(CallerError):
     """The engine refused the request, as every backend would."""
 
 
+class ContextFull(Exception):
+    """The prompt leaves no room in the engine's context."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendLoad:
     """Load that a backend reports.

@@ -5,19 +5,23 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import orjson
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.http.client import ConnectFailed, HttpAnswer, HttpClient
-from nemo_gym_prorl.policy.engines.connections import CONNECT_S, post
+from nemo_gym_prorl.http.client import ConnectFailed, ConnectionDropped, HttpAnswer, HttpClient
+from nemo_gym_prorl.http.tracing import trace_headers
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, BackendLoad, Misconfigured, origin_of, root_of
 
+
+CONNECT_S = 5.0
+"""Time limit for opening a connection, and for a control request, in seconds; sampling has no limit."""
 
 HANDSHAKE_TIMEOUT_S = 60.0
 """Time limit of a handshake, or of a probe that samples one token, in seconds; the engine may be busy."""
@@ -25,9 +29,8 @@ HANDSHAKE_TIMEOUT_S = 60.0
 _CACHE_RESET_TIMEOUT_S = 5.0
 """Time limit in seconds for an engine to free the blocks of ended requests, which it does after its next step."""
 
-_CACHE_CONFIG = re.compile(
-    r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
-)
+_TRIES = 3
+"""Attempts at a request whose connection ends before an answer; each reused connection may have been idle too long."""
 
 
 class EngineControl:
@@ -132,12 +135,14 @@ class EngineControl:
             if waiting is None or kv_use is None:
                 return None
             return BackendLoad(int(waiting), kv_use, self._capacity(text))
-        except (ValueError, OverflowError):  # a malformed number must not end the load reports of other backends
+        except (ValueError, OverflowError):  # malformed metrics must not end the load reports of other backends
             return None
 
     def _capacity(self, metrics: str) -> int | None:
         """Return how many tokens fit into the KV cache, from number and size of vLLM's blocks; ``None`` if unknown."""
-        return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
+        known = [one.labels for one in samples(metrics, "vllm:cache_config_info")]
+        pairs = [(labels.get("block_size", ""), labels.get("num_gpu_blocks", "")) for labels in known]
+        return sum(int(size) * int(count) for size, count in pairs if size.isdecimal() and count.isdecimal()) or None
 
     async def _get(self, url: str, path: str) -> HttpAnswer:
         there = f"{root_of(url)}{path}"
@@ -149,6 +154,30 @@ class EngineControl:
 
     def _headers_for(self, url: str) -> dict[str, str]:
         return dict(self._headers_by_origin.get(origin_of(url), {}))
+
+
+async def post(client: HttpClient, url: str, headers: Mapping[str, str], body: Sequence[bytes]) -> tuple[int, bytes]:
+    """Send a POST request with JSON, in parts, and return status and content of the answer.
+
+    Engines close connections that were idle for some seconds (vLLM: 5), possibly just as a request reuses a
+    connection. Such a close says nothing about the engine's health, so the request is repeated.
+
+    Raises:
+        ConnectFailed: no connection could be opened in time.
+        ConnectionDropped: the connection ended within the answer, or before the answer at every attempt, or the answer
+            is not HTTP.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            answer = await client.request(
+                "POST", url, {**headers, "Content-Type": "application/json", **trace_headers()}, body
+            )
+        except ConnectionDropped as dropped:
+            if dropped.begun or not left:
+                raise
+        else:
+            return answer.status, answer.body
+    raise AssertionError
 
 
 def unreachable(url: str, error: Exception) -> BackendFailed:
@@ -171,7 +200,13 @@ def excerpt(raw: bytes) -> str:
     return raw[:500].decode(errors="replace")
 
 
+def samples(text: str, name: str) -> list[Sample]:
+    """Return the samples of one metric in Prometheus text; raise ValueError if its lines are malformed."""
+    lines = "".join(line for line in text.splitlines(keepends=True) if line.startswith(name))
+    return [one for family in text_string_to_metric_families(lines) for one in family.samples if one.name == name]
+
+
 def metric(text: str, name: str) -> float | None:
-    """Return the sum of a metric over its labels in Prometheus text; ``None`` if the metric is absent."""
-    values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)$", text, re.MULTILINE)
-    return sum(map(float, values)) if values else None
+    """Return the sum of a metric over its labels; ``None`` if the metric is absent."""
+    values = [one.value for one in samples(text, name)]
+    return sum(values) if values else None

@@ -16,17 +16,17 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from nemo_gym_prorl.http.client import HttpClient
-from nemo_gym_prorl.policy.engines.connections import ContextFull, post, strip_prompt_echo
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
+    ContextFull,
     Misconfigured,
     RequestRefused,
     SampleRequest,
@@ -38,12 +38,13 @@ from nemo_gym_prorl.policy.engines.engine_control import (
     EngineControl,
     excerpt,
     json_object,
+    post,
     unreachable,
 )
 from nemo_gym_prorl.policy.engines.log_probs import EngineProbe, LogProbMode, grammar_of, unsupported_setting
 from nemo_gym_prorl.policy.generation import Finish, Generation, validate_generation
 from nemo_gym_prorl.policy.text.tokenizer import SAMPLE
-from nemo_gym_prorl.policy.tokens.prompt import json_parts
+from nemo_gym_prorl.policy.tokens.prompt import PROMPT_IDS, json_parts
 
 
 CONTEXT_OVERFLOW = re.compile(
@@ -55,27 +56,8 @@ _REGISTRATION_PROBE_S = 15.0
 """Time limit of the probe at registration in seconds; a sleeping engine is probed later, before its first turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTarget:
-    """Backend of one sampling request.
-
-    Attributes:
-        url: URL of the backend.
-        context: maximum of prompt and sampled tokens together; ``None`` if not reported.
-    """
-
-    url: str
-    context: int | None
-
-
 class HttpEngine(EngineControl):
-    """Client of one wire protocol.
-
-    Args:
-        client: connections to all engines; the caller closes them.
-        model: model name as the backends serve it.
-        headers_by_origin: headers for the backends of one origin (see :func:`origin_of`).
-    """
+    """Client of one wire protocol; ``model`` is the model's name as the backends serve it."""
 
     name: str
     takes_tokens = True
@@ -119,8 +101,8 @@ class HttpEngine(EngineControl):
             RequestRefused: every backend would refuse the request.
         """
         try:
-            target = EngineTarget(url, self.contexts[url]) if url in self.contexts else await self._handshake(url)
-            generation = validate_generation(await self._sample(target, request))
+            context = self.contexts[url] if url in self.contexts else await self._handshake(url)
+            generation = validate_generation(await self._sample(url, context, request))
         except ContextFull:
             return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
@@ -139,25 +121,22 @@ class HttpEngine(EngineControl):
     def forget(self, url: str) -> None:
         """Repeat handshake and probes before the next turn, because another engine may answer at this address."""
         self.contexts.pop(url, None)
-        self._discard_verdicts(url)
+        self.log_prob_modes.pop(url, None)
+        self._grammars = {known for known in self._grammars if known[0] != url}
 
-    async def _sample(self, target: EngineTarget, request: SampleRequest) -> Generation:
+    async def _sample(self, url: str, context: int | None, request: SampleRequest) -> Generation:
         """Sample with log-probs of the sampled distribution; refuse settings that log-probs would not include."""
         sampling = request.sampling
-        known = self.log_prob_modes.get(target.url)
-        mode = known or await self._probe_mode(target, sampling)
+        mode = self.log_prob_modes.get(url) or await self._probe_mode(url, context, sampling)
         forced_call = request.tool_choice not in (None, "none", "auto")
         refusal = unsupported_setting(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
-        if refusal and known:
-            # Another engine may have replaced the probed one: probe again before refusing.
-            mode = await self._probe_mode(target, sampling)
-            refusal = unsupported_setting(sampling, mode, forced_call=forced_call, fix=self.log_probs_fix)
         if refusal:
             field, reason = refusal
-            raise RequestRefused(f"{target.url}: {reason}", field=field)
-        if grammar := grammar_of(sampling):
-            await self._require_grammar(target, grammar, sampling)
-        generation = await self._generate(target, request)
+            raise RequestRefused(f"{url}: {reason}", field=field)
+        if (grammar := grammar_of(sampling)) and (url, grammar) not in self._grammars:
+            await self._probe(url, context).require_grammar(grammar, sampling)
+            self._grammars.add((url, grammar))
+        generation = await self._generate(url, context, request)
         # Engines return log-probs of temperature 1 for greedy sampling, whose tokens have probability 1.
         log_probs = [0.0] * len(generation.log_probs) if sampling.greedy else generation.log_probs
         return replace(generation, log_probs=log_probs, log_prob_mode=mode)
@@ -173,51 +152,42 @@ class HttpEngine(EngineControl):
             return
         try:
             async with asyncio.timeout(_REGISTRATION_PROBE_S):
-                await self._probe_mode(await self._handshake(url), Sampling())
+                await self._probe_mode(url, await self._handshake(url), Sampling())
         except OSError as error:
             raise unreachable(url, error) from error
 
-    async def _probe_mode(self, target: EngineTarget, sampling: Sampling) -> LogProbMode:
+    async def _probe_mode(self, url: str, context: int | None, sampling: Sampling) -> LogProbMode:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                mode, known = await self._probe(target).mode(sampling)
+                mode, known = await self._probe(url, context).mode(sampling)
         except TimeoutError as error:
-            raise unreachable(target.url, error) from error
+            raise unreachable(url, error) from error
         if known:
-            self.log_prob_modes[target.url] = mode
+            self.log_prob_modes[url] = mode
         return mode
 
-    async def _require_grammar(self, target: EngineTarget, name: str, sampling: Sampling) -> None:
-        if (target.url, name) not in self._grammars:
-            await self._probe(target).require_grammar(name, sampling)
-            self._grammars.add((target.url, name))
-
-    def _probe(self, target: EngineTarget) -> EngineProbe:
+    def _probe(self, url: str, context: int | None) -> EngineProbe:
         return EngineProbe(
-            target.url,
-            lambda request: self._generate(target, request),
+            url,
+            lambda request: self._generate(url, context, request),
             takes_tokens=self.takes_tokens,
             biased_mode=self._biased_mode,
             fixed_sampling=self._fixed_sampling,
             fix=self.log_probs_fix,
         )
 
-    def _discard_verdicts(self, url: str) -> None:
-        self.log_prob_modes.pop(url, None)
-        self._grammars = {known for known in self._grammars if known[0] != url}
-
-    async def _generate(self, target: EngineTarget, request: SampleRequest) -> Generation:
+    async def _generate(self, url: str, context: int | None, request: SampleRequest) -> Generation:
         raise NotImplementedError
 
     def expect_tokenization(self, text: str, ids: Sequence[int]) -> None:
         """Set the ids into which every engine must tokenise a text; by default the first engine's ids count."""
         self._tokenizer_text, self._tokenizer_ids = text, list(ids)
 
-    async def _handshake(self, url: str) -> EngineTarget:
-        """Check protocol and tokenizer of the engine at a URL, and read its context length."""
+    async def _handshake(self, url: str) -> int | None:
+        """Check protocol and tokenizer of the engine at a URL, and return its context length."""
         await self.check_protocol(url)
         self.contexts[url] = context = await self._context(url)
-        return EngineTarget(url, context)
+        return context
 
     async def check_protocol(self, url: str) -> None:
         """Check that the engine's published routes, if any, match this protocol.
@@ -272,7 +242,7 @@ class HttpEngine(EngineControl):
             return False
         return True
 
-    def sampling_limit(self, target: EngineTarget, prompt: int, requested: int | None) -> int:
+    def sampling_limit(self, url: str, context: int | None, prompt: int, requested: int | None) -> int:
         """Return how many tokens may be sampled after a prompt: ``requested``, and at most the rest of the context.
 
         Without a limit an engine stops at a default (vLLM: 16), and engines refuse a limit above their context.
@@ -281,22 +251,22 @@ class HttpEngine(EngineControl):
             ContextFull: the context is full.
             Misconfigured: neither the request nor the engine has a limit.
         """
-        if target.context is None:
-            self.contexts.pop(target.url, None)  # the next turn repeats the handshake, and may find a length
+        if context is None:
+            self.contexts.pop(url, None)  # the next turn repeats the handshake, and may find a length
             if requested is None:
                 raise Misconfigured(
-                    f"{target.url} does not report max_model_len in /v1/models, so every row needs this field",
+                    f"{url} does not report max_model_len in /v1/models, so every row needs this field",
                     field="max_output_tokens",
                 )
             return requested
-        left = target.context - prompt - self._reserved_tokens
+        left = context - prompt - self._reserved_tokens
         if left < 1:
             raise ContextFull
         return left if requested is None else min(requested, left)
 
     async def _post(
         self,
-        target: EngineTarget,
+        engine_url: str,
         body: Mapping[str, Any],
         ids: tuple[str, Sequence[int]] | None = None,
         *,
@@ -304,11 +274,8 @@ class HttpEngine(EngineControl):
     ) -> dict[str, Any]:
         """Send a sampling request and return the JSON answer.
 
-        Args:
-            target: the backend.
-            body: the request.
-            ids: name and token ids of the prompt's field; ``None`` if the body holds the prompt.
-            echoed: whether to strip the prompt's ids from an answer that repeats exactly these ids.
+        ``ids`` are name and token ids of a prompt that is not in the body. With ``echoed``, an answer that repeats
+        exactly these ids loses them.
 
         Raises:
             ContextFull: the engine has no room for the prompt.
@@ -324,11 +291,11 @@ class HttpEngine(EngineControl):
         prompt = json_parts(ids[1]) if ids is not None else ()
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
-        url = f"{root_of(target.url)}{self._sample_route}"
+        url = f"{root_of(engine_url)}{self._sample_route}"
         status, raw = await post(self._client, url, self._headers_for(url), parts)
         if status == 200:
             try:
-                answer = orjson.loads(strip_prompt_echo(raw, prompt if echoed else ()))
+                answer = orjson.loads(_without_echo(raw, prompt if echoed else ()))
             except orjson.JSONDecodeError as error:
                 raise Misconfigured(
                     f"{url} answered with {raw[:80]!r}, which is not JSON: check that the URL is an inference engine",
@@ -353,6 +320,22 @@ class HttpEngine(EngineControl):
         if status < 500 and status not in (408, 409, 425, 429):
             raise Misconfigured(f"{url} answered {status}: {detail}", field="policy_base_url")
         raise BackendFailed(f"{url} answered {status}: {detail}")
+
+
+def _without_echo(content: bytes, echo: Sequence[bytes]) -> bytes:
+    """Replace the prompt's ids in an answer by ``null`` if they equal the sent ids byte for byte.
+
+    The comparison of bytes avoids parsing up to 64k numbers. Other ids stay, and are checked after parsing.
+    """
+    field = content.find(PROMPT_IDS)
+    if field < 0 or not echo:
+        return content
+    at = start = field + len(PROMPT_IDS)
+    for part in echo:
+        if not content.startswith(part, at):
+            return content
+        at += len(part)
+    return b"%bnull%b" % (content[:start], content[at:])
 
 
 def _is_length(value: object) -> bool:

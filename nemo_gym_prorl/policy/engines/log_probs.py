@@ -18,10 +18,10 @@ from enum import StrEnum
 
 import orjson
 
-from nemo_gym_prorl.policy.engines.connections import ContextFull
 from nemo_gym_prorl.policy.engines.engine import (
     NEUTRAL_SETTINGS,
     BackendErred,
+    ContextFull,
     LogitsReturned,
     RequestRefused,
     SampleRequest,
@@ -134,11 +134,7 @@ def unsupported_setting(
 ) -> tuple[str, str] | None:
     """Return field and reason of the first setting that the engine's log-probs do not include, if any.
 
-    Args:
-        sampling: the settings of the request.
-        mode: the distribution of the engine's log-probs.
-        forced_call: whether ``tool_choice`` forces a call, which engines implement by a grammar.
-        fix: setting to change at the engine.
+    With ``forced_call``, ``tool_choice`` forces a call, which engines implement by a grammar.
     """
     if mode is LogProbMode.PROCESSED:
         return None
@@ -158,11 +154,7 @@ def _is_neutral(name: str, value: object) -> bool:
 
 
 def are_logits(log_probs: Sequence[float], top: Sequence[float]) -> bool:
-    """Return whether numbers cannot be logarithms of probabilities, so that they must be logits.
-
-    Args:
-        log_probs: numbers of the sampled tokens.
-        top: numbers of the most probable tokens of one position.
+    """Return whether numbers of sampled tokens, or of the ``top`` tokens of one position, must be logits.
 
     Raises:
         ValueError: a value is not a number.
@@ -174,15 +166,8 @@ def are_logits(log_probs: Sequence[float], top: Sequence[float]) -> bool:
 
 
 def classify_mode(plain: float, cold: float, only: float) -> LogProbMode | None:
-    """Return the mode that explains three log-probs of one prompt's most probable token.
-
-    Args:
-        plain: log-prob under neutral settings.
-        cold: log-prob at a temperature far below 1.
-        only: log-prob under ``top_k`` 1.
-
-    Returns:
-        ``None`` if the prompt's distribution does not separate the modes.
+    """Return the mode that explains three log-probs of one prompt's most probable token: under neutral settings, at
+    a temperature far below 1, and under ``top_k`` 1. ``None`` if the prompt's distribution separates no modes.
     """
     if plain > _PEAKED or _SAME < abs(cold - plain) < _DIFFERENT:
         return None
@@ -197,9 +182,7 @@ def classify_mode(plain: float, cold: float, only: float) -> LogProbMode | None:
 def classify_biased_mode(log_probs: Sequence[float], biased: LogProbMode) -> LogProbMode:
     """Return the mode that explains the log-probs of two tokens, each forced by a bias in a request of its own.
 
-    Args:
-        log_probs: log-probs of both tokens, which cannot both have probability 1 without the bias.
-        biased: mode to return if the log-probs include the bias.
+    Both cannot have probability 1 without the bias. ``biased`` is the mode of log-probs that include the bias.
     """
     if min(log_probs) >= -_SAME:
         return biased
@@ -236,16 +219,7 @@ class _NoVerdict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineProbe:
-    """Probes of one engine.
-
-    Args:
-        url: URL of the engine, for error messages.
-        ask: sends a request to the engine and raises the engine's errors.
-        takes_tokens: whether prompts are token ids.
-        biased_mode: mode to assume if the probe finds out only that log-probs include a bias.
-        fixed_sampling: whether the engine accepts only the settings that the requests of rollouts have.
-        fix: setting with which the engine's log-probs include all sampling settings.
-    """
+    """Probes of one engine, to which ``ask`` sends requests. Other fields are those of :class:`.HttpEngine`."""
 
     url: str
     ask: Callable[[SampleRequest], Awaitable[Generation]]
@@ -257,8 +231,7 @@ class EngineProbe:
     async def mode(self, sampling: Sampling) -> tuple[LogProbMode, bool]:
         """Return the distribution of the engine's log-probs, and whether the verdict may be cached.
 
-        Args:
-            sampling: settings of a request; the probe uses its temperature and ``top_p``.
+        The probe may use temperature and ``top_p`` of ``sampling``, which a request has.
 
         Raises:
             LogitsReturned: the engine returns logits.
@@ -282,11 +255,7 @@ class EngineProbe:
             return LogProbMode.UNKNOWN, False
 
     async def require_grammar(self, name: str, sampling: Sampling) -> None:
-        """Refuse a grammar that the engine accepts but does not follow.
-
-        Args:
-            name: the setting that asks for the grammar.
-            sampling: settings of the request.
+        """Refuse a grammar that the engine accepts but does not follow; ``name`` is the setting that asks for it.
 
         Raises:
             RequestRefused: the engine does not follow the grammar.

@@ -3,7 +3,8 @@
 """The wire protocols: vLLM by tokens or by messages, NeMo RL's HTTP server, SGLang.
 
 Requests to engines that take tokens always limit the sampled tokens; the defaults of vLLM's completions (16) and of
-SGLang (128) are too small.
+SGLang (128) are too small. Several choices, missing ids or log-probs, and an aborted generation raise errors, so they
+never become a wrong trajectory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,70 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.policy.engines.connections import cached_tokens, finish, required, single_choice
-from nemo_gym_prorl.policy.engines.engine import Misconfigured, SampleRequest
+from nemo_gym_prorl.policy.engines.engine import (
+    BackendErred,
+    BackendFailed,
+    Misconfigured,
+    RequestRefused,
+    SampleRequest,
+)
 from nemo_gym_prorl.policy.engines.engine_control import metric
-from nemo_gym_prorl.policy.engines.http_engine import EngineTarget, HttpEngine
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.log_probs import LogProbMode
-from nemo_gym_prorl.policy.generation import Generation
+from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.tokens.prompt import json_parts
+
+
+def _single_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the only choice of an OpenAI-style answer.
+
+    Raises:
+        RequestRefused: there are several choices.
+        LookupError: there is no choice.
+    """
+    choices = _required(answer, "choices", url)
+    if not choices:
+        raise LookupError("no choice")
+    if len(choices) != 1:
+        raise RequestRefused(
+            f"{url} returned {len(choices)} choices: run n rollouts in place of n choices",
+            field="n",
+        )
+    return dict(choices[0])
+
+
+def _required(answer: Mapping[str, Any], name: str, url: str) -> Any:
+    """Return a field that an exact trajectory requires; raise :class:`Misconfigured` without the field."""
+    value = answer.get(name)
+    if value is None:
+        raise Misconfigured(
+            f"{url} answered without {name!r}, which an exact trajectory needs: check policy.engine",
+            field="policy_base_url",
+        )
+    return value
+
+
+def _finish(reason: str | None, url: str) -> Finish:
+    """Convert an engine's finish reason.
+
+    Raises:
+        BackendFailed: the engine aborted the request or reported an error.
+        TypeError: the reason is not a text.
+    """
+    if reason in (None, "abort"):
+        raise BackendFailed(f"{url} aborted the request before the sample was complete")
+    if reason == "error":
+        raise BackendErred(f"{url} reported an error before the sample was complete")
+    if not isinstance(reason, str):
+        raise TypeError(f"finish reason {reason!r:.100}")
+    return Finish.LENGTH if reason == "length" else Finish.STOP
+
+
+def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
+    """Return the number of prompt tokens from the engine's prefix cache; ``None`` if not reported."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return None if cached is None else max(0, int(cached))
 
 
 class VllmCompletions(HttpEngine):
@@ -29,9 +87,9 @@ class VllmCompletions(HttpEngine):
     name = "vllm"
     _sample_route = "/v1/completions"
 
-    async def _generate(self, target: EngineTarget, request: SampleRequest) -> Generation:
+    async def _generate(self, url: str, context: int | None, request: SampleRequest) -> Generation:
         prompt, sampling = request.prompt, request.sampling
-        room = self.sampling_limit(target, len(prompt), sampling.max_tokens)
+        room = self.sampling_limit(url, context, len(prompt), sampling.max_tokens)
         body = {
             "model": self.model,
             "logprobs": request.top,
@@ -41,20 +99,18 @@ class VllmCompletions(HttpEngine):
             "skip_special_tokens": False,
             **sampling.as_openai(room),
         }
-        answer = await self._post(target, body, ("prompt", prompt), echoed=True)
-        choice = single_choice(answer, target.url)
-        sampled = required(choice, "token_ids", target.url)
+        answer = await self._post(url, body, ("prompt", prompt), echoed=True)
+        choice = _single_choice(answer, url)
+        sampled = _required(choice, "token_ids", url)
         echoed = choice.get("prompt_token_ids")
         if echoed and list(echoed) != list(prompt):
-            raise Misconfigured(
-                f"{target.url} sampled after other tokens than the request's prompt", field="tokenizer"
-            )
+            raise Misconfigured(f"{url} sampled after other tokens than the request's prompt", field="tokenizer")
         logged = choice.get("logprobs") or {}
         return Generation(
             sampled,
-            required(logged, "token_logprobs", target.url),
-            finish(choice.get("finish_reason"), target.url),
-            cached_tokens(answer),
+            _required(logged, "token_logprobs", url),
+            _finish(choice.get("finish_reason"), url),
+            _cached_tokens(answer),
             top=list(logged["top_logprobs"][0].values()) if request.top else (),
             text=choice.get("text") or "",
         )
@@ -92,29 +148,29 @@ class VllmChat(HttpEngine):
             body["chat_template_kwargs"] = dict(request.template_variables)
         return body
 
-    async def _generate(self, target: EngineTarget, request: SampleRequest) -> Generation:
-        answer = await self._post(target, self._body(request))
-        choice = single_choice(answer, target.url)
-        message = required(choice, "message", target.url)
+    async def _generate(self, url: str, context: int | None, request: SampleRequest) -> Generation:
+        answer = await self._post(url, self._body(request))
+        choice = _single_choice(answer, url)
+        message = _required(choice, "message", url)
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")
         ids = message.get("generation_token_ids", choice.get("token_ids"))
         log_probs = message.get("generation_log_probs")
         logged = choice.get("logprobs") or {}
         if log_probs is None:
-            content = required(logged, "content", target.url)
+            content = _required(logged, "content", url)
             log_probs = [token["logprob"] for token in content]
             if ids is None and all(token["token"].startswith("token_id:") for token in content):
                 ids = [int(token["token"].removeprefix("token_id:")) for token in content]
         if prompt_ids is None or ids is None:
             raise Misconfigured(
-                f"{target.url} returned no token ids: the engine must support return_token_ids (vLLM 0.10.2 or later)",
+                f"{url} returned no token ids: the engine must support return_token_ids (vLLM 0.10.2 or later)",
                 field="policy_base_url",
             )
         return Generation(
             ids,
             log_probs,
-            finish(choice.get("finish_reason"), target.url),
-            cached_tokens(answer),
+            _finish(choice.get("finish_reason"), url),
+            _cached_tokens(answer),
             prompt_ids=prompt_ids,
             message=message,
             routed_experts=message.pop("routed_experts", None),
@@ -170,9 +226,9 @@ class SglangGenerate(HttpEngine):
     _reserved_tokens = 1
     log_probs_fix = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB (truncation is never included)"
 
-    async def _generate(self, target: EngineTarget, request: SampleRequest) -> Generation:
+    async def _generate(self, url: str, context: int | None, request: SampleRequest) -> Generation:
         prompt, sampling = request.prompt, request.sampling
-        room = self.sampling_limit(target, len(prompt), sampling.max_tokens)
+        room = self.sampling_limit(url, context, len(prompt), sampling.max_tokens)
         parameters = {
             **_parameters(sampling.as_openai(None)),
             "max_new_tokens": room,
@@ -181,14 +237,14 @@ class SglangGenerate(HttpEngine):
         body = {"sampling_params": parameters, "return_logprob": True}
         if request.top:
             body["top_logprobs_num"] = request.top
-        answer = await self._post(target, body, ("input_ids", prompt))
-        about = required(answer, "meta_info", target.url)
-        pairs = required(about, "output_token_logprobs", target.url)
+        answer = await self._post(url, body, ("input_ids", prompt))
+        about = _required(answer, "meta_info", url)
+        pairs = _required(about, "output_token_logprobs", url)
         ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
         return Generation(
             ids,
             log_probs,
-            finish(about["finish_reason"]["type"], target.url),
+            _finish(about["finish_reason"]["type"], url),
             about.get("cached_tokens"),
             top=[one[0] for one in about["output_top_logprobs"][0]] if request.top else (),
             text=answer.get("text") or "",
