@@ -138,13 +138,8 @@ class RolloutCalls:
     def check(self, grant: CallGrant, turns: int, tokens: int) -> None:
         """Refuse a call beyond a limit of the key with status 403, which clients do not retry.
 
-        Calls in flight count as turns. ``limit``, which ends the program, is set only once answered turns reach the
-        limit.
-
-        Args:
-            grant: permissions of the key.
-            turns: number of the rollout's turns so far.
-            tokens: length of the rollout's longest sequence.
+        Calls in flight count as turns. ``limit``, which ends the program, is set only once answered turns, or the
+        longest sequence's ``tokens``, reach the limit.
         """
         if grant.max_turns is not None and turns + len(self.in_flight) > grant.max_turns:
             limit, reached = "max_turns", turns >= grant.max_turns

@@ -29,7 +29,7 @@ _BACKEND_GAUGES: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
     "up": ("1 while the backend serves", lambda backend: backend.health is Health.UP),
     "limit": ("Maximum of live rollouts", lambda backend: backend.limit),
 }
-_ROLLOUT_COUNTERS: Mapping[str, tuple[str, str]] = {
+ROLLOUT_COUNTERS: Mapping[str, tuple[str, str]] = {
     "rewrites": ("history_rewrites", "Turns at which the template would rewrite history"),
     "differences": (
         "template_differences",
@@ -43,7 +43,7 @@ _ROLLOUT_COUNTERS: Mapping[str, tuple[str, str]] = {
     "ambiguous": ("ambiguous_turns", "Turns whose parent was ambiguous (identical visible histories)"),
     "retokenised": ("retokenised_tokens", "Sampled tokens that were tokenised again from text"),
 }
-"""Metric name and help text by the field of :class:`.RolloutCounters`."""
+"""Metric name and help text of the counters of irregularities, by their names in a rollout's JSON."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -80,7 +80,7 @@ class PolicyMetrics:
         )
         self.counts = {
             field: Counter(f"prorl_policy_{name}", help_text, registry=registry)
-            for field, (name, help_text) in _ROLLOUT_COUNTERS.items()
+            for field, (name, help_text) in ROLLOUT_COUNTERS.items()
         }
         self._later_turns = Counter(
             "prorl_policy_later_turns",

@@ -33,7 +33,7 @@ from nemo_gym_prorl.http.tracing import SpanGroup, note, span
 from nemo_gym_prorl.policy.calls import CallGrant, RolloutCalls, refuse
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.metrics import PolicyMetrics
+from nemo_gym_prorl.policy.metrics import ROLLOUT_COUNTERS, PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend, blocks_of
 from nemo_gym_prorl.policy.pool.dispatcher import BackendDispatcher, WaitClock
 from nemo_gym_prorl.policy.text.formats import FORMATS
@@ -51,7 +51,7 @@ from nemo_gym_prorl.policy.tokens.conversations import (
 )
 from nemo_gym_prorl.policy.tokens.ledger import LedgerTurn, TokenLedger
 from nemo_gym_prorl.policy.tokens.prompt import Prompt, TokenTextCache, strip_known_tokens
-from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutCounters, RolloutGone, RolloutTaken, TurnRequest
+from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class RolloutState:
     history: ConversationIndex = field(default_factory=ConversationIndex)
     texts: TokenTextCache = field(default_factory=TokenTextCache)
     answers: dict[str, ConversationNode] = field(default_factory=dict)
-    counts: RolloutCounters = field(default_factory=RolloutCounters)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROLLOUT_COUNTERS, 0))
     began: datetime = field(default_factory=datetime.now)
     wait: WaitClock = field(default_factory=WaitClock)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
@@ -434,7 +434,7 @@ class PolicyService:
         return texts.prompt(None, first.ids), None, first.rendered_prompt
 
     def _count(self, rollout: RolloutState, what: str, number: int = 1) -> None:
-        setattr(rollout.counts, what, getattr(rollout.counts, what) + number)
+        rollout.counts[what] += number
         self.metrics.counts[what].inc(number)
 
     def _check_calls(self, url: str, generation: Generation, request: TurnRequest) -> None:

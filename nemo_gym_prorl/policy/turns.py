@@ -86,15 +86,3 @@ class PolicyAnswer:
     finish: Finish
     prompt_tokens: int
     cached_tokens: int = 0
-
-
-@dataclass(slots=True)
-class RolloutCounters:
-    """Counters of one rollout's irregularities, named as in its JSON; :mod:`.metrics` describes each counter."""
-
-    rewrites: int = 0
-    differences: int = 0
-    ambiguous: int = 0
-    retokenised: int = 0
-    neutralised: int = 0
-    unreadable: int = 0

@@ -57,6 +57,10 @@ class Client:
         return sum(len(backend.live) for backend in self.model._runtime.pool.backends.values())
 
     @property
+    def waiting(self) -> int:
+        return sum(self.model._runtime.pool.waiting_of.values())
+
+    @property
     def in_flight(self) -> int:
         return sum(len(backend.in_flight) for backend in self.model._runtime.pool.backends.values())
 
@@ -134,7 +138,7 @@ async def test_deleting_a_rollout_ends_its_turns_and_frees_its_slot_at_once() ->
         running = asyncio.create_task(agent.turn("r", **SLOW))
         await until(lambda: agent.in_flight == 1)
         waiting = asyncio.create_task(agent.turn("other"))
-        await until(lambda: agent.model._runtime.pool.waiting == 1)
+        await until(lambda: agent.waiting == 1)
         assert await agent.call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
         assert (await waiting)[0] == 200
         status, said = await running
@@ -148,11 +152,11 @@ async def test_a_turn_that_is_given_up_gives_its_place_back_at_once_and_finds_it
         running = asyncio.create_task(agent.turn("r", **SLOW))
         await until(lambda: agent.in_flight == 1)
         waiting = asyncio.create_task(agent.turn("other", **SLOW))
-        await until(lambda: agent.model._runtime.pool.waiting == 1)
+        await until(lambda: agent.waiting == 1)
         # The pool is not told of time, so nobody rests for having been idle.
         agent.model._runtime.pool.tick = lambda now: []
         await given_up(running)
-        await until(lambda: agent.model._runtime.pool.waiting == 0)
+        await until(lambda: agent.waiting == 0)
         assert agent.in_flight == agent.live == 1
         await given_up(waiting)
         await until(lambda: agent.live == 0)

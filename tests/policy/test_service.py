@@ -235,8 +235,8 @@ async def test_other_tools_than_before_are_another_history(tmp_path: Path, histo
         agent.goes_on(await agent.ask())
         await agent.ask(tools=[])
         assert agent.service.ledger("r").branches == branches
-        assert agent.service.rollout("r").counts.rewrites == 1
-        assert agent.service.rollout("r").counts.retokenised == (0 if history == "keep" else 20)
+        assert agent.service.rollout("r").counts["rewrites"] == 1
+        assert agent.service.rollout("r").counts["retokenised"] == (0 if history == "keep" else 20)
 
 
 async def test_branches_are_counted_by_their_reason(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ async def test_branches_are_counted_by_their_reason(tmp_path: Path) -> None:
         metrics = host.metrics.exposition().decode()
         assert 'prorl_policy_forks_total{why="edited"} 1.0' in metrics
         assert 'prorl_policy_forks_total{why="again"} 1.0' in metrics
-        assert agent.service.rollout("r").counts.retokenised == 40, "both turns of the edited history"
+        assert agent.service.rollout("r").counts["retokenised"] == 40, "both turns of the edited history"
 
 
 async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_bef
         other = await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good night"})
         assert other.turn
         assert other.turn.parent is None
-        assert agent.service.rollout("r").counts.rewrites == 1
+        assert agent.service.rollout("r").counts["rewrites"] == 1
 
 
 async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: Agent) -> None:

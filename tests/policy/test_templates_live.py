@@ -131,4 +131,4 @@ async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
         service = host.service
         assert service.ledger("r").branches == 1
         counts = service.rollout("r").counts
-        assert (counts.rewrites, counts.differences, counts.retokenised, counts.ambiguous) == (0, 0, 0, 0)
+        assert not any(counts[name] for name in ("rewrites", "differences", "retokenised", "ambiguous"))

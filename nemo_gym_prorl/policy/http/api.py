@@ -12,7 +12,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -37,10 +36,12 @@ from nemo_gym_prorl.policy.turns import RolloutGone
 type _Label = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f/?#]+$")]
 
 
-class NewBackend(BaseModel):
-    """Body of ``POST /v1/backends``; without ``api_key``, a key that is configured for the URL's origin is used."""
-
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class NewBackend(_Body):
+    """Body of ``POST /v1/backends``; without ``api_key``, a key that is configured for the URL's origin is used."""
 
     url: Annotated[str, Field(max_length=2000)]
     id: _Label | None = None
@@ -49,10 +50,8 @@ class NewBackend(BaseModel):
     run: _Label | None = None
 
 
-class BackendSelector(BaseModel):
+class BackendSelector(_Body):
     """Backends that a request applies to; without an id, all backends of the training run."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: _Label | None = None
     run: _Label | None = None
@@ -71,10 +70,8 @@ class Resume(BackendSelector):
     reset_prefix_cache: bool = False
 
 
-class SavedRollout(BaseModel):
+class SavedRollout(_Body):
     """A rollout's turns. ``began`` is the time of day that its template sees, ``waited_s`` its wait for backends."""
-
-    model_config = ConfigDict(extra="forbid")
 
     run: _Label | None = None
     began: datetime
@@ -82,10 +79,8 @@ class SavedRollout(BaseModel):
     turns: Annotated[list[SavedTurn], Field(min_length=1)]
 
 
-class NewKey(BaseModel):
+class NewKey(_Body):
     """Body of ``POST /v1/rollouts/{rollout}/key``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     group: Annotated[str, Field(max_length=2000)] | None = None
     run: _Label | None = None
@@ -102,10 +97,8 @@ class Weights(BackendSelector):
     weight_version: _Label
 
 
-class Share(BaseModel):
+class Share(_Body):
     """Body of ``POST /v1/backends/share``; ``parts`` is the number of model servers."""
-
-    model_config = ConfigDict(extra="forbid")
 
     parts: Annotated[int, Field(ge=1, le=1_000_000)]
     run: _Label | None = None
@@ -318,7 +311,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
     return {
         "rollout": rollout,
         "run": state.run,
-        "counts": asdict(state.counts),
+        "counts": state.counts,
         "log_probs": sorted(state.log_prob_modes),
         "token_in_rate": token_in_rate(state.history),
         "sequences": [

@@ -98,11 +98,8 @@ def caller_of(request: Request, session: str) -> RolloutCaller:
 def turn_route(
     answer: Callable[[Request, RolloutCaller, bytes], Awaitable[Response]], field: str
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return a route that calls ``answer`` with the caller, identified by its headers or a session cookie.
-
-    Args:
-        answer: function that answers the request, from its caller and body.
-        field: session field that holds the id of the session's rollout.
+    """Return a route that calls ``answer`` with caller and body; the caller is identified by its headers, or by the
+    session cookie's ``field``.
     """
 
     async def route(request: Request) -> Response:
@@ -130,11 +127,8 @@ class RolloutUrlMiddleware:
     """ASGI middleware that copies the rollout of a URL ``/ng-rollout/<id>/v1/…`` (Gym's form) into ``X-Rollout-Id``.
 
     Later handlers read only this header. Ids are limited to Gym's characters, because parsers may unescape other ids
-    differently. Control routes do not answer below such a URL, because agents receive the URL of their rollout.
-
-    Args:
-        app: the application.
-        whole: whether to keep the URL's prefix, for an application that parses such URLs itself.
+    differently. Control routes do not answer below such a URL, because agents receive the URL of their rollout. With
+    ``whole`` the URL keeps its prefix, for an application that parses such URLs itself.
     """
 
     def __init__(self, app: ASGIApp, *, whole: bool) -> None:
@@ -186,10 +180,7 @@ _NOT_FROM_PROGRAMS = (b"x-rollout-", b"authorization", b"x-api-key", b"cookie")
 class CapabilityKeyMiddleware:
     """ASGI middleware that restricts requests with a capability key to the model API of the key's rollout.
 
-    Args:
-        guarded: the application behind the guard of the server's own key, for other requests.
-        model_api: the application without that guard.
-        find: returns the permissions of a capability key; ``None`` for a dead key.
+    Other requests go to ``guarded``, which requires the server's own key. ``find`` returns ``None`` for a dead key.
     """
 
     def __init__(self, guarded: ASGIApp, model_api: ASGIApp, find: Callable[[str], CallGrant | None]) -> None:

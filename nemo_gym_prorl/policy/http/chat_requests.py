@@ -34,12 +34,7 @@ def turn_request(
 ) -> TurnRequest:
     """Return the turn that a request in the fields of chat completions asks for, without rollout and previous answer.
 
-    Args:
-        chat: fields of chat completions.
-        messages: the conversation.
-        instructions: system message before the conversation.
-        template_variables: default variables of the chat template, overridden by the request's.
-        extra_body: default fields for engines, overridden by the request's.
+    ``template_variables`` and ``extra_body`` are defaults, which the request's own override.
 
     Raises:
         CallerError: a field is invalid.
@@ -81,14 +76,7 @@ def turn_request(
 
 
 def completion(answer: PolicyAnswer, model: str, *, tokens: bool, logprobs: bool) -> dict[str, Any]:
-    """Return a chat completions response for an answer.
-
-    Args:
-        answer: the sampled turn.
-        model: name of the model.
-        tokens: whether the message carries token fields.
-        logprobs: whether the choice carries log-probs.
-    """
+    """Return a chat completions response, on demand with Gym's token fields in the message, and with log-probs."""
     message = dict(answer.message)
     sampled = len(answer.turn.sampled) if answer.turn else 0
     if tokens and answer.turn is not None:

@@ -248,10 +248,7 @@ class TurnRequests:
     async def answer(
         self, caller: RolloutCaller, body: bytes, more: Mapping[str, Any] = MappingProxyType({})
     ) -> bytes:
-        """Answer a request.
-
-        Args:
-            more: fields of chat completions that the Responses API lacks.
+        """Answer a request; ``more`` are fields of chat completions that the Responses API lacks.
 
         Raises:
             RolloutError: the turn failed, or a field is invalid.

@@ -54,6 +54,10 @@ class WaitClock:
 
 _log = logging.getLogger(__name__)
 
+_TICK_S = 0.5
+"""Seconds between checks for probes and idle rollouts."""
+_REPORT_S = 2.0
+"""Seconds between load reports."""
 _MAX_FAILOVERS = 8
 """Number of times that one turn is sent again after a backend's failure, before the turn fails."""
 
@@ -87,15 +91,11 @@ class BackendDispatcher:
     Args:
         pool: makes the decisions; no other object may send events to the pool.
         engine: client for health probes and load reports.
-        tick_s: seconds between checks for probes and idle rollouts.
-        report_s: seconds between load reports; 0 for none.
         loops: supervises the background loops.
     """
 
     pool: BackendPool
     engine: HttpEngine
-    tick_s: float = 0.5
-    report_s: float = 2.0
     loops: BackgroundLoops = field(default_factory=BackgroundLoops)
     _ticket_states: dict[int, _TicketState] = field(default_factory=dict)
     _tickets: itertools.count[int] = field(default_factory=itertools.count)
@@ -104,9 +104,8 @@ class BackendDispatcher:
 
     def start(self) -> None:
         """Start the background loops; needs a running event loop."""
-        self.loops.start("backend-tick", self._tick, delay_s=self.tick_s)
-        if self.report_s:
-            self.loops.start("backend-reports", self._report)
+        self.loops.start("backend-tick", self._tick, delay_s=_TICK_S)
+        self.loops.start("backend-reports", self._report)
 
     async def aclose(self) -> None:
         """Stop background work; requests of :meth:`run` belong to their callers and continue."""
@@ -125,16 +124,9 @@ class BackendDispatcher:
         run: str | None = None,
         wait: WaitClock | None = None,
     ) -> PlacedResult[T]:
-        """Run one request on the backend that the pool assigns.
+        """Run one request, which ``call`` sends, on the backend that the pool assigns.
 
-        Args:
-            rollout: rollout of the turn.
-            group: group of the rollouts of one prompt, if known.
-            call: sends the request to a backend.
-            tokens: length of the prompt; 0 if unknown.
-            blocks: blocks of the prompt (:func:`.backend.blocks_of`), read for a rollout's first turn only.
-            run: training run whose backends may serve the request.
-            wait: clock that records the wait for a backend; ``None`` for no record.
+        The other arguments are those of :meth:`.BackendPool.request`; ``wait`` records the wait for a backend.
 
         Raises:
             BackendFailed: too many attempts failed, no other backend is up after an error of the engine, or no backend
@@ -242,7 +234,7 @@ class BackendDispatcher:
 
     async def _tick(self) -> float:
         self.apply(self.pool.tick(time.monotonic()))
-        return self.tick_s
+        return _TICK_S
 
     async def _report(self) -> float:
         backends = list(self.pool.backends.values())
@@ -251,7 +243,7 @@ class BackendDispatcher:
             if load is not None:
                 report = self.pool.report(backend.id, waiting=load.waiting, kv_use=load.kv_use, capacity=load.capacity)
                 self.apply(report)
-        return self.report_s
+        return _REPORT_S
 
     async def _probe(self, backend_id: str) -> None:
         backend = self.pool.backends.get(backend_id)

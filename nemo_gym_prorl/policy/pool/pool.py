@@ -278,11 +278,6 @@ class BackendPool:
         return self._dispatch()
 
     @property
-    def waiting(self) -> int:
-        """Number of tickets without a request in flight."""
-        return sum(self.waiting_of.values())
-
-    @property
     def waiting_of(self) -> dict[str | None, int]:
         """Number of tickets without a request in flight, by run."""
         waiting: Counter[str | None] = Counter({None: 0})

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import orjson
@@ -77,22 +76,19 @@ class TokenTextCache:
 
     def __init__(self) -> None:
         self._texts: OrderedDict[LedgerTurn, bytes] = OrderedDict()
-        self._lengths: dict[LedgerTurn, int] = {}
+        self.prompt_lengths: dict[LedgerTurn, int] = {}
+        """Length of a turn's prompt within the text of its sequence."""
         self._sampled: dict[LedgerTurn, bytes] = {}
 
     def prompt(self, before: LedgerTurn | None, new: Sequence[int]) -> Prompt:
         """Return the prompt that continues the turn ``before`` by new ids."""
         added = _list_items(new, first=before is None)
-        return Prompt(before, new, (added, b"]") if before is None else (self._sequence_text(before), added, b"]"))
+        return Prompt(before, new, (added, b"]") if before is None else (self.sequence_text(before), added, b"]"))
 
     def before(self, turn: LedgerTurn) -> bytes:
         """Return the text of a turn's prompt: a JSON list without its closing bracket."""
-        text = self._sequence_text(turn)
-        return text[: self._lengths[turn]]
-
-    def sequence_text(self, tip: LedgerTurn) -> tuple[bytes, Mapping[LedgerTurn, int]]:
-        """Return a sequence's text without closing bracket, and the length of each turn's prompt within the text."""
-        return self._sequence_text(tip), self._lengths
+        text = self.sequence_text(turn)
+        return text[: self.prompt_lengths[turn]]
 
     def sampled(self, turn: LedgerTurn) -> bytes:
         """Return the JSON after a turn's prompt ids: the closing bracket, and the two other token fields."""
@@ -103,7 +99,7 @@ class TokenTextCache:
             )
         return self._sampled[turn]
 
-    def _sequence_text(self, tip: LedgerTurn) -> bytes:
+    def sequence_text(self, tip: LedgerTurn) -> bytes:
         """Return all ids up to the end of a turn as a JSON list without its closing bracket."""
         missing: list[LedgerTurn] = []
         turn: LedgerTurn | None = tip
@@ -115,8 +111,8 @@ class TokenTextCache:
         for one in reversed(missing):
             observed = _list_items(one.observed.tolist(), first=one.parent is None)
             sampled = _list_items(one.sampled.tolist(), first=False)
-            self._lengths[one] = length + len(observed)
-            length = self._lengths[one] + len(sampled)
+            self.prompt_lengths[one] = length + len(observed)
+            length = self.prompt_lengths[one] + len(sampled)
             parts += (observed, sampled)
         whole = self._texts[tip] = b"".join(parts)
         if len(self._texts) > MAX_BRANCHES:
@@ -149,21 +145,17 @@ def strip_known_tokens(
     at = body.find(PROMPT_IDS)
     if at < 0:
         return body, []
-    for leaf in islice(_latest_leaves(ledger), MAX_BRANCHES):
+    for leaf in list(ledger.leaves())[: -MAX_BRANCHES - 1 : -1]:
         if (found := _strip_branch(body, at, leaf.path(), texts)) is not None:
             return found
     return None
-
-
-def _latest_leaves(ledger: TokenLedger) -> list[LedgerTurn]:
-    return list(ledger.leaves())[::-1]
 
 
 def _strip_branch(
     body: bytes, at: int, path: Sequence[LedgerTurn], texts: TokenTextCache
 ) -> tuple[bytes, list[LedgerTurn]] | None:
     parts, end, number = [], 0, 0
-    text, lengths = texts.sequence_text(path[-1])
+    text, lengths = texts.sequence_text(path[-1]), texts.prompt_lengths
     while at >= 0:
         if number == len(path):
             return None
