@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import itertools
 import json
 import re
 import shutil
@@ -53,7 +52,7 @@ THOUGHTS = {"chatml": "", "thinking": r"<think>\n[a-z ]{1,20}\n</think>\n\n"}
 
 
 def servers(policy_url: str, name: str, **settings: Any) -> dict[str, Any]:
-    """Return the model server, and Gym's agent with its smallest example."""
+    """Return the model server, and Gym's smallest example."""
     return {
         "policy_model": instance(
             "responses_api_models",
@@ -62,26 +61,7 @@ def servers(policy_url: str, name: str, **settings: Any) -> dict[str, Any]:
             **{"return_token_id_information": True, "uses_reasoning_parser": True, **settings},
         ),
         "weather": instance("resources_servers", "example_single_tool_call", domain="agent"),
-        "agent": instance(
-            "responses_api_agents",
-            "simple_agent",
-            max_steps=4,
-            resources_server={"type": "resources_servers", "name": "weather"},
-            model_server={"type": "responses_api_models", "name": "policy_model"},
-        ),
     }
-
-
-def trained(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [item for item in result["response"]["output"] if item.get("generation_token_ids")]
-
-
-def assert_chain(items: list[dict[str, Any]]) -> None:
-    for item in items:
-        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"])
-    for earlier, later in itertools.pairwise(items):
-        chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
-        assert later["prompt_token_ids"][: len(chain)] == chain
 
 
 def called(name: str, argument: str) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
 from nemo_gym_prorl.policy.runtime import PolicyRuntime
-from nemo_gym_prorl.policy.text.formats import FORMATS, SAME_AS, format_named
+from nemo_gym_prorl.policy.text.formats import FORMATS
 from nemo_gym_prorl.policy.text.turn_scanner import MALFORMED_NAME, Parsed, parse, unparsed_tool_call
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.call_texts import ARGUMENTS, TOOLS, function_element, written
@@ -288,12 +288,6 @@ def test_long_texts_take_linear_time(name: str) -> None:
     for at in range(0, len(call), 9):
         parse(f"{call[:at]}{' ' * 50_000}x{call[at:]}", FORMATS[name], TOOLS)
     parse(call * (200_000 // len(call)), FORMATS[name], TOOLS)
-
-
-def test_every_other_name_is_one_of_a_format() -> None:
-    assert all(format_named(name) is FORMATS[same] for name, same in SAME_AS.items())
-    assert not SAME_AS.keys() & FORMATS.keys()
-    assert format_named("xml") is None
 
 
 # Calls that an engine without its tool parser left in a final answer
