@@ -456,4 +456,4 @@ def _start_error(error: SandboxRefused, spec: ContainerSpec) -> InfrastructureEr
     output = "; ".join(line for line in error.log.splitlines() if line.strip())[-800:] or error.reason
     fix = next((f"; {fix}" for sign, fix in KNOWN_CAUSES.items() if re.search(sign, output, re.IGNORECASE)), "")
     kind = error.kind if error.kind is FailureKind.PROVIDER_QUOTA_EXHAUSTED else None
-    return InfrastructureError(f"Apptainer could not start a sandbox of {spec.image}: {output}{fix}", kind=kind)
+    return InfrastructureError(f"could not start a sandbox of {spec.image}: {output}{fix}", kind=kind)
