@@ -203,7 +203,9 @@ class Wire(GymServer):
     """Connection from one agent to the server, with faults."""
 
     def __init__(self, app: Any) -> None:
-        super().__init__("steps", Address("http://steps"), HttpClient())
+        http = HttpClient()
+        http.request = self._request  # type: ignore[method-assign]
+        super().__init__("steps", Address("http://steps"), http)
         self._app = app
         self._in_flight: set[asyncio.Future[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
