@@ -80,7 +80,7 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "a_definition_becomes_an_image_that_starts_by_its_name",
         ),
         "images_confined": (),
-        "images_dockerfile": ("a_sandbox_finds_what_the_dockerfile_says", "a_command_after_user_runs_as_that_user"),
+        "images_dockerfile": ("a_sandbox_finds_what_the_dockerfile_says",),
         "images_entries": ("somebody_elses_folder_can_be_used_but_not_cleared",),
         "images_start": (
             "a_sif_is_unpacked_once_for_all_and_its_sandboxes_can_change_everything",
