@@ -25,6 +25,7 @@ from tests.rollout.serving import serve
 
 
 AGENT = "prorl_code_agent.responses_api_agents.prorl_agent"
+CODE = "prorl_code.resources_servers.prorl_code"
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -71,7 +72,21 @@ def misspelled(wrong: str, nearest: str) -> str:
         (f"++{AGENT.removesuffix('agent')}agnt.x=1", misspelled("prorl_agnt", "prorl_agent")),
         ("+prorl_code_agent.x", "override: Hydra cannot read it: "),
         (f"{AGENT}.budgets.run=9", f"{AGENT}.budgets.run: must begin with ++"),
-        ("++sandbox.singularty.memory_mib=1", misspelled("singularty", "singularity")),
+        ("++sandbox.singularity.memory_mb=1", "sandbox.singularity.memory_mb: there is no such option (did you mean"),
+        ("++sandbox.singularity.memory_mib=a", "sandbox.singularity.memory_mib: must be a valid integer"),
+        (f"++{AGENT}.budgets.run=abc", f"{AGENT}: budgets.run: Input should be a valid number"),
+        (f"++{AGENT}.further_model_servers=a,b", "further_model_servers: has several values; write a list"),
+        (f"++{AGENT}.max_step=3", "max_step: there is no such setting; the nearest: max_steps;"),
+        (f"++{AGENT}.max_steps=${{oc.env:STEPS}}", None),
+        (f"++{AGENT}.environments.mine={{share: 2, resources_server: {{name: prorl_code}}}}", None),
+        (f"++{CODE}.tool_silence_s=0", f"{CODE}: tool_silence_s: Input should be greater than 0"),
+        (f"++{CODE}.reward=fraction", None),
+        (
+            f"++{CODE}.sandbox_provider=sandbx",
+            f"{CODE}.sandbox_provider: no sandbox block 'sandbx'; the nearest: sandbox;",
+        ),
+        (f"++{CODE}.sandbox_provider=sandbox", None),
+        ("++policy_model.responses_api_models.prorl_model.policy.engine=vlm", "engine: Input should be 'vllm'"),
     ],
 )
 def test_an_override_that_no_server_takes_is_refused_before_a_start(override: str, says: str | None) -> None:

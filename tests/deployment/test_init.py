@@ -116,6 +116,8 @@ def test_the_files_are_the_users_and_name_the_tools_limits(tmp_path: Path, monke
         "max_output_bytes",
     }
     assert all(float(value) == TaskServerConfig.model_fields[name].default for name, value in limits)
+    with pytest.raises(CallerError, match="tool_silence: there is no such setting; the nearest: tool_silence_s;"):
+        environments.check_overrides(["adder"], "prorl_model", ["++adder.resources_servers.adder.tool_silence=20"])
 
 
 @pytest.mark.parametrize("name", ["", "Adder", "a-b", "../up", "prorl_code", "adder", "other", "json"])
