@@ -67,7 +67,7 @@ _NO_NOUNS = frozenset(
     nor not zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty
     sixty seventy eighty ninety half halves third thirds quarter quarters double triple twice thrice squared
     cubed square cube power powers root roots factorial choose mod modulo base exponent raised point recurring
-    repeating repeated negative positive prime percent percentage sin cos tan cot sec csc sinh cosh tanh
+    repeating repeated negative positive percent percentage sin cos tan cot sec csc sinh cosh tanh
     arcsin arccos arctan ln log lg exp sqrt max gcd lcm pi infinity inf equals equal is are was if when where
     then else only between through exactly roughly until till about alpha beta gamma delta theta lambda sigma
     omega phi psi rho tau mu nu eta xi kappa zeta epsilon score gross so
@@ -168,6 +168,7 @@ _SPEED = rf"(?<![a-zA-Z\d}}])(?:[a-zA-Z]\s*/\s*[a-zA-Z]{{1,2}}(?![a-zA-Z])){_POW
 _SPACES = r"(?:\s|\\[,;:! ]|~|\\q?quad)*"
 _END_SPACES = re.compile(rf"(?:{_SPACES}(?:\\cdot)?)+$")
 _PRIME = r"(?<=\d)(?:\^\s*\{\s*\\prime\s*\}|\^\s*\\prime|'+)"
+_PRIME_SIGN = "primesign"  # name of the unit in 5'; prime numbers may be counted
 _DEGREE = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-zA-Z])"
 _DEGREES_BEFORE = re.compile(rf"(?:{_DEGREE}){_SPACES}$")
 _TRAILING = re.compile(
@@ -253,7 +254,7 @@ def units_differ(expected: Measure, said: Measure) -> bool:
     wanted, given = dict(expected.unit), dict(said.unit)
     for unit in (wanted, given):
         unit.pop("unit", None)  # "units" means any unit
-    if ("prime" in wanted) != ("prime" in given):
+    if (_PRIME_SIGN in wanted) != (_PRIME_SIGN in given):
         return True
     if not wanted and given.get("degree") and r"\pi" in expected.value:
         return True
@@ -300,7 +301,7 @@ def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
 
 
 def _read(written: str) -> tuple[dict[str, int], int]:
-    text = re.sub(_PRIME, " prime ", "0" + written)[1:] if "'" in written or "prime" in written else written
+    text = re.sub(_PRIME, f" {_PRIME_SIGN} ", "0" + written)[1:] if "'" in written or "prime" in written else written
     text = re.sub(_DEGREE, " degree ", _WORDY.sub(r" \1 ", text))
     text = re.sub(r"\\[a-zA-Z]+|\\.", " ", text)
     for short, long in PER_HOUR.items():
