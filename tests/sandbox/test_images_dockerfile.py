@@ -153,6 +153,18 @@ def test_a_base_is_replaced_only_by_the_users_word(
         build_dockerfile(replace(order, replaced={}), store, runtime, ignore_progress)
 
 
+def test_names_of_this_machines_images_are_not_confused_with_others(
+    order: DockerfileRequest, store: ImageStore, runtime: Runtime
+) -> None:
+    with pytest.raises(CallerError, match="--name: 'kernel' is the name of a shipped image"):
+        build_dockerfile(replace(order, name="kernel"), store, runtime, ignore_progress)
+    store.name("mine", "any")
+    for local in ("default", "mine"):
+        order.dockerfile.write_text(f"FROM {local}\nRUN true")
+        with pytest.raises(CallerError, match=f"FROM: .*add --replace {local}={local} "):
+            build_dockerfile(replace(order, replaced={}), store, runtime, ignore_progress)
+
+
 def test_a_base_with_devices_is_refused(
     order: DockerfileRequest, store: ImageStore, runtime: Runtime, tmp_path: Path
 ) -> None:

@@ -49,7 +49,13 @@ from nemo_gym_prorl.sandbox.dockerfile.context import (
 )
 from nemo_gym_prorl.sandbox.dockerfile.instructions import parse
 from nemo_gym_prorl.sandbox.images import build_tools
-from nemo_gym_prorl.sandbox.images.builder import BUILD_TIMEOUT_S, KEY_LENGTH, check_space, open_base_root
+from nemo_gym_prorl.sandbox.images.builder import (
+    BUILD_TIMEOUT_S,
+    BUILTIN_IMAGES,
+    KEY_LENGTH,
+    check_space,
+    open_base_root,
+)
 from nemo_gym_prorl.sandbox.images.entries import Format, Progress, machine
 from nemo_gym_prorl.sandbox.images.oci_config import OciConfig, is_settable
 from nemo_gym_prorl.sandbox.images.pull import Puller
@@ -181,11 +187,19 @@ def build_dockerfile(request: DockerfileRequest, store: ImageStore, runtime: Run
         CallerError: the Dockerfile or an option is wrong; names line or option.
         InfrastructureError: a base cannot be pulled, or a step failed; quotes the step's last output.
     """
-    check_name(request.name)
+    if check_name(request.name) in BUILTIN_IMAGES:
+        raise CallerError(f"{request.name!r} is the name of a shipped image; choose another", field="--name")
     stages = split_stages(parse(text_of(request.dockerfile)), machine())
     images = _images_named(stages)
     if unused := sorted(request.replaced.keys() - images):
         raise CallerError(f"no FROM names {unused[0]!r}, only {', '.join(sorted(images))}", field="--replace")
+    for local in sorted(images - request.replaced.keys()):
+        if local in BUILTIN_IMAGES or store.entry_named(local):
+            raise CallerError(
+                f"{local} is a registry's image and one of this machine: add --replace {local}={local} for this "
+                f"machine's, or write FROM docker.io/library/{local}",
+                field="FROM",
+            )
     build = _Build(request, stages, store, runtime, progress)
     image = build.stage_image(len(stages) - 1, store.default_format())
     store.name(request.name, image.parent.name)
