@@ -322,7 +322,7 @@ def show(
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Show a rollout: input, turns, reward and failures."""
+    """Show a rollout: reward and failures, and once it has ended, input and turns."""
     from nemo_gym_prorl.cli import show as command
 
     def fetch(rollout_id: str) -> dict[str, Any]:

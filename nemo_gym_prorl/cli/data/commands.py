@@ -42,7 +42,7 @@ DryRun = Annotated[
 def math(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
     """Convert math problems with an answer: DAPO, NuminaMath, GSM8K, MATH and others.
 
-    Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
+    Exit code 1 if a record is malformed. The page of each environment in docs/environments lists its datasets.
     """
     from nemo_gym_prorl.tasks import require_extras
 
@@ -57,7 +57,7 @@ def math(file: Source, output: Output = None, data_source: DataSource = None, dr
 def stem(file: Source, output: Output = None, data_source: DataSource = None, dry_run: DryRun = False) -> None:
     """Convert science questions: GPQA, MMLU-Pro, SCP-116K and others.
 
-    Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
+    Exit code 1 if a record is malformed. The page of each environment in docs/environments lists its datasets.
     """
     from nemo_gym_prorl.tasks import require_extras
 
@@ -114,7 +114,7 @@ def code(
 ) -> None:
     """Convert programming problems with tests: LiveCodeBench, DeepCoder, TACO, MBPP and others.
 
-    Exit code 1 if a record is malformed. docs/environments.md lists the datasets.
+    Exit code 1 if a record is malformed. The page of each environment in docs/environments lists its datasets.
     """
     from nemo_gym_prorl.tasks.code.convert import row_of
 
@@ -141,7 +141,7 @@ def swe(
     """Convert repository issues with hidden tests: SWE-bench, SWE-Gym, SWE-rebench, R2E-Gym.
 
     `prorl image build-all ROWS` pulls the rows' images. Exit code 1 if a record is malformed.
-    docs/environments.md lists the datasets.
+    The page of each environment in docs/environments lists its datasets.
     """
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images.reference import parse_registry
