@@ -17,7 +17,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
-from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 import orjson
 from rich.console import Console, Group
@@ -40,6 +40,11 @@ STREAM_S = 60.0  # socket timeout of the event stream: four heartbeats of 15 s
 _ENGINES_S = 5.0  # socket timeout of a model server, which must not delay `prorl status` for long
 _BACKENDS = "/v1/backends"
 _PAGE = 1000  # rollouts per request: the service's maximum
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Follow no redirect, which would send the key to another host."""
 
 
 class Service:
@@ -115,7 +120,7 @@ class Service:
         # Header values are sent as Latin-1.
         headers = {name: value.encode().decode("latin-1") for name, value in self._headers.items()}
         headers |= {"Content-Type": "application/json"} if data else {}
-        opener = build_opener(ProxyHandler({}), HTTPSHandler(context=trusted_authorities()))
+        opener = build_opener(ProxyHandler({}), _NoRedirect, HTTPSHandler(context=trusted_authorities()))
         request = Request(target, data, headers, method=method)
         try:
             with opener.open(request, timeout=timeout_s or self._timeout_s) as answer:

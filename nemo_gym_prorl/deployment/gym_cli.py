@@ -304,6 +304,7 @@ def _join_paths(first: Path, rest: str | None) -> str:
 TAIL_LINES = 80  # log lines in an error message: enough for the traceback of one server
 
 _TRACEBACK = "Traceback (most recent call last):"
+_ERROR = re.compile(r"(?!INFO|WARNING)[A-Za-z_][\w.]*(: |$)")  # last line of a traceback
 _SERVER_LINE = re.compile(r"\((\S+)\) ")
 _SERVER_ENDED = re.compile(r"RuntimeError: Process `(.+)` finished unexpectedly!")
 _CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
@@ -378,7 +379,7 @@ def _exceptions(lines: list[str]) -> list[str]:
         chained = chained or line.endswith(_CHAIN)
         if not line.endswith(_TRACEBACK):
             continue
-        number, error = next(((n, text) for n, text in rest if not text.startswith(" ")), (0, ""))
+        number, error = next(((n, text) for n, text in rest if _ERROR.match(text)), (0, ""))
         if fields := re.match(r"[\w.]+: (\d+) validation errors? for ", error):
             error = _invalid_fields(lines[number + 1 :], int(fields[1]))
         else:

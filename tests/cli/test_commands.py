@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
 
 from nemo_gym_prorl.cli import submit
 from nemo_gym_prorl.cli.service import find_service
@@ -166,6 +167,22 @@ async def test_an_address_of_something_else_is_named_in_a_line(
         code, output = await prorl(command, *rows, **{named_by: url})
     assert (code, said.format(url) in " ".join(output.split())) == (1, True), output
     assert "Traceback" not in output
+
+
+async def test_a_key_is_sent_to_no_other_host() -> None:
+    received: list[str] = []
+    other, here = FastAPI(), FastAPI()
+
+    @other.get("/{path:path}")
+    def receive(path: str, request: Request) -> dict[str, Any]:
+        received.append(f"{path} {request.headers.get('authorization')}")
+        return {}
+
+    async with serve(other) as elsewhere:
+        here.get("/{path:path}")(lambda path: RedirectResponse(f"{elsewhere}/{path}"))
+        async with serve(here) as url:
+            code, _output = await prorl("status", token="secret", url=url)
+    assert (code, received) == (1, [])
 
 
 WEIGHTY = {"aiohttp", "fastapi", "nemo_gym", "numpy", "omegaconf", "pydantic", "ray", "starlette", "tokenizers"}

@@ -129,6 +129,7 @@ CHAIN = "\nThe above exception was the direct cause of the following exception:\
         ),
         (f"{STARTUP}(policy_model) Bad: no\n(policy_model) ERROR:    Exiting.\n{ENDED}", "policy_model: Bad: no"),
         (f"{STARTUP}(math) INFO: up\n(policy_model) Bad: no\n{ENDED}", "policy_model: Bad: no"),
+        (f"{STARTUP}(policy_model) ^^^^\n(policy_model) Bad: no\n{ENDED}", "policy_model: Bad: no"),
         (f"{STARTUP}(policy_model) Bad: no\n{ENDED.replace('policy_model', 'math')}", None),
         (f"{TRACEBACK}hydra.errors.OverrideParseException: mismatched\n", "OverrideParseException: mismatched"),
         (f"{TRACEBACK}Exception: The current node timed out\n", "Exception: The current node timed out"),

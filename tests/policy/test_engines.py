@@ -83,9 +83,10 @@ sglang:max_total_num_tokens{model_name="m"} 161721.0
         (SglangGenerate, SGLANG_LOAD, BackendLoad(2, 0.5, 161721)),
         (VllmCompletions, SGLANG_LOAD, None),
         (VllmCompletions, VLLM_LOAD.replace("2.0", "two"), None),
+        (VllmCompletions, VLLM_LOAD.replace("2.0", "NaN"), None),
         (VllmCompletions, VLLM_LOAD.replace('"100"', '"None"'), BackendLoad(3, 0.5, None)),
     ],
-    ids=["vllm", "sglang", "another engine's", "no number", "no number of blocks"],
+    ids=["vllm", "sglang", "another engine's", "no number", "not a number", "no number of blocks"],
 )
 async def test_a_load_is_read_from_published_metrics(
     connections: HttpClient, engine: type[VllmCompletions], text: str, load: BackendLoad | None

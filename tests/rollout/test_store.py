@@ -70,11 +70,11 @@ def test_a_result_that_goes_for_want_of_room_is_told(caplog: pytest.LogCaptureFi
     end(store, "a", 1000)
     now = 60.0
     end(store, "b", 1000)
-    assert (store.get("a"), store.lifetime_s, caplog.text) == (None, 50.0, ""), "its time was over"
+    assert (store.get("a"), store.lost, caplog.text) == (None, 0, ""), "its time was over"
     for name in "cde":
         now += 3.0
         end(store, name, 1000)
-    assert store.lifetime_s == 6.0
+    assert store.lost == 2
     assert caplog.text.count("results fill retain_bytes") == 1
-    with pytest.raises(RolloutForgotten, match="set a journal, or raise retain_s or retain_bytes"):
+    with pytest.raises(RolloutForgotten, match="set a journal, or raise retain_bytes"):
         asyncio.run(store.fetch("b"))

@@ -168,6 +168,7 @@ async def test_ctrl_c_ends_the_command_and_nothing_else(shell: Shell) -> None:
         *("sleep 1000", "trap '' INT; sleep 1000", "cat", "yes"),
         "sh -c 'trap \"\" INT; sleep 100'; sleep 100; sleep 100",
         "(while :; do ls >/dev/null; done); sleep 100; sleep 100",
+        "true | sh -c 'trap \"\" INT; sleep 100'",
     ],
 )
 async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shell, command: str) -> None:

@@ -4,8 +4,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
+import threading
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,8 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.sandbox.limits import usage
-from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, MAX_SCAN_S, MIN_ENTRY_BYTES, DiskUsage, Process, scan
+from nemo_gym_prorl.sandbox.limits.usage import (
+    MAX_FOLDERS,
+    MAX_SCAN_S,
+    MIN_ENTRY_BYTES,
+    DiskScan,
+    DiskUsage,
+    Process,
+    scan,
+)
 from nemo_gym_prorl.sandbox.limits.watchdog import MAX_MEASUREMENTS_OVER_LIMIT, SCAN_PAUSE_S, Watched, WatchList
+from nemo_gym_prorl.sandbox.supervisor.watchdog_process import UsageMonitor
 
 
 MIB = 1 << 20
@@ -141,13 +154,42 @@ def test_a_scan_misses_nothing(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             folder.joinpath("file").write_bytes(b"x" * most)
             most += 1
-    found = scan(str(tmp_path), [], sys.maxsize)
+    found = scan(str(tmp_path), sys.maxsize)
     files = folders = 0
     for _path, inner, outer in os.walk(tmp_path):
         folders += len(inner)
         files += len(outer)
     assert found.disk == (files + folders) * MIN_ENTRY_BYTES
     assert found.largest == most - 1
+
+
+def test_a_scan_in_parts_is_a_whole_one(tmp_path: Path) -> None:
+    for number in range(300):
+        tmp_path.joinpath(str(number)).write_bytes(b"x" * number)
+    parts, ended = DiskScan(str(tmp_path), (), sys.maxsize), False
+    assert not parts.advance(0)
+    assert parts.found.disk < 300 * MIN_ENTRY_BYTES
+    while not ended:
+        ended = parts.advance(0)
+    whole = scan(str(tmp_path), sys.maxsize)
+    assert (parts.found.disk, parts.found.largest) == (whole.disk, whole.largest)
+
+
+def test_a_large_scan_delays_no_others_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scans take turns: of the first sandbox one never ends."""
+    entries, (ours, theirs) = usage._entries, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(usage, "_entries", lambda folder, *_: count() if folder == "large" else entries(folder, *_))
+    tmp_path.joinpath("file").write_bytes(b"x" * 2 * MIB)
+    monitor = UsageMonitor(ours)
+    for name, folder in (("first", "large"), ("second", str(tmp_path))):
+        watched = {"space": 1, "init": 1, "group": "", "memory_limit": 0, "disk_limit": MIB}
+        monitor.handle({"watch": {"name": name, "folder": folder, **watched}})
+    threading.Thread(target=monitor.scan_disks, daemon=True).start()
+    theirs.settimeout(5)
+    try:
+        assert json.loads(theirs.recv(10_000))["sandbox"] == "second"
+    finally:
+        monitor.watched.all.clear()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +201,7 @@ def test_a_scan_stops_at_its_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(usage, bound, value)
     for number in range(60):
         tmp_path.joinpath(str(number), "below").mkdir(parents=True)
-    found = scan(str(tmp_path), [], 50 * MIB)
+    found = scan(str(tmp_path), 50 * MIB)
     assert found.disk < 120 * usage.MIN_ENTRY_BYTES
     assert found.crowded == (bound == "MAX_FOLDERS")
     assert box().disk_violation(DiskUsage(crowded=True)) == f"disk: more than {MAX_FOLDERS} folders"

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -207,6 +208,6 @@ def samples(text: str, name: str) -> list[Sample]:
 
 
 def metric(text: str, name: str) -> float | None:
-    """Return the sum of a metric over its labels; ``None`` if the metric is absent."""
+    """Return the sum of a metric over its labels; ``None`` if the metric is absent or not finite."""
     values = [one.value for one in samples(text, name)]
-    return sum(values) if values else None
+    return sum(values) if values and all(map(math.isfinite, values)) else None

@@ -324,10 +324,8 @@ class _Pools(Collector):
         yield GaugeMetricFamily(
             "prorl_retained_bytes", "Memory of finished rollouts.", value=self._pipeline.store.retained_bytes
         )
-        yield GaugeMetricFamily(
-            "prorl_result_lifetime_seconds",
-            "Seconds for which the last result lost to retain_bytes had been kept; retain_s if none was lost.",
-            value=self._pipeline.store.lifetime_s,
+        yield CounterMetricFamily(
+            "prorl_results_lost", "Results forgotten because of retain_bytes.", value=self._pipeline.store.lost
         )
         out = GaugeMetricFamily(
             "prorl_server_unreachable",

@@ -95,6 +95,8 @@ class JobStore:
         self.shares: Mapping[str, float] = {}
         """Shares of clients with keys of their own."""
         self._jobs: dict[str, Job] = {}
+        self._groups: dict[str, dict[str, Job]] = {}
+        """Jobs by id, by group."""
         self.states: Counter[JobState] = Counter()
         """Number of remembered jobs by state."""
         self._log: dict[int, Job] = {}
@@ -102,8 +104,8 @@ class JobStore:
         self._ended: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which the jobs ended
         self.retained_bytes = 0
         """Bytes of the terminal jobs."""
-        self.lifetime_s = retain_s
-        """Seconds for which the last result that was lost for want of room had been kept; else the time to live."""
+        self.lost = 0
+        """Number of results that were forgotten before their time, for want of room, and are in no journal."""
         self._forgotten_ids: OrderedDict[bytes, None] = OrderedDict()
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
         self._seq = 0
@@ -121,8 +123,11 @@ class JobStore:
         """Add a new job. A delivered job with the same id then stays only in the log of outcomes."""
         self._submitted += 1
         job.number = self._submitted
-        self._jobs.pop(job.id, None)  # so that jobs stay in the order of their numbers
+        if (delivered := self._jobs.get(job.id)) is not None:
+            self._remove(delivered)  # so that jobs stay in the order of their numbers
         self._jobs[job.id] = job
+        if job.group is not None:
+            self._groups.setdefault(job.group, {})[job.id] = job
         self.record(job, at)
 
     def get(self, job_id: str) -> Job | None:
@@ -154,7 +159,7 @@ class JobStore:
         return None
 
     def _forgotten(self, job_id: str) -> RolloutForgotten:
-        longer = "set a journal, or raise retain_s or retain_bytes"
+        longer = "set a journal, or raise retain_bytes"
         if self.journal is not None:
             longer = "raise journal_keep_s or journal_keep_bytes"
         return RolloutForgotten(
@@ -225,7 +230,8 @@ class JobStore:
 
     def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
         """Return jobs in memory that match and have a number above ``after``, oldest first; ``None`` matches all."""
-        return (job for job in self._jobs.values() if job.fits(state, group, after))
+        jobs = self._jobs if group is None else self._groups.get(group, {})
+        return (job for job in jobs.values() if job.fits(state, group, after))
 
     async def page(
         self, *, state: JobState | None, group: str | None, after: int, limit: int, content: bool
@@ -398,7 +404,7 @@ class JobStore:
             self.retained_bytes -= entry.size
             self._forget(job, entry)
             if is_early and self.journal is None and not job.delivered:
-                if self.lifetime_s == self._retain_s:
+                if not self.lost:
                     LOGGER.warning(
                         "results fill retain_bytes (%d MiB): the oldest, of rollout %s, is forgotten after %.0f s; "
                         "raise retain_bytes, or set a journal",
@@ -406,7 +412,7 @@ class JobStore:
                         job.id,
                         age_s,
                     )
-                self.lifetime_s = age_s
+                self.lost += 1
 
     def _forget(self, job: Job, entry: _Entry) -> None:
         del self._log[entry.position]
@@ -415,7 +421,14 @@ class JobStore:
         if not job.delivered and self.journal is None:
             self._remember_forgotten(job.id)
         if self._jobs.get(job.id) is job:  # else delivered, and another job has its id by now
-            del self._jobs[job.id]
+            self._remove(job)
+
+    def _remove(self, job: Job) -> None:
+        del self._jobs[job.id]
+        if job.group is not None:
+            del self._groups[job.group][job.id]
+            if not self._groups[job.group]:
+                del self._groups[job.group]
 
     def _remember_forgotten(self, job_id: str) -> None:
         self._forgotten_ids[_mark(job_id)] = None

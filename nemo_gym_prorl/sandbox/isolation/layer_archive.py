@@ -101,7 +101,7 @@ def unpack(source: str, layer: Path, order: CreateRequest) -> tuple[dict[str, An
         _keep_only([_parts(path) for path in order.snapshot_paths])
     for bind in order.binds:
         _clear_bind_path(_parts(Bind.parse(bind).target))
-    if limit and scan(".", [], limit).disk > limit:
+    if limit and scan(".", limit).disk > limit:
         raise _too_large(limit)
     return {}, []
 

@@ -180,15 +180,38 @@ class DiskUsage:
     seconds: float = 0.0
 
 
-def scan(folder: str, processes: Iterable[int], limit: int) -> DiskUsage:
-    """Return the use by the contents of ``folder`` and by unlinked files that the pids ``processes`` have open. The
-    scan stops above ``limit`` bytes."""
-    found, begin = DiskUsage(), time.thread_time()
-    for _ in _entries(folder, processes, found):
-        found.seconds = time.thread_time() - begin
-        if found.disk > limit or found.seconds > MAX_SCAN_S:
-            break
-    return found
+class DiskScan:
+    """A scan in parts of the use by a folder's contents and by unlinked files that processes have open.
+
+    Args:
+        folder: path of the folder.
+        processes: host pids.
+        limit: bytes above which the scan stops.
+    """
+
+    def __init__(self, folder: str, processes: Iterable[int], limit: int) -> None:
+        self.found = DiskUsage()
+        self._limit = limit
+        self._todo = _entries(folder, processes, self.found)
+
+    def advance(self, seconds: float) -> bool:
+        """Scan for so many CPU seconds at most; return whether the scan has ended."""
+        begin, before = time.thread_time(), self.found.seconds
+        for _ in self._todo:
+            spent = time.thread_time() - begin
+            self.found.seconds = before + spent
+            if self.found.disk > self._limit or self.found.seconds > MAX_SCAN_S:
+                return True
+            if spent > seconds:
+                return False
+        return True
+
+
+def scan(folder: str, limit: int) -> DiskUsage:
+    """Return the disk use by the contents of ``folder``; the scan stops above ``limit`` bytes."""
+    whole = DiskScan(folder, (), limit)
+    whole.advance(MAX_SCAN_S)
+    return whole.found
 
 
 def _entries(folder: str, processes: Iterable[int], found: DiskUsage) -> Iterator[None]:

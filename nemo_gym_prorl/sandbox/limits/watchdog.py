@@ -12,7 +12,7 @@ mostly of active sandboxes: of two thousand sandboxes, most wait for a model.
   the sum of proportional sizes (PSS), which is slow to read, decides. The largest processes are killed until the
   others fit into the limit. A sandbox that exceeds its limit in many consecutive measurements is ended. Where the
   overlay's layer is kept in memory, its size in the last disk scan counts, too.
-- *Disk*: sandboxes that were active are scanned one after the other, the least recently scanned first. A sandbox is
+- *Disk*: sandboxes that were active are scanned in turns, the least recently scanned first. A sandbox is
   ended if its scan exceeds the limit or takes too long.
 - *Shared memory*: the kernel enforces the limit; the watchdog reports when it is used up.
 
@@ -21,7 +21,7 @@ A sandbox may exceed a limit between two measurements: the watchdog stops runawa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from nemo_gym_prorl.sandbox.limits.usage import MAX_FOLDERS, MAX_SCAN_S, DiskUsage, Process
@@ -36,7 +36,10 @@ SCAN_FRACTION = 0.1
 """Fraction of time for disk scans: a tenth of a core."""
 
 SCAN_PAUSE_S = 2.0
-"""Minimum seconds between the starts of two scans of one sandbox, and longest pause between any two scans."""
+"""Minimum seconds between the starts of two scans of one sandbox."""
+
+SCAN_TURN_S = 0.005
+"""CPU seconds of a scan before the next one's turn."""
 
 MAX_MEASUREMENTS_OVER_LIMIT = 10
 """Consecutive measurements above the memory limit after which a sandbox is ended, since killing has not helped."""
@@ -164,12 +167,16 @@ class WatchList:
             self.all[name] = box
             yield box
 
-    def next_to_scan(self, now: float) -> Watched | None:
-        """Return the sandbox whose disk scan is due longest at the monotonic time ``now``; ``None`` if none is due."""
+    def next_to_scan(self, now: float, scanning: Container[str] = ()) -> Watched | None:
+        """Return the sandbox whose disk scan is due longest at the monotonic time ``now``; ``None`` if none is due.
+        ``scanning``: names of sandboxes whose scan goes on."""
         due = (
             box
             for box in list(self.all.values())
-            if box.unmeasured and (box.disk_limit or box.in_memory) and now - box.scanned >= SCAN_PAUSE_S
+            if box.unmeasured
+            and box.name not in scanning
+            and (box.disk_limit or box.in_memory)
+            and now - box.scanned >= SCAN_PAUSE_S
         )
         return min(due, key=lambda box: box.scanned, default=None)
 

@@ -166,12 +166,16 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
     """
     config = _private_apt(work / "apt")
     progress("reading the package lists")
-    _apt("update", "-c", config)
+    update = ""
+    try:
+        _apt("update", "-c", config)
+    except InfrastructureError as error:  # one broken source of several, which may have no needed package
+        update = f"; 'apt-get update' failed: {error.reason}"
     progress("downloading packages")
     try:
         _apt("install", "-c", config, "--no-install-recommends", "--download-only", *PACKAGES, *more)
     except InfrastructureError as error:
-        raise InfrastructureError(f"{error.reason}; does 'apt-get update' reach the mirrors?") from error
+        raise InfrastructureError(f"{error.reason}{update or '; are the mirrors reached?'}") from error
     archives = sorted((work / "apt" / "cache" / "archives").glob("*.deb"))
     size = sum(archive.stat().st_size for archive in archives) / 1e6
     progress(f"unpacking {len(archives)} packages, {size:.0f} MB")

@@ -46,6 +46,7 @@ import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.sessions.commands import HeadTail
 from nemo_gym_prorl.sandbox.supervisor.protocol import SandboxBroken
 
@@ -337,7 +338,8 @@ class ContainerTerminal:
         """Kill the foreground process group, unless it is bash's. A group whose leader has ended is not killed, since
         its id may have been reused."""
         with contextlib.suppress(OSError):
-            if (group := self.foreground()) is not None and os.getsid(group) == self.pid:
+            group = self.foreground()
+            if group is not None and any(os.getpgid(child) == group for child in usage.child_pids(self.pid)):
                 os.killpg(group, signal.SIGKILL)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -27,7 +28,7 @@ from nemo_gym_prorl.sandbox.limits.rlimits import file_size_violation
 from nemo_gym_prorl.sandbox.limits.watchdog import (
     COLD_BUDGET_S,
     SCAN_FRACTION,
-    SCAN_PAUSE_S,
+    SCAN_TURN_S,
     TICK_S,
     Watched,
     WatchList,
@@ -177,20 +178,29 @@ class UsageMonitor:
             signals.send(victim, signal.SIGKILL, partial(_is_same, inside[victim], box))
 
     def scan_disks(self) -> None:
-        """Scan the disk use of sandboxes for ever, in a thread: a scan may take seconds, and memory grows faster."""
+        """Scan disk use for ever, in a thread: a scan may take seconds, and memory grows faster. Scans
+        take turns, so that a sandbox of many files delays no other's limit."""
+        scans: deque[tuple[Watched, usage.DiskScan]] = deque()
         while True:
             now, pause_s = time.monotonic(), TICK_S
-            if box := self.watched.next_to_scan(now):
+            if box := self.watched.next_to_scan(now, {box.name for box, _ in scans}):
                 # Reset before the scan, so that activity during the scan causes another scan.
                 box.unmeasured, box.scanned = False, now
-                found = usage.scan(box.folder, tuple(box.members), box.disk_limit or sys.maxsize)
-                box.disk = found.disk
+                scans.append((box, usage.DiskScan(box.folder, tuple(box.members), box.disk_limit or sys.maxsize)))
+            if scans:
+                box, scan = scans.popleft()
+                before = scan.found.seconds
+                ended = scan.advance(SCAN_TURN_S)
                 if self.watched.all.get(box.name) is box:
-                    self._report_disk(box, found)
-                pause_s = min(found.seconds / SCAN_FRACTION, SCAN_PAUSE_S)
+                    if ended:
+                        self._record_scan(box, scan.found)
+                    else:
+                        scans.append((box, scan))
+                pause_s = (scan.found.seconds - before) / SCAN_FRACTION
             time.sleep(pause_s)
 
-    def _report_disk(self, box: Watched, found: usage.DiskUsage) -> None:
+    def _record_scan(self, box: Watched, found: usage.DiskUsage) -> None:
+        box.disk = found.disk
         if reason := box.disk_violation(found):
             self._report(box, "disk", reason, ended=True)
         elif box.disk_limit and found.largest >= box.disk_limit:

@@ -202,7 +202,7 @@ def unpacked(record: Mapping[str, Any], cache: Path) -> Path:
         with _staging(cache) as work:
             try:
                 _extract(packed, work / name)
-            except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
+            except (tarfile.TarError, EOFError, OSError, RecursionError, ValueError, zlib.error) as error:
                 raise CallerError(f"cannot be unpacked: {error}", field="task_binary") from error
             _publish(work, target)
     return next(task_folders(target))
@@ -227,7 +227,11 @@ def _extract(packed: bytes, target: Path) -> None:
                     raise ValueError(f"{member.name!r:.100} is not a regular file or folder; pack the file itself")
                 if number >= MAX_FILES:
                     raise ValueError(f"it has more than {MAX_FILES} files")
+                member.mode |= 0o644  # also an agent's user reads a task's files
                 archive.extract(member, target, filter="data")
+            plain.seek(archive.offset)
+            if any(plain.read(tarfile.BLOCKSIZE) or b"x"):  # tarfile takes a broken header for the end
+                raise ValueError("its end is missing")
 
 
 @contextmanager

@@ -219,6 +219,13 @@ def packed(*members: tarfile.TarInfo | Path, mode: Any = "w:gz") -> bytes:
     return buffer.getvalue()
 
 
+def packed_headers(count: int) -> bytes:
+    """An archive that begins with headers for headers."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 11
+    return (info.tobuf(tarfile.USTAR_FORMAT) + b"11 path=ab\n".ljust(512, b"\0")) * count
+
+
 def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", size: int = 0) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.size = kind, target, size
@@ -243,6 +250,9 @@ def test_packed_tasks_are_unpacked_safely(tmp_path: Path, cache: Path, monkeypat
         ("old sparse", packed(task, member("a", tarfile.GNUTYPE_SPARSE)), "not a regular file or folder"),
         ("large", packed(task, member("a", size=200_000)), "it has more than"),
         ("cut", packed(task, mode="w")[:5000], "unexpected end of data"),
+        ("cut at a header", packed(task, member("zz"), mode="w").partition(b"zz\0")[0], "its end is missing"),
+        ("damaged", packed(task, member("zz"), mode="w").replace(b"zz\0", b"zy\0"), "its end is missing"),
+        ("deep headers", packed_headers(3000), "cannot be unpacked"),
         ("cut gzip", packed(task)[:100], "cannot be unpacked"),
         ("a\0b", packed(task), "cannot be unpacked"),
         ("\x1b[2J\n", packed(task, member("../x")), "leads out"),
