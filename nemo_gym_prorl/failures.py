@@ -292,6 +292,19 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     return Failure(unexpected_kind(stage), Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
 
 
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Remove the tracebacks of a classified error, its causes and its group's errors. Most frames refer to the task or
+    future that refers to the error, so their memory would otherwise stay until the cycle collector runs."""
+    todo, seen = [error], set[int]()
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        todo += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+
+
 def unexpected_kind(stage: Stage | None) -> FailureKind:
     return _UNEXPECTED_KINDS[stage] if stage else FailureKind.AGENT_RUN_ERROR
 

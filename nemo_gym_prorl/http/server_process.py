@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Process settings of a server: exit with Gym's command line, and limit of open files.
+"""Process settings of a server: exit with Gym's command line, limit of open files, garbage collection.
 
 ``gym env start`` ends its servers on SIGINT. If the command is killed, or fails because a port is taken, the servers
 become orphans and hold memory and ports. Our Hydra plugin (``hydra_plugins/prorl_gym``) passes the id of Gym's process
@@ -12,6 +12,7 @@ higher, so a server raises the soft limit at start.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import select
@@ -74,3 +75,16 @@ def raise_open_file_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return 1 << 30 if hard == resource.RLIM_INFINITY else hard
+
+
+COLLECTED_AT = (5_000, 20, 50)
+"""Thresholds of the garbage collector's three generations: collections about every 25, 500 and 25,000 turns."""
+
+
+def tune_garbage_collection() -> None:
+    """Exclude all existing objects from garbage collection (``gc.freeze``), and make further collections rare. Stored
+    rollouts have no reference cycles and are freed by reference counting. A full collection would block the event loop
+    while it scans stored rollouts and modules."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTED_AT)

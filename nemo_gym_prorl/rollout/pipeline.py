@@ -37,6 +37,7 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     Stage,
     classify,
+    drop_tracebacks,
 )
 from nemo_gym_prorl.http.tracing import SpanGroup, failed, note, span
 from nemo_gym_prorl.rollout.handler import Environments
@@ -290,12 +291,13 @@ class Pipeline(RolloutService):
         job.working = lambda: (stage, self._clock() - started - attempt.idle_s)
         if control.cancelled is not None:
             attempt.interrupt(control.cancelled)
-        error: BaseException | None = None
+        raised: BaseException | None = None
         value: Any = None
         try:
             value = await attempt.run()
         except Exception as caught:
-            error = caught
+            raised = caught
+        error = raised
         control.attempt = None
         if stage is Stage.RUN and isinstance(error, BudgetExceeded) and not attempt.abandoned:
             value = self._calls.timed_out(job)
@@ -329,6 +331,8 @@ class Pipeline(RolloutService):
             await self._give_up_or_retry(job, stage, failure, error)
         else:
             await self._hold_up(job, stage, failure, started)
+        for one in (raised, error, control.cancelled):
+            drop_tracebacks(one)
 
     async def _release(self, job: Job) -> BaseException | None:
         session, job.session = job.session, None

@@ -18,7 +18,7 @@ from nemo_gym_prorl.agent.gym_environments import ServiceConfig
 from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
 from nemo_gym_prorl.http.key_guard import check_exposure
 from nemo_gym_prorl.http.problems import Declared, add_problem_handlers, invalid_body
-from nemo_gym_prorl.http.server_process import raise_open_file_limit
+from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.gym_rows import CreateParams, Row, read_json
 from nemo_gym_prorl.servers.server_base import ServerBase, ServerConfig
 
@@ -86,6 +86,7 @@ class ProRLAgent(ServerBase, SimpleResponsesAPIAgent):
         add_problem_handlers(app, _GYM_ROUTES, SCOPES.needs if has_keys else None)
         wrap_outermost(app, self._guarded)
         app.router.lifespan_context = self._lifespan
+        tune_garbage_collection()
         return app
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:

@@ -38,7 +38,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.http.applications import DirectRoutes, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import KNOWN_ERRORS, Declared, invalid_body
-from nemo_gym_prorl.http.server_process import raise_open_file_limit
+from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.policy.calls import KEY_PREFIX, LEFT_OUT
 from nemo_gym_prorl.policy.engines.engine import Sampling
 from nemo_gym_prorl.policy.generation import Finish
@@ -196,6 +196,7 @@ class ProrlModel(ServerBase, SimpleResponsesAPIModel):
             return CapabilityKeyMiddleware(guarded, direct, lambda key: self._runtime.service.keys.get(key))
 
         wrap_outermost(app, in_front)
+        tune_garbage_collection()
         return app
 
     def _captures_calls(self) -> bool:

@@ -44,7 +44,7 @@ from nemo_gym_prorl.harness.specification import BUNDLE_FOLDER, Harness, Launch,
 from nemo_gym_prorl.http.applications import DirectRoutes, health_router, wrap_outermost
 from nemo_gym_prorl.http.key_guard import KeyGuard, check_exposure
 from nemo_gym_prorl.http.problems import add_problem_handlers, invalid_body
-from nemo_gym_prorl.http.server_process import raise_open_file_limit
+from nemo_gym_prorl.http.server_process import raise_open_file_limit, tune_garbage_collection
 from nemo_gym_prorl.rollout.storage.checkpoints import CHECKPOINT_FOLDER, ORPHAN_S
 from nemo_gym_prorl.sandbox.images.builder import KERNEL
 from nemo_gym_prorl.sandbox.snapshots import is_named
@@ -219,6 +219,7 @@ class TaskServer(ServerBase, SimpleResourcesServer):
         }
         key = self.config.control_token
         wrap_outermost(app, lambda rest: KeyGuard(DirectRoutes(rest, direct, self.in_session), key))
+        tune_garbage_collection()
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, Any]:
