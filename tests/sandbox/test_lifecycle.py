@@ -284,7 +284,7 @@ class Lives(RuleBasedStateMachine):
         beats = box.folder / "overlay/upper/tmp/beats"
 
         async def take() -> None:
-            taking = asyncio.create_task(snapshots.take(box, self.state / "snapshots", "one"))
+            taking = asyncio.create_task(snapshots.take(box, self.state / "taken", "one"))
             if given_up:
                 await asyncio.sleep(0.002)
                 taking.cancel()
