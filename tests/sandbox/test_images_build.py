@@ -122,8 +122,17 @@ def test_a_failed_build_says_why_and_leaves_nothing(
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
 
 
-def test_wheels_leave_nothing_but_packages(image: Path, tmp_path: Path) -> None:
-    """Recipes move all visible entries."""
+@pytest.mark.parametrize("pip", [True, False], ids=["by pip", "by uv"])
+def test_wheels_leave_nothing_but_packages(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: bool
+) -> None:
+    """Recipes move all visible entries. No other Python is on PATH, or can be downloaded."""
+    monkeypatch.setattr(build_module.importlib.util, "find_spec", lambda _name: pip or None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path))
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.chdir(tmp_path)
     build_module.unpack_wheels(["six>=1.16"], image, tmp_path / "new")
     there = {path.name for path in (tmp_path / "new").iterdir()}
     assert "six.py" in there

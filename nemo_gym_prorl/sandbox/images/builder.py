@@ -15,7 +15,9 @@ a cache, the version that was set up last determines which images the short name
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -160,18 +162,22 @@ def unpack_wheels(packages: Iterable[str], root: Path, target: Path) -> None:
     """Download wheels of Python packages and their dependencies, for the Python of the image ``root``, and unpack
     them into the new folder ``target``.
 
-    uv has the host's settings (mirrors, proxies, certificates), which an image does not have. No package code runs on
-    the host.
+    pip, else uv, selects wheels with the host's settings (mirrors, proxies, certificates), which an image does not
+    have. No package code runs on the host.
 
     Raises:
-        InfrastructureError: the image has no Python, or no wheels match; quotes uv.
+        InfrastructureError: the image has no Python, or no wheels match; quotes pip or uv.
     """
     libraries = [*root.glob("usr/local/lib/python3.*/os.py"), *root.glob("usr/lib/python3.*/os.py")]
     if not libraries:
         raise InfrastructureError(f"{root} has no Python to choose wheels for: use a base with python3")
     version = libraries[0].parent.name.removeprefix("python")
-    command = [uv.find_uv_bin(), "pip", "install", "--quiet", "--only-binary=:all:", f"--python-version={version}"]
-    command += [f"--target={target}", *sorted(packages)]
+    if importlib.util.find_spec("pip"):
+        command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
+    else:  # without --python, uv would download a Python where no other is on PATH
+        command = [uv.find_uv_bin(), "pip", "install", f"--python={sys.executable}"]
+    command += ["--quiet", "--only-binary=:all:", f"--python-version={version}", f"--target={target}"]
+    command += sorted(packages)
     try:
         build_tools.run(command, None, WHEELS_TIMEOUT_S)
     except InfrastructureError as error:

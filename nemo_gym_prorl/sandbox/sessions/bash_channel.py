@@ -335,8 +335,8 @@ class ContainerTerminal:
         return None
 
     def kill_foreground(self) -> None:
-        """Kill the foreground process group, unless it is bash's. A group whose leader has ended is not killed, since
-        its id may have been reused."""
+        """Kill the foreground process group, unless it is bash's. A child of bash must be in the group: its id is
+        not reused while a member lives."""
         with contextlib.suppress(OSError):
             group = self.foreground()
             if group is not None and any(os.getpgid(child) == group for child in usage.child_pids(self.pid)):
