@@ -287,6 +287,18 @@ class SupervisorProcess:
     folder: Path
     owner: socket.socket
 
+    @property
+    def alive(self) -> bool:
+        """Whether the supervisor runs. A dying process closes its sockets before it can be waited for."""
+        try:
+            if not self.owner.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return False
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return self.popen.poll() is None
+
 
 _lock = threading.Lock()
 own_supervisor: SupervisorProcess | None = None
@@ -313,7 +325,7 @@ def running_supervisor() -> Path:
     """
     global own_supervisor
     with _lock:
-        if own_supervisor and own_supervisor.popen.poll() is None:
+        if own_supervisor and own_supervisor.alive:
             return own_supervisor.folder
         if own_supervisor:
             own_supervisor.owner.close()
